@@ -1,4 +1,4 @@
-"""Connection managers that remember what they are told, each with its thread and connections."""
+"""Connection managers that record their events, each with its own thread and connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = 30.0
 
 
 class Rank:
-    """A connection manager that remembers what it is told."""
+    """A connection manager that records its events."""
 
     def __init__(self, rank: int, timing: Timing = QUICK) -> None:
         self.heard: queue.Queue[tuple[int, dict[str, Any], bytes, float]] = queue.Queue()
@@ -44,27 +44,27 @@ class Rank:
 
     def reach(self, other: Rank) -> None:
         self.connections.call(self.connections.connect(other.connections.rank, other.address), LIMIT_S)
-        other.settled()  # it answers first and remembers the connection then
+        other.settled()  # it answers first and registers the connection afterwards
 
     def say(self, other: int, message: dict[str, Any], blob: bytes = b"") -> None:
         self.connections.post(self.connections.send, other, message, blob)
 
     def settled(self) -> None:
-        """Afterwards everything that was posted before has been done."""
+        """Wait until everything that was posted before has been done."""
         done = threading.Event()
         self.connections.post(done.set)
         assert done.wait(LIMIT_S)
 
 
 def stranger_at(address: Address) -> socket.socket:
-    """A connection by hand."""
+    """Open a raw connection, as an unknown peer."""
     stranger = socket.create_connection((address.host, address.port))
     stranger.settimeout(LIMIT_S)
     return stranger
 
 
 def said_to(address: Address, data: bytes) -> bytes:
-    """All that comes back to a stranger who says this and no more."""
+    """Return all data that an unknown peer receives after it has sent ``data`` and closed its direction."""
     with closing(stranger_at(address)) as stranger:
         stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
@@ -75,14 +75,14 @@ MakeRank = Callable[..., Rank]
 
 
 def pair(make_rank: MakeRank, *timing: Timing) -> tuple[Rank, Rank]:
-    """Two that are connected; the second one opened the connection."""
+    """Return two connected ranks, of which the second opened the connection."""
     first, second = make_rank(0, *timing), make_rank(1, *timing)
     second.reach(first)
     return first, second
 
 
 def makes(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
-    """For a fixture: makes those who have connections, and closes them."""
+    """Yield a factory whose products are closed at the end, for a fixture."""
     made: list[Made] = []
 
     def one(*arguments: Any) -> Made:

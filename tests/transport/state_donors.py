@@ -1,4 +1,4 @@
-"""Donors and an asker of state, each with its own thread and connections, for tests."""
+"""Donors of state and a rank that fetches it, each with its own thread and connections, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco.transport.peers.state_transfer import fetch_state
 from diloco.transport.peers.state_wire import describe
 
 LIMIT_S = 30.0
-NUMEL = 1_600_000  # with a slot of the same size 12.8 MB: 32 blocks, each of two chunks
+NUMEL = 1_600_000  # 12.8 MB with a slot of the same size: 32 blocks, each of two chunks
 
 
 def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, 
 
 
 class Donor:
-    """Serves what ``held`` is."""
+    """A donor that serves the state ``held``."""
 
     def __init__(self, held: Mapping[str, Any] | None, limit_bytes_per_s: float | None = None) -> None:
         self.changes = 0
@@ -55,7 +55,7 @@ class Donor:
     @held.setter
     def held(self, held: Mapping[str, Any] | None) -> None:
         self._held = held
-        self.changes += 1  # not its identity, which another one may have once it is gone
+        self.changes += 1  # not `id`, which another object may reuse
 
     def copied(self, fragment: int) -> Mapping[str, Any]:
         self.copies += 1
@@ -63,7 +63,7 @@ class Donor:
         return {**self.held, "fragment": fragment}
 
     def served_by(self, serve: Callable[[dict[str, Any], Any, Any], Awaitable[None]]) -> None:
-        """Something else than the service answers requests."""
+        """Let ``serve`` answer requests instead of the service."""
 
         async def first(message: dict[str, Any], blob: bytes, reader: Any, writer: Any) -> None:
             while True:
@@ -74,7 +74,7 @@ class Donor:
 
 
 class Counting(TcpStreams):
-    """Counts requests and chunks by port; ``hook`` sees every chunk, and may damage it or raise."""
+    """Counts requests and chunks by port. ``hook`` sees every chunk and may damage it or raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Counting(TcpStreams):
 
         async def counted(n: int) -> bytes:
             data = await read(n)
-            if n >= 4096:  # no chunk of these tests is smaller
+            if n >= 4096:  # the size of the smallest chunk in these tests
                 self.received[address.port] = self.received.get(address.port, 0) + n
                 try:
                     data = self.hook(address.port, data)
@@ -119,7 +119,7 @@ class Asker:
         return self.connections.call(fetch_state(self.streams, addresses, fragment, after, **more), 2 * LIMIT_S)
 
     def start(self, donors: Mapping[int, Donor], **more: Any) -> Callable[[], dict[str, Any]]:
-        """As `fetch`, in the background; what it returns waits."""
+        """Start `fetch` in the background, and return a function that waits for its result."""
         addresses = {replica: donor.address for replica, donor in donors.items()}
         going = fetch_state(self.streams, addresses, more.pop("fragment", 0), more.pop("after", 0), LIMIT_S, **more)
         future = asyncio.run_coroutine_threadsafe(going, self.connections.loop)
@@ -137,7 +137,7 @@ def size_of(held: Mapping[str, Any]) -> int:
 
 
 class Conversation:
-    """One connection to a donor, by hand."""
+    """One raw connection to a donor."""
 
     def __init__(self, asker: Asker, donor: Donor) -> None:
         self.asker = asker
@@ -156,7 +156,7 @@ class Conversation:
 
 
 def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> Donor:
-    """What the service says passes through ``change``."""
+    """Let ``change`` alter everything that the donor's service sends."""
     serve = donor.service.serve
 
     class Through:

@@ -114,7 +114,7 @@ def test_ranks_of_one_replica_are_compared_as_well(wires: Wires) -> None:
 
 def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
     ways = wires.meet(2, round_timeout_s=0.1)
-    with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected and not ready"):
+    with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected but not ready"):
         ways[0].agree({"codec": "fp4"})
 
 

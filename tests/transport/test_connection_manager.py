@@ -1,4 +1,4 @@
-"""Control connections: order, how a loss is noticed and what kind it is, and the end."""
+"""Control connections: the order of messages, the detection and kinds of losses, and closing."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_an_emulated_latency_delays_every_message_and_keeps_their_order(make_ran
 def test_two_that_connect_to_each_other_at_the_same_time_keep_one_connection(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes the other one's hello before it has an answer to its own, as over a long way."""
+    """Each side receives the other's hello before the answer to its own, as over a long round trip."""
     ranks = (make_rank(0), make_rank(1))
-    # hellos, by who says them
+    # hellos by sender
     said, taken = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())
 
     async def both(events: Iterable[threading.Event]) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_leaves_is_gone_and_nobody_is_told_on_its_own_side(make_rank
 
 
 def member(rank: int, address: Address) -> None:
-    """In a process of its own: connected until it is killed."""
+    """A member in a process of its own, which stays connected until it is killed."""
     other = Rank(1)
     other.connections.call(other.connections.connect(0, address), LIMIT_S)
     report(str(other.address))
@@ -163,12 +163,12 @@ def test_a_process_that_stands_still_is_silent_and_its_connection_still_stands(m
         address = processes.heard(0)
         processes.freeze(0)
         rank, loss = first.losses.get(timeout=LIMIT_S)
-        assert (rank, loss) == (1, Loss("silent", f"nothing came from {address} for 1 s"))
+        assert (rank, loss) == (1, Loss("silent", f"nothing was received from {address} for 1 s"))
         processes.thaw(0)
 
 
 def test_beats_alone_keep_a_rank_and_nobody_hears_of_them(make_rank: MakeRank) -> None:
-    """Over several times the silence; what is asserted holds at any time, so a slow machine changes nothing."""
+    """Runs for several silences. The assertions hold at any time, so a slow machine changes nothing."""
     quiet = Timing(heartbeat_s=0.02, silence_s=2.0)
     first, second = pair(make_rank, quiet)
     over = threading.Event()
@@ -180,8 +180,8 @@ def test_beats_alone_keep_a_rank_and_nobody_hears_of_them(make_rank: MakeRank) -
 
 
 def test_who_opened_a_connection_says_that_it_stands_and_not_with_the_next_beat(make_rank: MakeRank) -> None:
-    """Else the other one might let it into a view before it knows the connection itself."""
-    first, second = pair(make_rank, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened it
+    """Otherwise the other side might admit it to a view before it knows the connection itself."""
+    first, second = pair(make_rank, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened the connection
 
     async def heard() -> None:
         while (connection := first.connections.get(1)) is None or not connection.words:
@@ -197,18 +197,18 @@ def test_who_hangs_up_hears_no_loss_and_the_other_one_does(make_rank: MakeRank) 
     first, second = pair(make_rank)
     first.connections.post(first.connections.hang_up, 1)
     rank, loss = second.losses.get(timeout=LIMIT_S)
-    assert (rank, loss.kind) == (0, "cut"), "somebody listens there: the process has not ended"
+    assert (rank, loss.kind) == (0, "cut"), "its port still listens: the process has not ended"
     assert f"the connection to {first.address} ended" in loss.text
     assert first.losses.empty()
 
 
 def test_who_was_given_up_is_told_so_and_does_not_ask_the_port(make_rank: MakeRank) -> None:
-    """By then the other side may have gone on and ended: a closed port would say nothing about what it did before."""
+    """By then the other side may have continued and ended: a closed port would prove nothing about earlier."""
     first, second = pair(make_rank)
     first.say(1, {"kind": "given-up"})
     rank, loss = second.losses.get(timeout=LIMIT_S)
     assert (rank, loss.kind) == (0, "cut")
-    assert "heard nothing of this process for too long and gave it up" in loss.text
+    assert "received nothing from this process for too long and dropped it" in loss.text
 
 
 def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> None:
@@ -224,7 +224,7 @@ def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> 
 def test_a_new_connection_of_a_rank_takes_the_place_of_one_that_is_silent_which_is_told(make_rank: MakeRank) -> None:
     first, second = pair(make_rank, Timing(heartbeat_s=0.1, silence_s=LIMIT_S))
     before, awake = first.connections.get(1), threading.Event()
-    second.connections.post(awake.wait)  # it stands still
+    second.connections.post(awake.wait)  # it stalls
     again = make_rank(1)
     again.reach(first)
     awake.set()
@@ -233,13 +233,13 @@ def test_a_new_connection_of_a_rank_takes_the_place_of_one_that_is_silent_which_
     assert first.connections.get(1) not in (None, before)
     again.say(0, {"kind": "me"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "me"}
-    assert first.losses.empty(), "who comes in its place says so itself"
+    assert first.losses.empty(), "the process that replaces it reports itself"
 
 
 def test_nobody_takes_the_place_of_a_rank_that_answers(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
     before = first.connections.get(1)
-    with pytest.raises(TransportError, match=rf"refuses: rank 1 is connected from {second.address}, and answers"):
+    with pytest.raises(TransportError, match=rf"rank 1 is connected from {second.address}, which still answers"):
         make_rank(1).reach(first)
     assert first.connections.get(1) is before
     second.say(0, {"kind": "here"})
@@ -258,7 +258,7 @@ def test_closing_ends_the_thread_and_may_be_done_twice(make_rank: MakeRank) -> N
 
 
 class NeverEnding(TcpStreams):
-    """As those of a network whose daemon has died: closing it takes for ever."""
+    """Streams of a network whose daemon has died: closing them takes forever."""
 
     async def close(self) -> None:
         await asyncio.Event().wait()
@@ -297,5 +297,5 @@ def test_closing_takes_seconds_also_where_the_thread_is_busy(
     with monkeypatch.context() as patch:
         patch.setattr(control_thread, "CLOSING_S", 0.1)
         connections.close()
-    assert not connections.loop.is_closed(), "it is in use"
+    assert not connections.loop.is_closed(), "its thread is still busy"
     free.set()

@@ -1,4 +1,4 @@
-"""Who comes to the port of a connection manager: strangers, who asks a service, and whoever comes when it ends."""
+"""Connections at the port of a connection manager: unknown peers, services, and connections that arrive at its end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_stranger_harms_nobody(make_rank: MakeRank, opening: bytes) -> None:
 
 
 def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
-    """The connection ends at its head; nothing of the size is ever asked for."""
+    """The connection ends at the header; memory of the announced size is never allocated."""
     first = make_rank(0)
     pages = os.sysconf("SC_PAGE_SIZE")
 
@@ -74,7 +74,7 @@ def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypat
 
 
 def stranger_as(first: Rank, rank: int) -> socket.socket:
-    """A connection over which somebody has said that he is a rank."""
+    """Open a connection over which an unknown peer claims to be a rank."""
     stranger = stranger_at(first.address)
     stranger.sendall(pack({"kind": "hello", "rank": rank, "address": str(first.address)}))
     assert stranger.recv(16, socket.MSG_WAITALL)[:4] == b"DLC1"
@@ -91,7 +91,7 @@ def test_a_stranger_says_little_and_a_member_may_say_much(make_rank: MakeRank) -
         stranger.sendall(pack(much))
         rank, loss = first.losses.get(timeout=LIMIT_S)
     assert rank == 5
-    assert "17026 + 0 bytes was announced; 16384 + 4096 are taken" in loss.text
+    assert "17026 + 0 bytes was announced, more than the limit of 16384 + 4096 bytes" in loss.text
     first.connections.post(first.connections.trust, [6])
     with closing(stranger_as(first, 6)) as member:
         member.sendall(pack(much, bytes(100_000)))
@@ -104,11 +104,11 @@ def test_who_does_not_read_what_it_is_told_is_lost(make_rank: MakeRank, *, trust
     first.connections.post(first.connections.trust, [5] if trusted else [])
     most_bytes = connection_manager.MOST_UNSENT_BYTES if trusted else connection_manager.MOST_UNSENT_TO_STRANGERS_BYTES
     with closing(stranger_as(first, 5)):
-        for _ in range((most_bytes + (16 << 20)) // 100_000):  # some of it is in the kernel
+        for _ in range((most_bytes + (16 << 20)) // 100_000):  # part of it is buffered in the kernel
             first.say(5, {"kind": "x"}, bytes(100_000))
         rank, loss = first.losses.get(timeout=LIMIT_S)
     assert rank == 5
-    assert "does not read what it is told" in loss.text
+    assert "does not read its messages" in loss.text
 
 
 def test_connections_of_one_address_that_do_nothing_are_bounded(
@@ -123,7 +123,7 @@ def test_connections_of_one_address_that_do_nothing_are_bounded(
     with contextlib.ExitStack() as stack:
         for each in idle:
             stack.enter_context(closing(each))
-        while True:  # its place is free once its end was noticed
+        while True:  # the place becomes free once the end of the connection has been noticed
             with closing(stranger_at(first.address)) as other, contextlib.suppress(ConnectionError):
                 other.sendall(pack({"kind": "who"}))
                 if other.recv(4) == b"DLC1":
@@ -132,12 +132,12 @@ def test_connections_of_one_address_that_do_nothing_are_bounded(
 
 def test_somebody_else_behind_an_address_is_told_apart(make_rank: MakeRank) -> None:
     first, other = make_rank(0), make_rank(4)
-    with pytest.raises(TransportError, match=rf"{other.address} was to be rank 1 and answered .*another diloco"):
+    with pytest.raises(TransportError, match=rf"{other.address} should be rank 1, but answered .*Another diloco"):
         first.connections.call(first.connections.connect(1, other.address), LIMIT_S)
     assert first.connections.connected == frozenset()
 
 
-# Services, and the end.
+# Services, and closing.
 
 
 def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRank) -> None:
@@ -168,7 +168,7 @@ def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRan
 
 
 def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeRank) -> None:
-    """Its task may be past the point where it can be told to end, and opens a line when the others are closed."""
+    """Its task may be past the point at which it can be cancelled, and connect after the others have closed."""
     first = make_rank(0)
     with closing(stranger_at(first.address)) as late:
         first.settled()
@@ -186,7 +186,7 @@ def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeR
 
 @pytest.mark.parametrize("turns", range(7))
 def test_who_comes_while_the_other_one_closes_leaves_nothing_open(make_rank: MakeRank, turns: int) -> None:
-    """However far its connection has come: accepted by the system, known to the loop, or looked after by a task."""
+    """At any stage of its connection: accepted by the system, known to the loop, or handled by a task."""
     first = make_rank(0)
 
     async def come_and_close() -> None:

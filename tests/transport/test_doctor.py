@@ -71,7 +71,7 @@ def test_something_that_is_no_diloco() -> None:
         thread.start()
         finding = look(Address("127.0.0.1", other.getsockname()[1]))
         thread.join()
-    assert finding.problem.startswith("what answers there is not a diloco: something that begins with b'HTTP'")
+    assert finding.problem.startswith("what answers there is not a diloco: data that begins with b'HTTP'")
 
 
 def test_nobody_is_made_to_move_more_than_is_allowed() -> None:

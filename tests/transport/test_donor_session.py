@@ -1,4 +1,4 @@
-"""What a donor of state does for many: its limit, its memory, its strangers, its lock."""
+"""A donor of state that serves many: its rate limit, memory, lock, and unknown peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, TransportError
-from diloco.transport.peers.donor_session import MAX_ASKERS, DonorService
+from diloco.transport.peers.donor_session import MAX_FETCHERS, DonorService
 from tests.same import same_values
 from tests.transport.state_donors import LIMIT_S, Asker, Conversation, MakeDonor, state
 from tests.transport.wires import at_once
@@ -27,7 +27,7 @@ def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
     for asker in askers:
         asker.connections.close()
     assert all(same_values(each, {**held, "fragment": 0}) for each in results)
-    assert took_s > (800_000 - 200_000) / 800_000, "what may leave at once is a quarter of a second's"
+    assert took_s > (800_000 - 200_000) / 800_000, "the burst is a quarter of a second's bytes"
     assert donor.copies == 1
 
 
@@ -38,7 +38,7 @@ def test_a_limit_that_is_not_positive_is_refused(limit: float) -> None:
 
 
 def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_donor: MakeDonor) -> None:
-    """And its control thread goes on meanwhile: it answers others."""
+    """Its control thread continues meanwhile and answers others."""
     donor, entered, changed = make_donor(state()), threading.Event(), threading.Event()
 
     def source(fragment: int) -> Mapping[str, Any]:
@@ -55,7 +55,7 @@ def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_dono
 
 
 def test_a_donor_may_leave_while_it_sends(asker: Asker, make_donor: MakeDonor) -> None:
-    """To one who does not read: nothing is left open, which pytest would tell."""
+    """Its peer does not read. Nothing stays open, which pytest would report."""
     donor = make_donor({"global_params": torch.zeros(8 << 20)})
     talk = Conversation(asker, donor)
     talk.say()
@@ -81,37 +81,37 @@ def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_do
         offers.append(talk.hear())
     donor.held = state(numel=100, seed=2)
     talks[2].say(0)
-    assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two earlier states"}
+    assert talks[2].hear() == {"kind": "later", "reason": "it is still sending two earlier states"}
     assert (donor.copies, len(donor.service.cache.snapshots)) == (2, 2)
     talks[2].say(1)
-    assert talks[2].hear()["kind"] == "offer", "another fragment has room of its own"
+    assert talks[2].hear()["kind"] == "offer", "another fragment has its own room"
     talks[0].end()
     heard = {"kind": "later"}
-    while heard["kind"] == "later":  # until the donor has noticed
+    while heard["kind"] == "later":  # until the donor has noticed the end of the connection
         talks[2].say(0)
         heard = talks[2].hear()
-    assert heard["kind"] == "offer", "nobody needs the first any more"
+    assert heard["kind"] == "offer", "the first snapshot is no longer in use"
     assert (donor.copies, len(donor.service.cache.snapshots)) == (4, 3)
     talks[2].say(0, offers[1]["snapshot"], offset=0, size=1)
-    assert talks[2].hear()["kind"] == "chunk", "what is held already can be had"
+    assert talks[2].hear()["kind"] == "chunk", "a stored snapshot can be fetched"
     talks[2].say(1)
-    assert talks[2].hear()["kind"] == "offer", "who asks for another state is done with the one before"
+    assert talks[2].hear()["kind"] == "offer", "asking for another state releases the one before"
     talks[2].say(0, "feedfeedfeedfeed", offset=0, size=1)
     assert talks[2].hear() == {"kind": "moved"}
 
 
 def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make_donor: MakeDonor) -> None:
     donor = make_donor(state())
-    talks = [Conversation(asker, donor) for _ in range(MAX_ASKERS)]
+    talks = [Conversation(asker, donor) for _ in range(MAX_FETCHERS)]
     for talk in talks:
         talk.say()
         assert talk.hear()["kind"] == "offer"
-    with pytest.raises(TransportError, match=f"replica 1: it is serving {MAX_ASKERS} others"):
+    with pytest.raises(TransportError, match=f"replica 1: it is serving {MAX_FETCHERS} others"):
         asker.fetch({1: donor}, timeout_s=1.0)
     result = asker.start({1: donor})
     talks[0].end()
     assert same_values(result(), {**state(), "fragment": 0})
-    assert donor.copies == 1, "one copy for all of them"
+    assert donor.copies == 1, "one copy for all fetchers"
 
 
 STRANGE = [
@@ -142,5 +142,5 @@ def test_a_request_that_is_none_ends_its_connection_only(
 
 def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make_donor: MakeDonor) -> None:
     for value, words in [(torch.empty(1, dtype=torch.complex64), "complex"), (float("nan"), "nan"), ([1], "1")]:
-        with pytest.raises(TransportError, match=rf"replica 1: its state can't be handed over: .*{words}"):
+        with pytest.raises(TransportError, match=rf"replica 1: its state can't be sent: .*{words}"):
             asker.fetch({1: make_donor({"global_params": value})})

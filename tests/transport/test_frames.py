@@ -1,4 +1,4 @@
-"""Control messages on the wire: what goes in comes out, and nothing malformed costs memory."""
+"""The wire format of control messages: they survive a round trip, and malformed ones cost no memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = st.builds(
 
 
 def read(*chunks: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """The frames of a connection on which ``chunks`` come in and that then ends."""
+    """Read the frames of a connection on which ``chunks`` arrive before it ends."""
 
     async def all_frames() -> list[tuple[dict[str, Any], bytes]]:
         reader = asyncio.StreamReader()
@@ -65,11 +65,11 @@ def test_a_connection_that_ends_inside_a_frame_is_an_end(message: dict[str, Any]
 def test_sizes_up_to_the_limits_are_sent_and_above_are_not() -> None:
     overhead = len(json.dumps({"kind": ""}, separators=(",", ":")))
     assert len(pack({"kind": "k" * (MAX_JSON_BYTES - overhead)})) == 16 + MAX_JSON_BYTES
-    with pytest.raises(TransportError, match=rf"{MAX_JSON_BYTES + 1} \+ 0 bytes was to be sent.*Nothing was sent"):
+    with pytest.raises(TransportError, match=rf"{MAX_JSON_BYTES + 1} \+ 0 bytes exceeds.*Nothing was sent"):
         pack({"kind": "k" * (MAX_JSON_BYTES - overhead + 1)})
     blob = bytes(MAX_BLOB_BYTES + 1)
     assert unpack_head(pack({"kind": ""}, memoryview(blob)[1:])[:16]) == (overhead, MAX_BLOB_BYTES)
-    with pytest.raises(TransportError, match=rf"\+ {MAX_BLOB_BYTES + 1} bytes was to be sent"):
+    with pytest.raises(TransportError, match=rf"\+ {MAX_BLOB_BYTES + 1} bytes exceeds"):
         pack({"kind": ""}, blob)
 
 
@@ -78,7 +78,7 @@ def test_sizes_up_to_the_limits_are_sent_and_above_are_not() -> None:
     [(MAX_JSON_BYTES + 1, 0), (0, MAX_BLOB_BYTES + 1), (0xFFFFFFFF, 0), (2, (1 << 64) - 1)],
 )
 def test_announced_sizes_above_the_limits_are_refused_by_the_head_alone(json_bytes: int, blob_bytes: int) -> None:
-    """Nothing follows the head here: a reader that wanted the body would end otherwise."""
+    """Nothing follows the header, so a reader that waited for the body would fail otherwise."""
     head = struct.pack(">4sIQ", PROTOCOL, json_bytes, blob_bytes)
     with pytest.raises(TransportError, match=rf"{json_bytes} \+ {blob_bytes} bytes was announced.*was closed"):
         read(head)
@@ -88,7 +88,7 @@ def test_announced_sizes_above_the_limits_are_refused_by_the_head_alone(json_byt
     "opening", [b"GET / HTTP/1.1\r\nHost: x\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"DLC0"]
 )
 def test_other_protocols_are_told_apart_by_their_first_bytes(opening: bytes) -> None:
-    with pytest.raises(TransportError, match=r"no diloco of this protocol version\. The connection was closed"):
+    with pytest.raises(TransportError, match=r"version of diloco's protocol\. The connection was closed"):
         read(opening.ljust(16, b"\0"))
 
 

@@ -1,4 +1,4 @@
-"""Who gets a place where there are few: no origin takes those of the others."""
+"""The limit on connections: no origin takes the places of the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_flood_from_one_origin_keeps_nobody_out() -> None:
     assert [gate.enter(each, ["liar"]) for each in flood] == [None] * 64
     assert gate.enter("flood 64", ["liar"]) == "flood 64"
     for n in range(32):
-        assert gate.enter(f"honest {n}", [f"peer {n}"]) == flood[n], "the longest-standing one of the flood"
+        assert gate.enter(f"honest {n}", [f"peer {n}"]) == flood[n], "the oldest connection of the flood"
 
 
 def test_who_leaves_makes_room() -> None:
@@ -30,7 +30,7 @@ def test_who_leaves_makes_room() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_there_are_never_more_than_there_are_places(arrivals: list[tuple[int, bool]]) -> None:
-    """Property: nobody has more than its share, and who has the fewest is not sent away for others."""
+    """Property: no origin exceeds its share, and the one with the fewest connections loses none to others."""
     gate, inside = Gate[int](5, most_of_one=3), dict[int, str]()
     for number, (origin, leaves) in enumerate(arrivals):
         if leaves and inside:

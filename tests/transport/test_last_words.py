@@ -1,4 +1,4 @@
-"""What a peer says before it hangs up is heard, whatever this side was doing."""
+"""Data that a peer sends before it closes is received, whatever this side was doing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import socket
 
 import pytest
 
-from diloco.transport.connections.streams import hear_out
+from diloco.transport.connections.streams import drain_on_reset
 
 
 async def broken(said: bytes) -> asyncio.StreamReader:
-    """A connection whose other end said something and hung up, and that breaks as this one writes before it reads."""
+    """Return a connection that is reset by its own write before it reads what the closed other end sent."""
     listening = socket.create_server(("127.0.0.1", 0))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     other, _ = listening.accept()
-    hear_out(writer.transport)
-    writer.write(b"never read there")  # so that closing is a reset
+    drain_on_reset(writer.transport)
+    writer.write(b"never read there")  # unread data turns the close into a reset
     other.send(said)
     other.close()
     listening.close()
-    while not writer.transport.is_closing():  # no turn of the loop in between
+    while not writer.transport.is_closing():  # without an iteration of the loop in between
         writer.write(b"more")
     return reader
 

@@ -1,4 +1,4 @@
-"""Payload links over streams that break: everything arrives once, in order, whole."""
+"""Payload links over streams that break: every message arrives once, in order and undamaged."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.transport.connection_managers import said_to
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
-OTHER = 0  # the other end, whatever its rank
+OTHER = 0  # the replica at the other end, whatever its rank
 NONE = memoryview(b"")
 
 
 class Breaking(TcpStreams):
-    """TCP whose open connections can be cut, and whose bytes can be damaged on the way in."""
+    """TCP whose open connections can be cut and whose received bytes can be damaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Breaking(TcpStreams):
         return reader, writer
 
     def cut(self) -> None:
-        """End all connections at once."""
+        """Abort all connections at once."""
         for writer in self.opened:
             writer.transport.abort()
 
     async def _relay(self, to: Address, damage: Callable[[bytes], bytes]) -> Address:
-        """Where to connect instead, so that what comes back is damaged."""
+        """Start a relay that damages what comes back from ``to``, and return its address."""
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Callable[..., Any]) -> None:
             with closing(writer):
@@ -119,7 +119,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
 
 
 def linked(pair: tuple[End, End], streams: int = 1) -> tuple[RoundMessages, RoundMessages]:
-    """Messages over a link, from each end."""
+    """Return the messages of both ends over one link."""
     links = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
     assert all(isinstance(link, ReliableLink) for link in links), links
     first, second = (
@@ -138,7 +138,7 @@ def wait_for(end: End, come: Callable[[], Any]) -> None:
 
 
 def wait(work: Any) -> None:
-    """For a work, in a thread, so that a hang is a failure."""
+    """Wait for ``work`` in a thread, so that a hang becomes a failure."""
     (error,) = at_once([work.result])
     if isinstance(error, Exception):
         raise error
@@ -194,13 +194,13 @@ def test_messages_leave_when_an_emulated_link_lets_them_go() -> None:
     loop.time.return_value = first_s
     first[0](*first[1:])
     assert link.active
-    assert link.waiting_bytes == 500_000, "the second one has not left"
+    assert link.waiting_bytes == 500_000, "the second message has not left"
     link.end("it was closed")
     assert all("it was closed" in str(each.exception(0)) for each in sent)
 
 
 def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> None:
-    """Cut at every tenth message, from both ends in turn."""
+    """The connection is cut at every tenth message, by both ends in turn."""
     first, second = linked(pair)
     count, size = 60, 200_000
     rooms = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
@@ -213,7 +213,7 @@ def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> N
     for work in works:
         work.result()
     assert all(bool((room == n).all()) for n, room in enumerate(rooms))
-    assert len(pair[0].streams.opened) > 1, "it was opened anew"
+    assert len(pair[0].streams.opened) > 1, "it was reopened"
 
 
 def test_a_damaged_message_is_sent_again(pair: tuple[End, End]) -> None:
@@ -246,9 +246,9 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
         pair[0].streams.cut()
 
     pair[0].in_loop(part)
-    with pytest.raises(TransportError, match=r"no way there, and it could not be made again in 0.9 s"):
+    with pytest.raises(TransportError, match=r"no way there, and it could not be reopened within 0.9 s"):
         wait(works[0])
-    with pytest.raises(TransportError, match=r"the other side did not come again in 0.9 s"):
+    with pytest.raises(TransportError, match=r"the other side did not reconnect within 0.9 s"):
         wait(works[1])
     first.send([OTHER], torch.empty(1), 0)
     with pytest.raises(TransportError, match="no way there"):
@@ -256,7 +256,7 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
 
 
 def test_the_kernel_of_both_ends_notices_a_dead_way(pair: tuple[End, End]) -> None:
-    """Also of the end that has nothing to send: the other one may have given the connection up without its knowing."""
+    """The end that has nothing to send notices it too, as the other end may have dropped the connection unnoticed."""
     for messages in linked(pair):
         for connection in messages.links[OTHER].connections.values():
             theirs = connection.transport.get_extra_info("socket")
@@ -267,9 +267,9 @@ def test_the_kernel_of_both_ends_notices_a_dead_way(pair: tuple[End, End]) -> No
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
 def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> None:
-    with pytest.raises(TransportError, match="could not be made: the other side did not come"):
+    with pytest.raises(TransportError, match="could not be made: the other side did not connect"):
         pair[1].open(0, timeout_s=0.2)
-    with pytest.raises(TransportError, match="the other side has no such link"):
+    with pytest.raises(TransportError, match="the other side does not know this link"):
         pair[0].open(1)
 
 
@@ -290,14 +290,14 @@ def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End
     first.send([OTHER], torch.ones(1), 1)
     wait(second.receive(OTHER, room := torch.empty(1), 1))
     assert room.item() == 1
-    with pytest.raises(TransportError, match="12 bytes came instead of 16"):
+    with pytest.raises(TransportError, match="12 bytes arrived where 16 bytes were expected"):
         wait(second.receive(OTHER, torch.empty(4), 0))
 
 
 def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reliable_link, "_MOST_EARLY_BYTES", 1)  # so that nothing begins before somebody waits for it
+    monkeypatch.setattr(reliable_link, "_MOST_EARLY_BYTES", 1)  # so that no message arrives before it is asked for
     first, second = (messages.links[OTHER] for messages in linked(pair, streams=2))
     wait_for(pair[0], lambda: len(first.connections) == len(second.connections) == 2)
     raised: list[Any] = []
@@ -309,7 +309,7 @@ def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
         way._parts[number, 0] = Part(Outgoing(number, NONE, Future()), 0, NONE, acknowledged=True)
         pair[0].in_loop(lambda: way.transport.write(HEAD.pack(*head) + bytes(4)))
 
-    begin(0, 1, 8)  # alone, it may be early
+    begin(0, 1, 8)  # on its own it may arrive early
     wait_for(pair[1], lambda: second._incoming)
     begin(0, 2, 8)
     begin(1, 2, 16)

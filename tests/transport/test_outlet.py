@@ -1,4 +1,4 @@
-"""Links that leave through one outlet: each gets its share, and all together keep the pace. In made-up time."""
+"""Links that share one outlet: each gets its share, and all together keep the pacing rate. On simulated time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BITS_PER_S = 1e8
 
 
 class Loop:
-    """What the links ask of a loop."""
+    """The part of an event loop that links use."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -46,7 +46,7 @@ class Loop:
 
 
 class Connection:
-    """Writes a part, and is full until it has left at its own rate."""
+    """Writes one part, and is busy until the part has left at the connection's own rate."""
 
     def __init__(self, loop: Loop, link: ReliableLink, bits_per_s: float) -> None:
         self.link, self.sent_bytes = link, 0
@@ -71,7 +71,7 @@ class Connection:
 
 
 class Sender:
-    """A host whose way out carries ``BITS_PER_S``, which it knows, and its links."""
+    """A host that knows the bandwidth ``BITS_PER_S`` of its uplink, and its links."""
 
     def __init__(self, *connections_bits_per_s: float) -> None:
         self.loop = Loop()
@@ -102,10 +102,10 @@ def test_all_links_are_served_alike_and_together_keep_the_pace(number: int) -> N
     for share in range(1, 10):
         sender.loop.run(share / 10 * 0.75 * least_s)
         sent = [connection.sent_bytes for connection in sender.connections]
-        assert max(sent) - min(sent) <= 200_000, "a part or two, and what may leave at once after a pause"
+        assert max(sent) - min(sent) <= 200_000, "one or two parts, and the burst after a pause"
     sender.loop.run(0.95 * least_s)
     assert not any(work.done() for work in works)
-    sender.loop.run(1.35 * least_s + 0.1)  # the way counts as full to the end, so three quarters of it are used
+    sender.loop.run(1.35 * least_s + 0.1)  # the path counts as full to the end, so three quarters of it are used
     assert all(work.done() for work in works)
 
 

@@ -1,4 +1,4 @@
-"""What a way shows of itself, and what follows: how many connections, and how fast payloads leave. All from data."""
+"""Estimates of a path, and what follows from them: the number of connections, and the pacing rate. All from data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_more_loss_never_makes_fewer_connections_useful(
 
 
 def test_a_way_that_a_few_connections_fill_gets_no_more() -> None:
-    """0.01 % loss leaves a connection 14 Mbit/s of any way of 100 ms."""
+    """A loss of 0.01 % limits a connection to 14 Mbit/s at an RTT of 100 ms, whatever the bandwidth."""
     filled = connections_worth_having(100e6, TRIP_S, 1e-4, 20e6)
     assert filled < connections_worth_having(100e6, TRIP_S, 1e-4) == MOST_IN_ALL
 
@@ -84,7 +84,7 @@ def test_a_burst_is_what_comes_between_two_pauses() -> None:
     path.end_burst()
     path.observe(sample(8e6))
     path.end_burst()
-    assert path.burst_bytes == 150_000, "the largest of late"
+    assert path.burst_bytes == 150_000, "the largest recent one"
     for _ in range(8):
         path.observe(sample(4e6))
         path.end_burst()
@@ -96,17 +96,17 @@ def test_only_a_full_way_tells_its_bandwidth() -> None:
     path.observe(sample(5e6))
     assert math.isinf(path.bandwidth_bits_per_s)
     path.observe(sample(5e6, trip_s=2 * TRIP_S, busy=False))
-    assert math.isinf(path.bandwidth_bits_per_s), "part of the time nothing was sent"
+    assert math.isinf(path.bandwidth_bits_per_s), "nothing was sent during part of the time"
     path.observe(sample(5e6, trip_s=2 * TRIP_S))
     path.observe(sample(4e6, trip_s=2 * TRIP_S))
     assert path.bandwidth_bits_per_s == 5e6
 
 
-# The pace.
+# The pacing rate.
 
 
 class Bottleneck:
-    """A way with a queue, and a sender that always has more. Time goes in milliseconds."""
+    """A path with a bottleneck queue, and a sender that always has data. Simulated in steps of a millisecond."""
 
     PART_BYTES = 6_000
 
@@ -117,7 +117,7 @@ class Bottleneck:
         self.now_s = self.queue_bytes = self.queued_s = self.sent_bytes = 0.0
 
     def run(self, seconds: float) -> float:
-        """Share of the way that was used."""
+        """Return the share of the bandwidth that was used."""
         before_bytes = self.sent_bytes
         for _ in range(round(seconds / INTERVAL_S)):
             acknowledged = longest = 0.0
@@ -146,7 +146,7 @@ def test_a_way_is_used_well_and_its_queue_stays_short(bits_per_s: float) -> None
     way.queued_s = 0.0
     assert way.run(10.0) > 0.95
     assert way.pace.bits_per_s == pytest.approx(UTILIZATION * bits_per_s, rel=0.03)
-    assert way.queued_s <= 2.0, "without a pace it is never short"
+    assert way.queued_s <= 2.0, "without pacing the queue is never short"
 
 
 def test_a_way_that_becomes_faster_is_followed_soon() -> None:
@@ -166,7 +166,7 @@ def test_a_way_that_becomes_slower_is_followed_when_the_faster_time_is_forgotten
 
 
 def test_a_way_that_never_fills_is_not_held_back() -> None:
-    """Such as one on which loss slows TCP down, or a fast one."""
+    """For example because loss slows TCP down, or because the path is fast."""
     pace = Pace()
     for n in range(100):
         pace.observe(n * INTERVAL_S, sample(1e6 * (1 + n % 7)))
@@ -183,19 +183,19 @@ def test_one_late_answer_is_no_queue() -> None:
 
 
 def test_answers_that_were_held_up_do_not_show_a_faster_way() -> None:
-    """They waited behind what others sent to here, and come closer together than what they answer has left."""
+    """They were queued behind the traffic of others, and arrive closer together than the data left."""
     pace = Pace()
     pace.observe(0.0, sample(1e6))
     pace.observe(0.0, sample(1e6, busy=False))
     told = [(0.0, 0.0)] * 12 + [(1e7, 6 * TRIP_S)] * 8 + [(2e7, 6 * TRIP_S - n * INTERVAL_S) for n in range(1, 9)]
     for n, (bits_per_s, trip_s) in enumerate(told):
         pace.observe(n * INTERVAL_S, sample(bits_per_s, trip_s=trip_s))
-    assert pace.bits_per_s < 1.35e7, "and where it is full, three quarters of that are used"
+    assert pace.bits_per_s < 1.35e7, "and while it is full, three quarters of that are used"
 
 
 def burst(*, resent: bool = True, queued: bool = True) -> Pace:
-    """What the kernel told of bursts of 3.2 MB over 100 Mbit/s and 100 ms; the queue has room for 1.25 MB."""
-    told = (  # MB that arrived in an interval, segments that were sent again, and the round trip
+    """Observe the recorded counters of bursts of 3.2 MB at 100 Mbit/s and 100 ms; the queue has room for 1.25 MB."""
+    told = (  # MB acknowledged in an interval, retransmitted segments, and the RTT
         (0.0, 0, 0.0),
         (0.083, 0, 0.140),
         (0.290, 0, 0.185),
@@ -215,8 +215,8 @@ def burst(*, resent: bool = True, queued: bool = True) -> Pace:
 
 
 def test_answers_that_come_in_bunches_do_not_show_a_faster_way() -> None:
-    """What the kernel told where eight sent to each other at once, each at 100 Mbit/s; four intervals show 140."""
-    told = (0.155, 0.361, 0.648, 1.308, 0.625, 0.938, 0.536, 0.426, 0.483)  # MB that arrived
+    """Recorded while eight hosts sent to each other at 100 Mbit/s each; four intervals alone show 140 Mbit/s."""
+    told = (0.155, 0.361, 0.648, 1.308, 0.625, 0.938, 0.536, 0.426, 0.483)  # MB acknowledged
     trips_s = (0.177, 0.202, 0.238, 0.263, 0.256, 0.252, 0.156, 0.136, 0.123)
     pace = Pace()
     for n, (megabytes, trip_s) in enumerate(zip(told, trips_s, strict=True)):
@@ -225,11 +225,11 @@ def test_answers_that_come_in_bunches_do_not_show_a_faster_way() -> None:
 
 
 def test_what_was_answered_late_has_left_when_it_could_have_been_answered() -> None:
-    """What the kernel told where four sent to each other at 100 Mbit/s and 300 ms; four intervals show 230."""
+    """Recorded while four hosts sent to each other at 100 Mbit/s and 300 ms; four intervals alone show 230 Mbit/s."""
     pace, trip_s = Pace(), 0.3
     pace.observe(0.0, PathSample(INTERVAL_S, 1, 0, 0, trip_s, trip_s))  # an earlier burst
     pace.observe(0.0, PathSample(INTERVAL_S, 0, busy=False))
-    told = [*[0.0] * 12, 0.052, 0.486, 4.285, 0.605, 0.400, 0.360]  # MB that arrived
+    told = [*[0.0] * 12, 0.052, 0.486, 4.285, 0.605, 0.400, 0.360]  # MB acknowledged
     trips_s = [*[0.0] * 12, 0.424, 0.565, 0.572, 0.596, 0.613, 0.620]
     for n, (megabytes, longer_s) in enumerate(zip(told, trips_s, strict=True)):
         again, least_s = (100 if n > 14 else 0), trip_s if longer_s else 0.0
@@ -243,7 +243,7 @@ def test_a_way_that_is_full_only_when_little_is_left_is_as_fast_as_it_was_before
         pace.observe(n * INTERVAL_S, sample(1e8))
     for n in range(WINDOW, WINDOW + WINDOW // 2):
         pace.observe(n * INTERVAL_S, sample(1e5, trip_s=3 * TRIP_S, resent=5))
-    assert math.isinf(pace.bits_per_s), "a few lost segments and late answers are no queue that overflows"
+    assert math.isinf(pace.bits_per_s), "a few lost segments and late answers are no overflowing queue"
     for n in range(WINDOW + WINDOW // 2, 2 * WINDOW):
         pace.observe(n * INTERVAL_S, sample(1e5, trip_s=3 * TRIP_S))
     assert pace.bits_per_s == pytest.approx(UTILIZATION * 1e8)
@@ -252,14 +252,14 @@ def test_a_way_that_is_full_only_when_little_is_left_is_as_fast_as_it_was_before
 def test_a_burst_that_overflows_a_queue_tells_the_rate_though_it_is_over_soon() -> None:
     assert 0.85e8 < burst().bits_per_s < 1e8
     assert math.isinf(burst(resent=False).bits_per_s), "late answers, as of a busy machine"
-    assert math.isinf(burst(queued=False).bits_per_s), "loss on the way"
+    assert math.isinf(burst(queued=False).bits_per_s), "loss on the path"
 
 
 @pytest.mark.parametrize(("resent", "queue_s", "learns"), [(150, 0.04, True), (30, 0.04, False), (150, 0.0, False)])
 def test_a_burst_that_is_over_before_a_window_tells_the_rate_where_it_overflowed(
     resent: int, queue_s: float, learns: bool
 ) -> None:
-    """3 MB over 200 Mbit/s and 30 ms, three intervals: at least so much; and what is probed shows the rest."""
+    """3 MB at 200 Mbit/s and 30 ms take three intervals. They show a lower bound, and probing shows the rest."""
     pace, trip_s = Pace(), 0.03
     for megabytes in (0.9, 1.25, 0.85):
         pace.observe(0.0, PathSample(INTERVAL_S, int(1e6 * megabytes), 0, resent, trip_s + queue_s, trip_s))
@@ -268,11 +268,11 @@ def test_a_burst_that_is_over_before_a_window_tells_the_rate_where_it_overflowed
     assert pace.bits_per_s == (pytest.approx(UTILIZATION * 1.6e8) if learns else math.inf)
 
 
-# What the kernel tells.
+# TCP counters.
 
 
 class OneLost:
-    """A connection of which a segment was lost: 10 arrived before it, and 30 after it."""
+    """A connection that has lost one segment: 10 arrived before it, and 30 after it."""
 
     family = socket.AF_INET
 
@@ -283,7 +283,7 @@ class OneLost:
 
 
 def test_what_came_after_a_lost_segment_has_come() -> None:
-    """Else the way would stand still until the segment is there, and seem to be fast then."""
+    """Otherwise the path would seem to stall until the segment is retransmitted, and to be fast afterwards."""
     counters = Counters.of(OneLost())
     assert counters is None or counters.acknowledged_bytes == 40_000
 

@@ -1,4 +1,4 @@
-"""One connection of a payload link: what it makes of what comes in, and of what the kernel tells of it."""
+"""One connection of a payload link: how it handles received data and the kernel's TCP counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco.transport.connections.reliable_link import ReliableLink
 
 
 class Listening(asyncio.Transport):
-    """A connection that hears what it is made to hear, and keeps what is written."""
+    """A transport that is fed by the test and records what is written."""
 
     def __init__(self, **extra: Any) -> None:
         super().__init__(extra)
@@ -83,7 +83,7 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
         room = connection.get_buffer(-1)
         part = HEAD.pack(*Head(b"D", 1, 7, 1 << 18, 0, 1 << 18, checksum=1))
         transport.hear(connection, part + bytes(len(room) - len(part)))
-        assert connection.ended.result() == "message 1 was damaged on its way"
+        assert connection.ended.result() == "message 1 was damaged in transit"
         transport.hear(connection, bytes(3 * len(room)))
         assert transport.written == []
 
@@ -91,7 +91,7 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
 
 
 class Kernel:
-    """Of a connection, as far as it is asked."""
+    """The socket options of a connection, as far as they are read."""
 
     family = socket.AF_INET
 
@@ -113,7 +113,7 @@ class Kernel:
 
 
 def observed(kernel: Kernel, told: list[dict[str, int]]) -> list[int]:
-    """How much the other side has got in each interval, of what the kernel has told at its end."""
+    """Return the acknowledged bytes of each interval, given the counters that the kernel reports at its end."""
 
     async def observe() -> list[int]:
         link = ReliableLink(Outlet(asyncio.get_running_loop()))

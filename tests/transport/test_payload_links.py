@@ -1,4 +1,4 @@
-"""Payload connections of a view: what becomes of those that do not come to be."""
+"""The payload links of a view, and what happens to those that can't be opened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Link:
 def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
     error: Exception, connections: ConnectionManager
 ) -> None:
-    """One that counted as made would keep the round waiting for its whole time-out."""
+    """A link that wrongly counted as open would stall the round until its timeout."""
     made = Link()
 
     def open_link(request: LinkRequest) -> ReliableLink:
@@ -52,7 +52,7 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
 
 
 def test_links_are_made_for_rounds_and_not_for_every_view_on_the_way_to_a_swarm(connections: ConnectionManager) -> None:
-    """Nor do those of a view wait whose predecessor had rounds."""
+    """Links are opened at once if the previous view had rounds."""
     made: list[str] = []
 
     def open_link(request: LinkRequest) -> ReliableLink:

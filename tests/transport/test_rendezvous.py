@@ -61,10 +61,10 @@ def test_somebody_who_accepts_and_says_nothing_costs_no_more_than_the_time_out(c
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no diloco of this protocol version"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not use this version of diloco's protocol"),
         (b"", r"0 bytes read|reset"),
         (struct.pack(">4sIQ", PROTOCOL, 2, 1 << 40), "was announced"),
-        (struct.pack(">4sIQ", PROTOCOL, 2, 0) + b"{}", "without a kind"),
+        (struct.pack(">4sIQ", PROTOCOL, 2, 0) + b"{}", "without a valid kind"),
     ],
     ids=["http", "hangs up", "huge", "no kind"],
 )

@@ -1,4 +1,4 @@
-"""What members tell each other of their speeds: heard by all, believed only if it can be one, forgotten with them."""
+"""Speeds that members report to each other: received by all, accepted only if plausible, dropped with the member."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_what_is_no_speed_is_refused(value: object) -> None:
 
 
 def hear_each_other(transports: Sequence[PeerTransport], name: str) -> None:
-    """Whatever they have said before is heard afterwards: the messages of a connection come in order."""
+    """Wait until all earlier messages have been processed, as the messages of a connection arrive in order."""
     met = at_once([partial(transport.meet, name, 0) for transport in transports])
     assert met == [dict.fromkeys(range(len(transports)), 0)] * len(transports)
 
 
 def next_view_of(transport: PeerTransport) -> threading.Event:
-    """Is set once it has adopted one."""
+    """Return an event that is set once the transport has adopted a view."""
     adopted, follow = threading.Event(), transport.on_change
 
     def followed(following: NextView) -> Any:
@@ -85,7 +85,7 @@ def test_who_is_behind_a_quorum_hears_how_much_time_is_left_until_it_has_contrib
     pending = [first.average(contribution(0))]
     hear_each_other(transports, "one has contributed")
     assert third.missing(RoundId(0, 0)) == (1, 2)
-    assert third.time_left_s(2) is None, "one of three may lie"
+    assert third.time_left_s(2) is None, "one of three may be faulty"
     pending.append(second.average(contribution(1)))
     hear_each_other(transports, "two have contributed")
     assert third.missing(RoundId(0, 0)) == (2,)

@@ -27,7 +27,7 @@ def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDo
     held["slots"]["scalar"] = torch.tensor(0.1, dtype=torch.float64)
     held["slots"]["matrix"] = torch.arange(6, dtype=torch.int32).reshape(2, 3).t()
     assert same_values(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
-    assert asker.streams.opened == [asker.streams.opened[0]], "one connection does"
+    assert asker.streams.opened == [asker.streams.opened[0]], "one connection suffices"
 
 
 @pytest.mark.parametrize("held", [{}, {"slots": {}}, {"global_params": torch.empty(0), "outer_step": 2**62}], ids=str)
@@ -36,7 +36,7 @@ def test_a_state_without_bytes_is_one_too(asker: Asker, make_donor: MakeDonor, h
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make_donor: MakeDonor) -> None:
-    """Cut at every seventh chunk, which is lost; else each byte is sent once, and the copy is made once."""
+    """It is cut at every seventh chunk, which is lost. All other bytes are sent once, and the state is copied once."""
     donor, chunks, lost = make_donor(state()), [0], [0]
 
     def cut(port: int, data: bytes) -> bytes:
@@ -68,7 +68,7 @@ def test_damage_on_the_way_costs_the_chunk(asker: Asker, make_donor: MakeDonor) 
 
 
 def test_donors_share_the_load(asker: Asker, make_donor: MakeDonor) -> None:
-    """Where all have been asked before any of them is through: none sends before each is about to."""
+    """All donors are asked before any has finished, as none sends before each is about to."""
     all_asked, waiting = threading.Barrier(3), {2, 5, 7}
 
     def together(replica: int, message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
@@ -80,8 +80,8 @@ def test_donors_share_the_load(asker: Asker, make_donor: MakeDonor) -> None:
     donors = {replica: lying(make_donor(state()), partial(together, replica)) for replica in (2, 5, 7)}
     assert same_values(asker.fetch(donors), {**state(), "fragment": 0})
     shares = [asker.received_from(donor) for donor in donors.values()]
-    assert sum(shares) == size_of(state()), "no byte came twice"
-    assert min(shares) >= block_bytes(size_of(state())), "each has sent a block at least"
+    assert sum(shares) == size_of(state()), "no byte was sent twice"
+    assert min(shares) >= block_bytes(size_of(state())), "each has sent at least one block"
 
 
 def test_one_that_breaks_off_is_made_up_for(asker: Asker, make_donor: MakeDonor) -> None:
@@ -105,7 +105,7 @@ def test_the_majority_of_the_foremost_is_taken(asker: Asker, make_donor: MakeDon
 
 
 def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make_donor: MakeDonor) -> None:
-    """A donor that has not finished the round yet is asked again; alone, it is waited for."""
+    """A donor that has not finished the round yet is asked again. If there is no other, the fetch waits for it."""
     donor = make_donor(state(finished=1))
     asked = threading.Event()
     donor.service.version = lambda fragment: (asked.set(), donor.held and donor.held["finished_rounds"])[1]
@@ -120,7 +120,7 @@ def test_a_dead_donor_is_survived_and_named(asker: Asker, make_donor: MakeDonor)
     dead.connections.close()
     assert same_values(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
     with pytest.raises(
-        TransportError, match=r"replica 0 was asked for fragment 0, and none gave it \(replica 0: .*at "
+        TransportError, match=r"replica 0 was asked for fragment 0, and none provided it \(replica 0: .*at "
     ):
         asker.fetch({0: dead})
 
@@ -147,9 +147,9 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
 
     silent.served_by(nothing)
     assert same_values(asker.fetch({0: silent, 1: honest}, slow_s=1.0), {**state(), "fragment": 0})
-    with pytest.raises(TransportError, match=r"replica 0: it said nothing for 0\.1 s"):
+    with pytest.raises(TransportError, match=r"replica 0: it sent nothing for 0\.1 s"):
         asker.fetch({0: silent}, slow_s=0.1)
-    with pytest.raises(TransportError, match=r"none gave it within 0\.1 s"):
+    with pytest.raises(TransportError, match=r"none provided it within 0\.1 s"):
         asker.fetch({0: silent}, timeout_s=0.1)
 
 
@@ -157,7 +157,7 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
 def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
     asker: Asker, make_donor: MakeDonor, grace_s: float, honest: int
 ) -> None:
-    """Not at all where more than half of the donors offer the same."""
+    """If more than half of the donors offer the same snapshot, it does not wait at all."""
     silent, donors = make_donor(state()), {m: make_donor(state()) for m in range(1, 1 + honest)}
     never = threading.Event()
 
@@ -168,7 +168,7 @@ def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
     silent.served_by(nothing)
     patient = {"slow_s": 1000.0, "timeout_s": 1000.0, "grace_s": grace_s}
     assert same_values(asker.fetch({0: silent, **donors}, **patient), {**state(), "fragment": 0})
-    assert never.wait(LIMIT_S), "its connection is ended"
+    assert never.wait(LIMIT_S), "its connection has ended"
 
 
 def test_a_fetch_ends_though_somebody_forgets_that_he_is_to_end(asker: Asker, make_donor: MakeDonor) -> None:
@@ -189,18 +189,18 @@ def test_a_fetch_ends_though_somebody_forgets_that_he_is_to_end(asker: Asker, ma
 
 
 def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_donor: MakeDonor) -> None:
-    """It sends a chunk now and then, so that it is never silent."""
+    """It sends a chunk from time to time, so it is never silent."""
     slow, quick = make_donor(state(), 20_000.0), make_donor(state())
     assert same_values(asker.fetch({0: slow, 1: quick}, slow_s=1.0), {**state(), "fragment": 0})
     assert asker.received_from(quick) > 0.9 * size_of(state())
 
 
 def moves_on(asker: Asker, donors: Iterable[Donor], *, forgets: bool = False, cuts: bool = False) -> None:
-    """Let donors do so in the middle of a transfer.
+    """Let the state of ``donors`` change in the middle of a transfer.
 
     Args:
-        forgets: whether they need the room of the snapshot before.
-        cuts: whether the connection ends at that moment.
+        forgets: Whether they drop the previous snapshot.
+        cuts: Whether the connection ends at that moment.
     """
     chunks = itertools.count(1)
 
@@ -218,7 +218,7 @@ def moves_on(asker: Asker, donors: Iterable[Donor], *, forgets: bool = False, cu
 
 
 def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDonor) -> None:
-    """Cut in the middle; until the asker comes back the donor has gone on, and needed the room."""
+    """The connection is cut. Before it is reopened, the donor's state changes and replaces the snapshot."""
     donor = make_donor(state(1, finished=1))
     moves_on(asker, [donor], forgets=True, cuts=True)
     assert same_values(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
@@ -226,7 +226,7 @@ def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDon
 
 
 def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, make_donor: MakeDonor) -> None:
-    """And not the one that lags, whose offer has been there all along."""
+    """The lagging donor, whose offer has been there all along, is not chosen meanwhile."""
     donors = {0: make_donor(state(9, finished=0)), 1: make_donor(state(1)), 2: make_donor(state(1))}
     moves_on(asker, [donors[1], donors[2]], forgets=True)
     assert same_values(asker.fetch(donors), {**state(2, finished=2), "fragment": 0})

@@ -1,4 +1,4 @@
-"""Donors that lie, are damaged or hold what nobody should take: survived, and named."""
+"""Donors that are malicious, damaged or hold an invalid state: the fetch survives and names them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.transport.state_donors import Asker, MakeDonor, lying, size_of, state
 
 
 def wrong_bytes(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
-    """Intact on the way, and not what the digest names."""
+    """Undamaged in transit, but not what the digest identifies."""
     if message["kind"] == "chunk":
         blob = bytes(len(blob))
         message["checksum"] = xxhash.xxh3_64_hexdigest(blob)
@@ -50,12 +50,12 @@ def other_words(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], b
 
 
 LIES = [
-    (wrong_bytes, "block 0 is not what its snapshot's digest"),
-    (always_damaged, "were damaged on their way"),
+    (wrong_bytes, "block 0 does not match the digest"),
+    (always_damaged, "were damaged in transit"),
     (wrong_digest, "names its snapshot '0000000000000000'"),
-    (wrong_place, "bytes at here came where byte 0 was next"),
-    (too_much, "came where byte 0 was next"),
-    (huge, "it offers a tensor of the shape"),
+    (wrong_place, "bytes at here arrived where byte 0 was next"),
+    (too_much, "arrived where byte 0 was next"),
+    (huge, "it offers a tensor of the excessive shape"),
     (other_words, "it answered 'what'"),
 ]
 
@@ -71,7 +71,7 @@ def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make_donor: MakeD
 def test_who_offers_another_state_of_more_rounds_is_not_believed_beside_two(
     asker: Asker, make_donor: MakeDonor
 ) -> None:
-    """Also where these two end a round one after the other: they are asked until they offer the same."""
+    """Also if these two end a round one after the other: they are asked until they offer the same snapshot."""
     liar, behind, ahead = (make_donor(state(seed, finished=n)) for seed, n in ((7, 1 << 50), (1, 1), (1, 2)))
 
     def version(fragment: int) -> int:
@@ -88,7 +88,7 @@ def test_who_offers_another_state_of_more_rounds_is_not_believed_beside_two(
 def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
     asker: Asker, make_donor: MakeDonor
 ) -> None:
-    """The liar sends the first chunk of a block and is cut; the honest one sends the rest, and then all of it."""
+    """The faulty donor sends the first chunk of a block and is cut. The honest one sends the rest, then all of it."""
     held = state()
     liar, honest, chunks = lying(make_donor(held), wrong_bytes), make_donor(held), [0]
 
@@ -120,6 +120,6 @@ def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make_donor:
     donor = make_donor(state())
     assert asker.fetch({0: donor}, expected_bytes=size_of(state()))
     asker.streams.received.clear()
-    with pytest.raises(TransportError, match="at most 12799999 are expected"):
+    with pytest.raises(TransportError, match="at most 12799999 bytes are expected"):
         asker.fetch({0: donor}, expected_bytes=size_of(state()) - 1)
     assert not asker.streams.received

@@ -1,4 +1,4 @@
-"""State on the wire, its blocks, the choice of donors, their cache and their rate limit, as values."""
+"""The wire format of state, its blocks, the choice of donors, their cache and their rate limit, as values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_donor_is_asked_for_what_a_usual_link_holds_however_little_its_share_i
 
 
 def of_one(*entry: Any) -> dict[str, Any]:
-    """An offer of one tensor."""
+    """Return an offer of one tensor."""
     return {"skeleton": {"dict": {"a": {"tensor": "a"}}}, "tensors": {"a": list(entry)}}
 
 
@@ -105,14 +105,14 @@ TWO = {"dict": {"a": {"tensor": "a"}, "b": {"tensor": "b"}}}
 @pytest.mark.parametrize(
     ("offer", "words"),
     [
-        ({"skeleton": 1}, "no dictionary"),
-        ({"skeleton": {"tensor": "a"}, "tensors": {"a": ["torch.uint8", [1]]}}, "no dictionary"),
+        ({"skeleton": 1}, "not a dictionary"),
+        ({"skeleton": {"tensor": "a"}, "tensors": {"a": ["torch.uint8", [1]]}}, "not a dictionary"),
         (of_one("torch.bool", [1]), "a tensor of 'torch.bool'"),
         (of_one("torch.float32", [-1]), "shape"),
         (of_one("torch.float32", [True]), "shape"),
         (of_one("torch.float32", [0, 1 << 62]), "shape"),
         ({"skeleton": TWO, "tensors": {"a": ["torch.uint8", [501]], "b": ["torch.uint8", [500]]}},
-         "1001 bytes or more, and at most 1000"),
+         "at least 1001 bytes, but at most 1000"),
         (of_one("torch.uint8", [1] * 9), "shape"),
         (of_one("torch.uint8"), "malformed"),
         ({"skeleton": {"dict": {str(n): 0 for n in range(5000)}}}, "more than 4096 entries"),
@@ -124,12 +124,12 @@ TWO = {"dict": {"a": {"tensor": "a"}, "b": {"tensor": "b"}}}
         ({"skeleton": {"dict": {"a": {"array": "a"}}}, "tensors": {"a": ["torch.uint8", [1]]}}, "malformed"),
         ({"skeleton": {"dict": {"a": {"tensor": "a", "dict": {}}}}}, "malformed"),
         ({"skeleton": {"dict": []}}, "malformed"),
-        ({"skeleton": {"dict": {}}}, "each of its tensors once"),
-        ({"skeleton": {"dict": {}}, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors once"),
-        ({"skeleton": TWO, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors once"),
+        ({"skeleton": {"dict": {}}}, "each of its tensors exactly once"),
+        ({"skeleton": {"dict": {}}, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors exactly once"),
+        ({"skeleton": TWO, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors exactly once"),
         ({"skeleton": {"dict": {"a": {"tensor": "a"}, "b": {"tensor": "a"}}}, "tensors": {"a": ["torch.uint8", [1]]}},
-         "each of its tensors once"),
-        ({}, "no dictionary"),
+         "each of its tensors exactly once"),
+        ({}, "not a dictionary"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -162,10 +162,10 @@ def test_what_no_receiver_would_take_is_not_offered(value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"bytes": 401}, "speaks of 401 bytes, and its tensors have 400"),
-        ({"blocks": []}, "no checksums of the 1 blocks"),
-        ({"blocks": ["x"]}, "no checksums"),
-        ({"blocks": [16 * "0", 16 * "0"]}, "no checksums"),
+        ({"bytes": 401}, "announces 401 bytes, but its tensors have 400"),
+        ({"blocks": []}, "does not give the checksums of the 1 blocks"),
+        ({"blocks": ["x"]}, "does not give the checksums"),
+        ({"blocks": [16 * "0", 16 * "0"]}, "does not give the checksums"),
         ({"blocks": [16 * "0"]}, "names its snapshot"),
         ({"snapshot": None}, "names its snapshot 'None'"),
     ],
@@ -195,7 +195,7 @@ sendings = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000)), min_size=
 
 @given(sendings, st.floats(1, 1e6), st.integers(1, 10_000))
 def test_no_more_leaves_than_the_bucket_allows(given_: list[tuple[float, int]], rate: float, burst: int) -> None:
-    """Between any two sendings, whenever they were asked for."""
+    """Between any two departures, whenever they were requested."""
     bucket, now_s, left = TokenBucket(rate, burst), 0.0, []
     for pause_s, size in given_:
         now_s += pause_s
@@ -206,7 +206,7 @@ def test_no_more_leaves_than_the_bucket_allows(given_: list[tuple[float, int]], 
             total += left[last][1]
             span_s = left[last][0] - left[first][0]
             assert total <= (burst + left[first][1] + rate * span_s) * (1 + 1e-6) + 1e-3
-    assert [when for when, _ in left] == sorted(when for when, _ in left), "who comes first is served first"
+    assert [when for when, _ in left] == sorted(when for when, _ in left), "first come, first served"
 
 
 def test_without_a_limit_nobody_waits() -> None:
@@ -254,9 +254,9 @@ def test_the_cache_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
     used, broken = cache.add(snapshot(), 0.0), cache.add(snapshot(1, content=1), 0.0)
     used.users = broken.users = 1
     assert not cache.make_room(0, 100.0)
-    assert cache.make_room(1, 100.0), "of every fragment"
+    assert cache.make_room(1, 100.0), "each fragment has its own room"
     cache.leave(broken, 100.0, broken=True)
-    assert not cache.make_room(0, 109.0), "it may be asked for again"
+    assert not cache.make_room(0, 109.0), "it is reserved, as it may be requested again"
     assert cache.named(0, broken.description.digest) is broken
     assert cache.make_room(0, 110.0)
     assert cache.snapshots == [used]
@@ -277,4 +277,4 @@ def test_the_cache_knows_a_state_that_did_not_change_after_all() -> None:
     assert cache.current(0, 1) is None
     assert cache.add(snapshot(3, content=1), 2.0) is not first
     assert cache.make_room(0, 3.0)
-    assert [each.version for each in cache.snapshots] == [3], "the one that was left first goes"
+    assert [each.version for each in cache.snapshots] == [3], "the one that has been unused for longest is dropped"

@@ -1,4 +1,4 @@
-"""A secret keeps out whoever does not know it, before anything that he says is read."""
+"""A secret keeps out every peer that does not know it, before any of its messages is read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_knows_the_secret_is_connected_and_nobody_else_hears_a_word() -> Non
         second.call(second.connect(0, first.address), LIMIT_S)
         for data in (b"", hello, pack({"kind": "who"}), bytes(48), bytes(100_000)):
             assert said_to(first.address, data).startswith(b"DLC?")
-            assert len(said_to(first.address, data)) == 20, "a nonce, and nothing else"
+            assert len(said_to(first.address, data)) == 20, "a nonce and nothing else"
         assert first.connected == {1}
         assert first.get(1) is not None
         assert second.connected == {0}, "it was not replaced"
@@ -53,17 +53,17 @@ def test_who_knows_the_secret_is_connected_and_nobody_else_hears_a_word() -> Non
 
 @pytest.mark.parametrize("theirs", ["", "other words than the others have"])
 def test_who_has_another_secret_or_none_is_told_so(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_streams, "PROOF_S", 0.3)  # one without a secret waits for words, not for a proof
+    monkeypatch.setattr(tcp_streams, "PROOF_S", 0.3)  # a peer without a secret waits for a message instead of a proof
     with manager(0, SECRET) as first, manager(1, theirs) as second:
         for asking in (first, second):
             there = second.address if asking is first else first.address
-            with pytest.raises(TurnedAwayError, match=r"another secret or none|asks for a secret"):
+            with pytest.raises(TurnedAwayError, match=r"a different secret or none|asks for a secret"):
                 asking.call(asyncio.wait_for(greet(asking.streams, there, LIMIT_S), LIMIT_S), LIMIT_S)
         assert not first.connected
 
 
 def test_a_proof_is_of_no_use_to_who_has_seen_it() -> None:
-    """Each connection has nonces of its own, and the two ends say different things."""
+    """Each connection has its own nonces, and the proofs of its two ends differ."""
     with manager(0, SECRET) as first:
         with closing(stranger_at(first.address)) as one:
             asked = one.recv(20, socket.MSG_WAITALL)
@@ -99,7 +99,7 @@ def test_without_a_secret_a_hello_in_the_name_of_a_living_rank_ends_nobody(wires
     assert averages[0].contributors == (0, 1)
 
 
-@pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "another secret")])
+@pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "different secret")])
 def test_the_doctor_says_that_it_lacks_the_secret(secret: str, words: str) -> None:
     with manager(0, SECRET) as there:
         found = asyncio.run(examine(there.address, 1000, LIMIT_S, secret))

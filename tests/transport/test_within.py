@@ -1,4 +1,4 @@
-"""Waiting for a limited time, and being told to end meanwhile."""
+"""Waiting with a timeout, and cancellation in the meantime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_what_is_there_in_time_is_returned_and_what_is_not_is_an_error() -> None
 
 
 def test_who_is_told_to_end_in_the_moment_it_comes_ends() -> None:
-    """Where ``asyncio.wait_for`` forgets it."""
+    """``asyncio.wait_for`` loses that cancellation."""
 
     async def one(coming: asyncio.Future[None]) -> None:
         async def come() -> None:

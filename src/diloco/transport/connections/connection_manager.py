@@ -1,7 +1,8 @@
-"""The control connections of a rank: small messages that never wait behind payloads, and who is there.
+"""The control connections of a rank, which carry small messages apart from payloads and detect lost ranks.
 
 Each pair of ranks shares one connection, over which both send a heartbeat every ``heartbeat_s``. A rank is lost when
-its connection ends, or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
+its connection ends, or when nothing is received from it for ``silence_s``. Clocks of different machines are never
+compared.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diloco.transport.connections.streams import (
     STRANGERS_BYTES,
     Stream,
     Streams,
-    hear_out,
+    drain_on_reset,
     pack,
     read_frame,
 )
@@ -36,25 +37,25 @@ __all__ = ["ConnectionManager", "Service"]
 
 Message = Mapping[str, Any]
 Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves a connection whose first message asked for it; the connection is closed when the service returns."""
+"""Serves a connection whose first message asked for the service. The connection is closed when the service returns."""
 
 _BEAT: Message = {"kind": "beat"}
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
-"""Connections that are no control connections: they ask for something, or have said nothing yet."""
+"""Limits on connections that are not control connections: they request a service or have sent nothing yet."""
 _MOST_STRANGERS, _MOST_STRANGERS_OF_ONE = 256, 4
-"""Control connections of ranks that are no members, where the network proves whose they are."""
-MOST_UNSENT_BYTES, MOST_UNSENT_TO_STRANGERS_BYTES = 4 << 20, 1 << 18  # for a rank; who does not read is not there
+"""Limits on control connections of ranks that are not members, on networks that prove identities."""
+MOST_UNSENT_BYTES, MOST_UNSENT_TO_STRANGERS_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
 _FLUSH_S = 1.0
 
 
 class ConnectionManager(ControlThread):
-    """Control connections by rank.
+    """The control connections of this process, by rank.
 
     Args:
-        rank: of this process; -1 for one that is no member, such as a launcher.
-        tell: called in the control thread when a connection is made or ends, when a message comes, and once for each
-            rank that is lost. If it raises because of a message, that message's connection ends.
+        rank: The rank of this process; -1 for one that is not a member, such as a launcher.
+        tell: Called in the control thread when a connection is made or ends, when a message arrives, and once for each
+            rank that is lost. If it raises because of a message, the connection of that message ends.
     """
 
     def __init__(
@@ -64,71 +65,71 @@ class ConnectionManager(ControlThread):
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)  # where this process listens
-        self.services: dict[str, Service] = {"who": say_who}  # by the kind of the first message
-        self.arrived = asyncio.Event()  # set when a connection is made, and when its first message comes
-        self.most_ranks = sys.maxsize  # only lower ones may connect
-        self.entries: Mapping[int, Entry] = {}  # of known ranks, which nobody else takes who is proved to be another
+        self.services: dict[str, Service] = {"who": say_who}  # kind of the first message -> service
+        self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
+        self.most_ranks = sys.maxsize  # only lower ranks may connect
+        self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._tell = tell
-        self._standing: dict[int, ControlConnection] = {}
+        self._connections: dict[int, ControlConnection] = {}
         self._hellos = Hellos(rank)
         self._members: frozenset[int] = frozenset()
         self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(timing)  # whether this process itself has stood still
+        self.pulse = Pulse(timing)  # detects stalls of this process itself
 
     # From any thread.
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections at ``where``, which is what `Streams.listen` of the network takes, and raises."""
+        """Accept connections. Arguments and errors are those of `Streams.listen` of the network."""
         return self.call(self.listen_at(*where))
 
     # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """Ranks to which a connection stands."""
-        return frozenset(self._standing)
+        """The ranks with an open connection."""
+        return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
-        """The connection to ``rank``, if one stands."""
-        return self._standing.get(rank)
+        """Return the open connection to ``rank``, or None."""
+        return self._connections.get(rank)
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
-        """Send a message, or drop it if no connection stands: its receiver is lost, or does not read."""
-        if (connection := self._standing.get(rank)) is None:
+        """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""
+        if (connection := self._connections.get(rank)) is None:
             return
         connection.writer.write(pack(message, blob))
         most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_STRANGERS_BYTES
         if connection.writer.transport.get_write_buffer_size() > most_bytes:
-            self.loop.call_soon(self._drop, connection, f"{connection.address} does not read what it is told")
+            self.loop.call_soon(self._drop, connection, f"{connection.address} does not read its messages")
 
     def trust(self, ranks: Iterable[int]) -> None:
-        """These are the members: what they say may be large, and they are no strangers, however many there are."""
+        """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
         self._members = frozenset(ranks)
         for rank in self._members:
             self._strangers.leave(rank)
-        for rank, connection in self._standing.items():
+        for rank, connection in self._connections.items():
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
-        """As `Streams.open`; `close` aborts the connection, even if it still has something to send."""
+        """Open a connection as `Streams.open` does. `close` aborts it, even if it still has data to send."""
         return self.keep(await self.streams.open(address))
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
-        """A connection that came in is what this process waits for: it takes no place of those of strangers."""
+        """Exempt an accepted connection that this process expects from the limits on unknown peers."""
         self._gate.leave(writer)
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
 
         Raises:
-            OSError: nobody answers there.
-            TransportError: somebody else does.
+            OSError: Nothing answers there.
+            TransportError: Another process answers there, or it refuses.
         """
         reader, writer = await self.open(address)
-        if rank in self._standing:  # it has connected meanwhile
+        if rank in self._connections:  # it has connected in the meantime
             writer.close()
             return
         try:
@@ -138,38 +139,38 @@ class ConnectionManager(ControlThread):
                 self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
-            if not isinstance(error, EOFError) or rank not in self._standing:
+            if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
-            return  # the one that it has opened stands instead
-        self.send(rank, _BEAT)  # tells the other end that the connection stands here too
+            return  # the connection that it opened stays instead
+        self.send(rank, _BEAT)  # confirms to the other end that the connection is open on this side
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
         self._strangers.leave(rank)
-        if connection := self._standing.pop(rank, None):
+        if connection := self._connections.pop(rank, None):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
 
     def give_up(self, ranks: Collection[int]) -> None:
-        """Give up ranks from which nothing has come for too long; all of them are lost at once."""
-        given_up = [self._standing[rank] for rank in ranks]
+        """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
+        given_up = [self._connections[rank] for rank in ranks]
         for connection in given_up:
-            connection.writer.write(pack({"kind": "given-up"}))  # in case it only stood still
+            connection.writer.write(pack({"kind": "given-up"}))  # in case the other process only stalled
             self.hang_up(connection.rank)
             self._tell(ConnectionEnded(connection.rank))
         for connection in given_up:
-            text = f"nothing came from {connection.address} for {self.timing.silence_s:g} s"
+            text = f"nothing was received from {connection.address} for {self.timing.silence_s:g} s"
             self._tell(Lost(connection.rank, Loss("silent", text)))
 
     async def listen_at(self, *where: Any) -> Address:
-        """As `listen`, in the control thread."""
+        """Accept connections as `listen` does, from within the control thread."""
         self.address = await self.streams.listen(self._arrive, *where)
         self._watch = self.begin(self._beat())
         return self.address
 
     def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Coroutine[Any, Any, None]:
-        self.keep((reader, writer))  # now: the task that would close it may be cancelled before it begins
+        self.keep((reader, writer))  # at once: the task that closes it may be cancelled before it starts
         return self._accept(reader, writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -187,15 +188,15 @@ class ConnectionManager(ControlThread):
             elif service := self.services.get(message["kind"]):
                 await service(message, blob, reader, writer)
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
-            pass  # a stranger, somebody who has left, or the end of this process: asyncio would print an error
+            pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
             self._gate.leave(writer)
-            if not any(connection.writer is writer for connection in self._standing.values()):
+            if not any(connection.writer is writer for connection in self._connections.values()):
                 writer.close()
 
-    async def _greet(self, said: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody says which rank it is."""
-        hello = Fields(said)
+    async def _greet(self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
+        hello = Fields(message)
         rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
         identity = self.streams.identity(writer)
         known = self.entries.get(rank)
@@ -203,10 +204,10 @@ class ConnectionManager(ControlThread):
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
         crossed = await self._hellos.before(rank)
-        if (before := self._standing.get(rank)) is not None and before.crossed == said.get("hello"):
-            return  # it said so before it answered this process's own
+        if (before := self._connections.get(rank)) is not None and before.crossed == message.get("hello"):
+            return  # it said so before it answered this process's own hello, and the connection is registered
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
-            reason = f"rank {rank} is connected from {before.address}, and answers"
+            reason = f"rank {rank} is connected from {before.address}, which still answers"
             writer.write(pack({"kind": "refused", "reason": reason}))
             return
         if identity and rank not in self._members:
@@ -214,46 +215,46 @@ class ConnectionManager(ControlThread):
             if out == rank:
                 return
             if out is not None:
-                self._drop(self._standing[out], "there are too many that are no members")
+                self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.timing.silence_s)
         writer.write(pack({"kind": "hello", "rank": self.rank, "crossed": crossed}))
         self._register(rank, address, (reader, writer), opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
-        """End a connection that stands, and report it as lost."""
-        if self._standing.get(connection.rank) is connection:
-            connection.writer.transport.abort()  # what it has not read is not kept
+        """End an open connection and report its rank as lost."""
+        if self._connections.get(connection.rank) is connection:
+            connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
             self._tell(ConnectionEnded(connection.rank))
             self._tell(Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}")))
 
     def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
         reader, writer = stream
-        if before := self._standing.get(rank):
+        if before := self._connections.get(rank):
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
-        hear_out(writer.transport)
+        drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
-        self._standing[rank] = connection
+        self._connections[rank] = connection
         self._tell(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._hand_on)
-        if self._standing.get(connection.rank) is not connection:
+        ended = await connection.listen(reader, self.arrived, self._deliver)
+        if self._connections.get(connection.rank) is not connection:
             return
-        del self._standing[connection.rank]  # no hang_up: its task is this one
+        del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
         self._strangers.leave(connection.rank)
         connection.writer.close()
         self._tell(ConnectionEnded(connection.rank))
         stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
         loss = await connection.why_lost(ended, self.open, longest_s, stood_still=stood_still)
-        if connection.rank not in self._standing:  # else another process has taken its place and says so
+        if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._tell(Lost(connection.rank, loss))
 
-    def _hand_on(self, received: Received) -> None:
+    def _deliver(self, received: Received) -> None:
         if latency_s := self.timing.latency_s:
             self.loop.call_later(latency_s, self._tell, received)
         else:
@@ -265,20 +266,20 @@ class ConnectionManager(ControlThread):
         while True:
             await asyncio.sleep(self.timing.heartbeat_s)
             now_s = self.loop.time()
-            if self.pulse.beat(now_s):  # this process itself stood still
-                for connection in self._standing.values():
+            if self.pulse.beat(now_s):  # this process itself stalled
+                for connection in self._connections.values():
                     connection.heard_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self._standing.items()}
+            quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
             self.give_up(silent_ones(quiet_s, self.timing))
-            for connection in self._standing.values():
+            for connection in self._connections.values():
                 connection.writer.write(beat)
 
     async def end(self) -> None:
-        """End all connections, also those that arrive meanwhile, and all tasks but the current one."""
+        """End all connections, including those that still arrive, and all tasks but the current one."""
         if self._watch is not None:
             self._watch.cancel()
         await self.streams.refuse()
-        for _ in range(4):  # turns of the loop in which new connections get the tasks that close them
+        for _ in range(4):  # iterations of the loop in which new connections get the tasks that close them
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
@@ -288,8 +289,8 @@ class ConnectionManager(ControlThread):
         await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection
 
     async def _hang_up_all(self, flush_s: float) -> None:
-        """End all connections; what the other side has not taken within ``flush_s`` is lost."""
-        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._standing.values()]
+        """End all connections. Data that the other side has not received within ``flush_s`` is discarded."""
+        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._connections.values()]
         for rank in self.connected:
             self.hang_up(rank)
         if flushed:

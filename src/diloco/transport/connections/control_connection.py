@@ -1,4 +1,4 @@
-"""One control connection while it stands, and what became of the process behind it once it has ended."""
+"""One control connection, and the inquiry into why its process was lost."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ __all__ = ["ControlConnection", "Ending", "say_who"]
 _INQUIRIES = 10
 _BETWEEN_INQUIRIES_S = 0.1
 _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
-"""Bytes a second that are taken of strangers and of members, and how many at once: many times what either says."""
+"""Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
 
 OpenStream = Callable[[Address], Awaitable[Stream]]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Why nothing more comes over a connection."""
+    """Why a connection ended."""
 
-    reason: str = ""  # in words
-    given_up: bool = False  # whether the other side says that it heard nothing from this process for too long
+    reason: str = ""
+    given_up: bool = False  # whether the other side reports that it received nothing from this process for too long
 
 
 @dataclass(eq=False)
 class ControlConnection:
-    """A control connection."""
+    """An open control connection to another process."""
 
     rank: int  # of the other process
-    number: int  # unique in this process, so that another process of the same rank has another one
+    number: int  # unique in this process; tells apart successive processes of one rank
     address: Address  # where the other process listens
-    writer: asyncio.StreamWriter  # to the other process
-    opened: bool  # whether this process has opened it, because it wanted to talk to that rank
-    trusted: bool  # whether the other process is a member, or was asked to tell this one who is
-    heard_s: float  # when something last came, by the clock of the loop
-    crossed: str = ""  # name of the hello of the other end that crossed mine, by which this was opened; "": none did
-    words: int = 0  # number of messages that have come, heartbeats included
-    task: asyncio.Task[None] | None = None  # the one that listens
+    writer: asyncio.StreamWriter
+    opened: bool  # whether this process opened it
+    trusted: bool  # whether the other process is a member, or this process opened the connection
+    heard_s: float  # when a message was last received, by the loop's clock
+    crossed: str = ""  # name of the other end's hello that crossed the one that opened this connection, if any
+    words: int = 0  # number of messages received, heartbeats included
+    task: asyncio.Task[None] | None = None  # runs `listen`
 
     def __post_init__(self) -> None:
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
@@ -63,11 +63,11 @@ class ControlConnection:
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], None]
     ) -> Ending:
-        """Deliver messages until the connection ends, and no faster than this process can follow.
+        """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
 
         Args:
-            began: set when the first message has come, of whatever kind.
-            deliver: called with each. If it raises because of the message, the connection ends.
+            began: Set when the first message has arrived, of any kind.
+            deliver: Called with each message. If it raises because of the message, the connection ends.
         """
         clock = asyncio.get_running_loop()
         try:
@@ -86,13 +86,13 @@ class ControlConnection:
                 deliver(Received(self.rank, message, blob, num_bytes))
         except (OSError, EOFError, TransportError) as error:
             return Ending(str(error) or type(error).__name__)
-        except ValueError as error:  # in what it said
-            return Ending(f"it sent what is no message: {error}")
+        except ValueError as error:  # in its content
+            return Ending(f"it sent an invalid message: {error}")
 
     async def answers(self, heartbeat_s: float) -> bool:
-        """Whether anything comes within two heartbeats: nobody else takes the place of that process.
+        """Return whether a message arrives within two heartbeats of the last one.
 
-        Where the network does not prove who somebody is, anybody could say that he is a rank.
+        A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
         """
         clock, words, until_s = asyncio.get_running_loop(), self.words, self.heard_s + 2 * heartbeat_s
         while not self.writer.is_closing() and clock.time() < until_s:
@@ -102,18 +102,18 @@ class ControlConnection:
         return False
 
     async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, stood_still: bool) -> Loss:
-        """What became of the process behind this connection, which has ended: a refusing port says that it is gone.
+        """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
 
-        A process that is being ended may keep its port for a moment.
+        The port is tried several times, as a process that is terminating may keep it for a moment.
 
         Args:
-            longest_s: to wait for an answer, each time.
-            stood_still: whether this process did: then the other one may have gone on and ended since, so its port says
-                nothing.
+            longest_s: The time to wait for each answer.
+            stood_still: Whether this process stalled. The other one may then have continued and ended since, so its
+                port proves nothing.
         """
         if ending.given_up or stood_still:
-            why = "gave it up" if ending.given_up else f"ended the connection ({ending.reason})"
-            return Loss("cut", f"{self.address} heard nothing of this process for too long and {why}")
+            why = "dropped it" if ending.given_up else f"ended the connection ({ending.reason})"
+            return Loss("cut", f"{self.address} received nothing from this process for too long and {why}")
         ended = f"the connection to {self.address} ended ({ending.reason})"
         for _ in range(_INQUIRIES):
             try:
@@ -121,18 +121,18 @@ class ControlConnection:
             except ConnectionRefusedError:
                 return Loss("gone", f"its process at {self.address} has ended")
             except ConnectionResetError:
-                pass  # it was being ended at that very moment
+                pass  # it was terminating at that moment
             except (OSError, TimeoutError) as error:
-                return Loss("cut", f"{ended} and can't be made anew ({error})")
+                return Loss("cut", f"{ended} and can't be reopened ({error})")
             else:
                 writer.close()
             await asyncio.sleep(_BETWEEN_INQUIRIES_S)
-        return Loss("cut", f"{ended}, though somebody listens there")
+        return Loss("cut", f"{ended}, though a process still listens there")
 
 
 async def say_who(
     message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer somebody who asks whether a diloco listens here."""
+    """Confirm to a peer that a diloco process listens here."""
     writer.write(pack({"kind": "who"}))
     await writer.drain()

@@ -1,4 +1,4 @@
-"""How many connections may be open that nobody of the run vouches for. Pure."""
+"""A limit on the number of open connections from peers that nothing vouches for. Does no I/O."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Gate(Generic[T]):
-    """Places for connections, all in all and for each origin: a peer, or an address.
+    """A limit on the number of connections, in total and for each origin (a peer or an address).
 
-    When all places are taken, whoever has come last gets the place of the one that has been there longest of the origin
-    that has the most. So a flood from one origin, of connections that do nothing, keeps nobody else out.
+    When the gate is full, a new connection replaces the oldest connection of the origin that has the most. A flood of
+    idle connections from one origin therefore keeps no other origin out.
 
     Args:
-        most: places.
-        most_of_one: that one origin may have.
+        most: The number of connections in total.
+        most_of_one: The number of connections of one origin.
 
     >>> gate = Gate[str](3, most_of_one=2)
-    >>> [gate.enter(f"a{n}", ["peer a"]) for n in range(3)]  # the third one is one too many
+    >>> [gate.enter(f"a{n}", ["peer a"]) for n in range(3)]  # peer a may have only two
     [None, None, 'a2']
-    >>> gate.enter("b0", ["peer b"]), gate.enter("c0", ["peer c"])  # the longest-standing one of a has to go
+    >>> gate.enter("b0", ["peer b"]), gate.enter("c0", ["peer c"])  # the gate is full: the oldest of peer a is evicted
     (None, 'a0')
     """
 
@@ -34,7 +34,7 @@ class Gate(Generic[T]):
         self._inside: dict[T, tuple[str, ...]] = {}
 
     def enter(self, one: T, origins: Sequence[str]) -> T | None:
-        """Let ``one`` in; returns the one that has to go: another one, itself, or None where there is room."""
+        """Admit ``one`` and return the connection to close: another one, ``one`` itself, or None if there is room."""
         counts = Counter(origin for theirs in self._inside.values() for origin in theirs)
         if any(counts[origin] >= self._most_of_one for origin in origins):
             return one
@@ -48,5 +48,5 @@ class Gate(Generic[T]):
         return out
 
     def leave(self, one: T) -> None:
-        """Its place is free, if it had one."""
+        """Release the place of ``one``, if it has one."""
         self._inside.pop(one, None)

@@ -1,4 +1,4 @@
-"""Of two control connections that two ranks open to each other at the same time, one stands."""
+"""The handshake of control connections, which keeps one of two that two ranks open to each other at the same time."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ __all__ = ["Hellos", "say_hello"]
 
 
 class Hellos:
-    """Hellos that this rank has said and that are not answered yet.
+    """The hellos that this rank has sent and that are still unanswered.
 
-    Of two that cross, the lower rank's is answered at once, with the name of the one that it crossed; the other one
-    waits until then, and is not answered any more.
+    When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
+    its own hello. The lower rank holds back its answer until then, and no longer sends it.
     """
 
     def __init__(self, me: int) -> None:
         self._me = me
-        self._said: dict[int, tuple[str, asyncio.Event]] = {}  # to whom -> its name, and when it is over
+        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
 
     @contextmanager
     def to(self, rank: int) -> Iterator[str]:
-        """While this rank waits for an answer to the hello of that name."""
+        """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
         mine = secrets.token_hex(8), asyncio.Event()
-        self._said[rank] = mine
+        self._pending[rank] = mine
         try:
             yield mine[0]
         finally:
             mine[1].set()
-            if self._said.get(rank) is mine:
-                del self._said[rank]
+            if self._pending.get(rank) is mine:
+                del self._pending[rank]
 
     async def before(self, rank: int) -> str:
-        """Wait until a hello of ``rank`` is to be answered. Returns the name of my own that it crosses; "" if none."""
-        name, over = self._said.get(rank, ("", None))
+        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
+        name, over = self._pending.get(rank, ("", None))
         if over is not None and self._me < rank:
             await over.wait()
         return name
 
 
 async def say_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
-    """Say over a connection to ``rank`` at ``address`` that this is rank ``me``, which listens at ``mine``.
+    """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
 
     Returns:
-        The name of the other one's hello that this one has crossed; "" if none.
+        The name of the other rank's hello that this one crossed, or "" if there is none.
 
     Raises:
-        OSError, EOFError: the connection ends.
-        TransportError: it refuses, or somebody else is there.
+        OSError, EOFError: The connection ended.
+        TransportError: The other side refuses, or is not ``rank``.
     """
     reader, writer = stream
     writer.write(pack({"kind": "hello", "rank": me, "address": str(mine), "hello": name}))
@@ -64,10 +64,10 @@ async def say_hello(stream: Stream, me: int, mine: Address, name: str, rank: int
         if answer["kind"] == "refused":
             raise TransportError(f"{address} refuses: {Fields(answer).words('reason')}")
     except ValueError as error:
-        raise TransportError(f"{address} answered with what is no message: {error}") from error
+        raise TransportError(f"{address} sent an invalid answer: {error}") from error
     if answer["kind"] != "hello" or answer.get("rank") != rank:
         raise TransportError(
-            f"{address} was to be rank {rank} and answered {visible(str(answer))}; another diloco may be using that "
-            "port."
+            f"{address} should be rank {rank}, but answered {visible(str(answer))}. Another diloco run may be using "
+            "that port."
         )
     return str(answer.get("crossed", ""))

@@ -1,4 +1,4 @@
-"""Payload links over the streams of a network. One end opens the connections, and opens them again when they break."""
+"""Payload links over the streams of a network. One end opens the connections and reopens those that break."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ __all__ = ["MOST_CONNECTIONS", "LinkManager"]
 MOST_CONNECTIONS = 64  # of one link
 
 _OBSERVE_S = 0.05
-_WORTH_TELLING = 0.1  # of a change of the pace
-_RETRY_S, _RETRY_MORE_S = 0.2, 1.0  # after which the first connection of a link, and any other, is tried again
+_WORTH_TELLING = 0.1  # relative change of the pacing rate that is worth showing
+_RETRY_S, _RETRY_MORE_S = 0.2, 1.0  # pause before the first connection of a link, or any other, is dialled again
 
 
 _PLAIN = Route("TCP")
 
 
 class LinkManager:
-    """All payload links of one rank.
+    """The payload links of one rank.
 
     Args:
-        patience_s: how long a link may be without any connection before it ends.
-        paces: whether payloads leave at no more than the rate that the way out has shown, where TCP keeps its rate:
-            elsewhere the first loss holds it back, and late answers of a busy machine would be taken for a queue.
-        emulated: link of this rank, through which payloads leave; nothing else paces them then. None: there is none.
+        patience_s: How long a link may have no connection before it ends.
+        paces: Whether to pace payloads to the measured bandwidth of the uplink. This applies only where congestion
+            control keeps its rate. Elsewhere the first loss slows TCP down, and late acknowledgements of a busy machine
+            would be mistaken for a queue.
+        emulated: The emulated link of this rank, which then paces all payloads alone; None: no emulation.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LinkManager:
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and emulated is None and not self._slows_down
         self._pacer = Pacer(emulated) if emulated else None
-        self._told_bits_per_s = 0.0
+        self._shown_bits_per_s = 0.0
         self._observing: asyncio.Task[None] | None = None
         self._connections = connections
         self._patience_s = patience_s
@@ -59,24 +60,24 @@ class LinkManager:
         connections.services["link"] = self._serve
 
     def open_link(self, request: LinkRequest) -> ReliableLink:
-        """As `OpenLink` says."""
+        """Open a link over TCP, as `OpenLink` describes."""
         return self.open_over(_PLAIN, request)
 
     def open_over(self, route: Route, request: LinkRequest) -> ReliableLink:
-        """As `OpenLink` says, over what both ends have agreed on."""
+        """Open a link over a route that both ends have agreed on, as `OpenLink` describes."""
         return self._connections.call(self._open(request, route))
 
     def address_of(self, rank: int) -> Address:
-        """Of a rank that is connected, or has been known; `OSError` for any other."""
+        """Return the payload address of a rank that is or was known. Raise `OSError` for any other."""
         connected, entry = self._connections.get(rank), self._connections.entries.get(rank)
         if connected is not None and (entry is None or str(connected.address) != entry.address):
             return connected.address
         if entry is None:
-            raise OSError(f"nobody knows where rank {rank} is")
+            raise OSError(f"the address of rank {rank} is unknown")
         return self._connections.streams.payload_address(entry)
 
     async def open_connection(self, opened: OpenedLink) -> Stream:
-        """One more connection of a link."""
+        """Open one more connection of a link."""
         return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
@@ -84,14 +85,14 @@ class LinkManager:
         opened = OpenedLink(request, route, link)
         async with self._changed:
             if before := self._links.get(request.key):
-                before.link.end("it was opened anew")
+                before.link.end("it was opened again")
             self._links[request.key] = opened
             self._changed.notify_all()
         opened.watching = self._connections.begin(self._forget_ended(opened))
         if self._observing is None:
             self._observing = self._connections.begin(self._observe_often())
         if opened.dials:
-            self._keep_number(opened, request.streams if request.chosen else 1)
+            self._keep_at_least(opened, request.streams if request.chosen else 1)
         with contextlib.suppress(TimeoutError):
             await within(request.timeout_s, link.settled.wait())
         if not link.ended and link.uses:
@@ -104,7 +105,7 @@ class LinkManager:
         self._forget(opened)
 
     async def _forget_ended(self, opened: OpenedLink) -> None:
-        """When its owner has closed it, or it has ended otherwise."""
+        """Forget a link when it has ended, closed by its owner or otherwise."""
         await opened.link.over.wait()
         self._forget(opened)
 
@@ -115,13 +116,13 @@ class LinkManager:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    def _keep_number(self, opened: OpenedLink, number: int) -> None:
-        """Have so many connections from now on, or more."""
+    def _keep_at_least(self, opened: OpenedLink, number: int) -> None:
+        """Maintain at least ``number`` connections from now on, up to `MOST_CONNECTIONS`."""
         for index in range(len(opened.keeping), min(number, MOST_CONNECTIONS)):
             opened.keeping.append(self._connections.begin(self._keep(opened, index)))
 
     async def _observe_often(self) -> None:
-        """See what the links show of their ways while something travels, and do what follows from it."""
+        """Measure the links with data in flight at regular intervals, and adjust pacing and connections."""
         loop, links = self._connections.loop, self._links
         before_s = loop.time()
         while True:
@@ -130,16 +131,16 @@ class LinkManager:
             samples = [each.observe(now_s - before_s) for each in active]
             if samples and self._paces:
                 self._outlet.pace.observe(now_s, together(samples))
-                known, told = self._outlet.pace.bits_per_s, self._told_bits_per_s
+                known, told = self._outlet.pace.bits_per_s, self._shown_bits_per_s
                 if math.isfinite(known) and abs(known - told) > _WORTH_TELLING * told:
-                    self._told_bits_per_s = known
+                    self._shown_bits_per_s = known
             for opened in active:
                 self._adjust_number(opened)
-                opened.describe(self._told_bits_per_s)
+                opened.describe(self._shown_bits_per_s)
             before_s = now_s
 
     def _adjust_number(self, opened: OpenedLink) -> None:
-        """Have as many connections as the way shows to be useful, if nobody has chosen how many."""
+        """Adjust the number of connections to what the path needs, unless the user chose it."""
         request, link, path = opened.request, opened.link, opened.path
         if request.chosen or opened.route.single:
             return
@@ -149,13 +150,13 @@ class LinkManager:
             own = connections_worth_having(path.burst_bytes, path.least_round_trip_s, path.loss, bandwidth, hosts)
             wanted = max(wanted, own)
         if opened.dials:
-            self._keep_number(opened, wanted)
+            self._keep_at_least(opened, wanted)
         elif wanted > max(opened.told, len(link.connections)) and link.connections:
             opened.told = wanted
             next(iter(link.connections.values())).want(wanted)
 
     async def _keep(self, opened: OpenedLink, index: int) -> None:
-        """Connect again and again."""
+        """Maintain one connection: dial it, and dial it again when it ends."""
         while not opened.link.ended:
             await self._dial(opened, index)
             await asyncio.sleep(_RETRY_S if index == 0 else _RETRY_MORE_S)
@@ -173,12 +174,12 @@ class LinkManager:
                     self._end(opened, Fields(answer).words("reason"))
                     return
                 more = Fields(answer).integer("streams", 1, MOST_CONNECTIONS)
-            self._keep_number(opened, max(more, _at_first(request, writer)))
+            self._keep_at_least(opened, max(more, _initial_connections(request, writer)))
             await self._use(opened, index, reader, writer)
         except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
             link.why = str(error) or type(error).__name__
             if not link.connections:
-                self._be_patient(opened)
+                self._end_if_abandoned(opened)
         finally:
             if writer is not None:
                 writer.close()
@@ -198,7 +199,7 @@ class LinkManager:
             try:
                 await within(self._patience_s, self._changed.wait_for(lambda: key in self._links))
             except TimeoutError:
-                writer.write(pack({"kind": "refused", "reason": "the other side has no such link"}))
+                writer.write(pack({"kind": "refused", "reason": "the other side does not know this link"}))
                 await writer.drain()
                 return
         opened = self._links[key]
@@ -206,17 +207,17 @@ class LinkManager:
         if request.rank != rank or opened.dials or opened.link.ended:
             return
         self._connections.vouch(writer)
-        writer.write(pack({"kind": "link", "streams": _at_first(request, writer)}))
+        writer.write(pack({"kind": "link", "streams": _initial_connections(request, writer)}))
         await self._use(opened, index, reader, writer)
 
     async def _use(
         self, opened: OpenedLink, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Let a connection carry messages until it breaks."""
+        """Let a connection carry messages until it ends."""
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
-        reader.feed_eof()  # so that what has come already can be read without waiting for more
+        reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
         connection = PayloadConnection(opened.link, transport, self._patience_s)
         try:
@@ -225,24 +226,24 @@ class LinkManager:
             await connection.ended
         finally:
             connection.end()
-            self._be_patient(opened)
+            self._end_if_abandoned(opened)
 
-    def _be_patient(self, opened: OpenedLink) -> None:
-        """End the link if it has no connection, and none for so long from now."""
+    def _end_if_abandoned(self, opened: OpenedLink) -> None:
+        """End the link unless a connection is made within ``patience_s``; do nothing while it has one."""
         link = opened.link
         if not link.ended and not link.connections:
-            self._connections.loop.call_later(self._patience_s, self._give_up, opened, link.uses)
+            self._connections.loop.call_later(self._patience_s, self._end_abandoned, opened, link.uses)
 
-    def _give_up(self, opened: OpenedLink, uses: int) -> None:
+    def _end_abandoned(self, opened: OpenedLink, uses: int) -> None:
         link = opened.link
         if link.ended or link.connections or link.uses != uses or not link.uses:
             return
-        done = "it could not be made again" if opened.dials else "the other side did not come again"
-        self._end(opened, f"{link.why}, and {done} in {self._patience_s:g} s")
+        done = "it could not be reopened" if opened.dials else "the other side did not reconnect"
+        self._end(opened, f"{link.why}, and {done} within {self._patience_s:g} s")
 
 
-def _at_first(request: LinkRequest, writer: asyncio.StreamWriter) -> int:
-    """How many connections a link begins with, once the first one stands: one is enough over a short way."""
+def _initial_connections(request: LinkRequest, writer: asyncio.StreamWriter) -> int:
+    """Return the number of connections to start with once the first is open: one suffices over a short round trip."""
     counters = Counters.of(writer.get_extra_info("socket"))
     near = counters is not None and counters.round_trip_s < NEAR_S
     return 1 if near and not request.chosen else request.streams

@@ -1,4 +1,4 @@
-"""How payload links are asked for; one with what keeps its connections, and what it shows of its way."""
+"""Requests for payload links, and an open link together with the tasks and measurements that belong to it."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ __all__ = ["LinkRequest", "OpenLink", "OpenedLink", "Route"]
 
 @dataclass(frozen=True)
 class LinkRequest:
-    """A link that two ranks are to open, each from its side."""
+    """A link that two ranks are to open, each from its own side."""
 
-    key: str  # names this link and this attempt, alike on both sides
-    rank: int  # the other one
-    first: bool  # whether I am the one of the lower rank
-    streams: int  # connections that this end would open
-    chosen: bool  # whether the user chose their number
-    timeout_s: float  # the longest to wait for the other one
+    key: str  # name of this link and this attempt, the same on both sides
+    rank: int  # the other rank
+    first: bool  # whether this rank is the lower one
+    streams: int  # number of connections that this end would open
+    chosen: bool  # whether the user chose that number
+    timeout_s: float  # how long to wait for the other side
 
 
 OpenLink = Callable[[LinkRequest], ReliableLink]
-"""Opens a link, in a thread of its own; `TransportError` if it does not come to be, and nothing stays open then."""
+"""Opens a link; blocks, so it runs in a thread of its own. On failure it raises `TransportError`, and leaves nothing
+open."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What carries a link's connections."""
+    """How the connections of a link are made."""
 
-    name: str  # in words
-    single: bool = False  # whether more than one connection is of no use
-    dials: bool | None = None  # whether this end opens them; None: the end of the lower rank does
-    offer: object = None  # of direct streams, by the other end
-    first: list[Stream] = field(default_factory=list)  # a connection that stands already
+    name: str  # for display
+    single: bool = False  # whether a second connection would be useless
+    dials: bool | None = None  # whether this end opens the connections; None: the lower rank does
+    offer: object = None  # direct streams that the other end offers
+    first: list[Stream] = field(default_factory=list)  # a connection that is already open
 
 
 @dataclass(eq=False)
 class OpenedLink:
-    """A link, what keeps its connections, and what they show of its way."""
+    """A link, the tasks that maintain its connections, and the measurements of its path."""
 
-    request: LinkRequest  # how it was opened
+    request: LinkRequest
     route: Route
     link: ReliableLink
-    path: PathEstimate = field(default_factory=PathEstimate)  # the estimate of its way
-    # what the kernel had told of each connection when it was last asked
-    counted: dict[PayloadConnection, Counters] = field(default_factory=dict)
-    acknowledged_bytes: int = 0  # of the link, then
-    was_active: bool = False  # whether it was in use, then
-    told: int = 0  # connections that the other side was told to open
-    # tasks, one for each connection that this end opens
-    keeping: list[asyncio.Task[None]] = field(default_factory=list)
-    watching: asyncio.Task[None] | None = None  # notices its end
+    path: PathEstimate = field(default_factory=PathEstimate)
+    counted: dict[PayloadConnection, Counters] = field(default_factory=dict)  # TCP counters at the last observation
+    acknowledged_bytes: int = 0  # of the link, at the last observation
+    was_active: bool = False  # whether the link had data in flight at the last observation
+    told: int = 0  # number of connections that this end has asked the other side for
+    keeping: list[asyncio.Task[None]] = field(default_factory=list)  # one for each connection that this end opens
+    watching: asyncio.Task[None] | None = None  # forgets the link when it ends
 
     @property
     def dials(self) -> bool:
+        """Whether this end opens the connections."""
         return self.request.first if self.route.dials is None else self.route.dials
 
     def observe(self, interval_s: float) -> PathSample:
-        """What the link did since this was last called, so long ago."""
+        """Return what the link did since the last call, ``interval_s`` ago, and adjust its connections accordingly."""
         found: dict[PayloadConnection, Counters] = {}
         pairs: list[tuple[Counters, Counters]] = []
         for each in self.link.connections.values():
@@ -74,10 +74,10 @@ class OpenedLink:
             before = self.counted.get(each, told)
             found[each] = now = told.after(before)
             pairs.append((before, now))
-            each.keep_pace((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
-            each.notice(now.paced_bits_per_s)
+            each.limit_unsent((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
+            each.probe_if_slow(now.paced_bits_per_s)
         acknowledged = sum(now.acknowledged_bytes - before.acknowledged_bytes for before, now in pairs)
-        if not pairs:  # the kernel does not tell
+        if not pairs:  # the kernel reports no counters
             acknowledged = self.link.acknowledged_bytes - self.acknowledged_bytes
         moving = [now for before, now in pairs if now.acknowledged_bytes > before.acknowledged_bytes]
         sample = PathSample(
@@ -97,12 +97,12 @@ class OpenedLink:
         return sample
 
     def describe(self, bits_per_s: float) -> None:
-        """Say what carries the link, as far as this end decides it.
+        """Set the description of the link, as far as this end determines it.
 
         Args:
-            bits_per_s: at which payloads leave for all replicas; 0: they are not held back.
+            bits_per_s: The pacing rate of the payloads for all replicas together; 0: they are not paced.
         """
         count = len(self.keeping)
         number = f", {count} connection{'s' if count > 1 else ''}" if count else ""
-        pace = f"; what leaves for all replicas is held back to {format_rate(bits_per_s)}" if bits_per_s else ""
+        pace = f"; payloads for all replicas are paced to {format_rate(bits_per_s)}" if bits_per_s else ""
         self.link.words = f"{self.route.name}{number}{pace}"

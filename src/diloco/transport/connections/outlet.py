@@ -1,4 +1,4 @@
-"""What all payload links of a rank leave through: one pace, and turns."""
+"""The uplink that all payload links of a rank share: one pacing rate, and turns."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ __all__ = ["Outlet"]
 
 
 class Outlet:
-    """Lets links send at the pace of their way out. Where they have to wait, the one with most left to send is next, so
-    all are served side by side and done at about one time: no way to another host is full first and empty later.
+    """Paces all links of a rank together and decides which of the waiting links sends next.
+
+    The link with the most bytes left to send goes first. All links then finish at about the same time, and no path is
+    saturated at first and idle later.
 
     Args:
-        loop: whose thread does everything.
+        loop: The event loop in whose thread everything runs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.pace = Pace()  # of all links together
         self._waiting: dict[ReliableLink, None] = {}
-        self._next: ReliableLink | None = None  # whose turn it is
+        self._next: ReliableLink | None = None  # the link whose turn it is
         self._timer: asyncio.TimerHandle | None = None
 
     def may_send(self, link: ReliableLink) -> bool:
-        """Whether a part of this link may leave now; if not, the link is woken in its turn."""
+        """Return whether ``link`` may send a part now. If not, the link is woken when its turn comes."""
         if self.pace.wait_s(self.loop.time()) <= 0 and (link is self._next or not self._waiting):
             return True
         self._waiting[link] = None
@@ -38,16 +40,16 @@ class Outlet:
         return False
 
     def _wait(self) -> None:
-        self._timer = self.loop.call_later(self.pace.wait_s(self.loop.time()), self._go_on)
+        self._timer = self.loop.call_later(self.pace.wait_s(self.loop.time()), self._serve_waiting)
 
-    def _go_on(self) -> None:
+    def _serve_waiting(self) -> None:
         self._timer = None
         try:
             while self._waiting and self.pace.wait_s(self.loop.time()) <= 0:
                 self._next = max(self._waiting, key=lambda link: link.waiting_bytes)
                 del self._waiting[self._next]
                 self._next.wake()
-        finally:  # whatever becomes of one link, the others go on
+        finally:  # an error in one link must not stop the others
             self._next = None
             if self._waiting:
                 self._wait()

@@ -1,4 +1,4 @@
-"""What a way to others shows of itself while payloads travel: loss, round trips, the rate at which it is full. Pure."""
+"""Estimates of a network path from its traffic: loss, round-trip time, bandwidth, and a pacing rate. Does no I/O."""
 
 from __future__ import annotations
 
@@ -12,57 +12,58 @@ from diloco.transport.tcp import SEGMENT_BYTES
 __all__ = ["Pace", "PathEstimate", "PathSample", "together"]
 
 LEAST_SEGMENTS, MOST_SEGMENTS = 500, 20_000
-"""Sent before loss is judged by them, and by how many of the last ones it is."""
+"""The number of sent segments that an estimate of loss needs, and the number of recent ones that it is based on."""
 
-BURSTS = 8  # of the last ones the largest counts
+BURSTS = 8  # number of recent bursts of which the largest counts
 
 QUEUE_SHARE, QUEUE_S = 0.5, 0.01
-"""A way is full while round trips take so much longer than the shortest one, as a share and at least in seconds."""
+"""A path is full while the RTT exceeds the shortest one by this share of it, and by at least this many seconds."""
 
 WINDOW = 4
-"""Intervals in all of which a way has to be full to count as full: a machine that is busy answers late now and then."""
+"""Consecutive intervals in all of which a path must be full to count as full, as a busy machine occasionally answers
+late."""
 
 TRIPS = 1.5
-"""Round trips, with queues, over which a rate is taken, and at least a window: where several senders meet, answers
-come in bunches, which alone would show a faster way than there is."""
+"""Round trips, queueing included, over which a rate is measured; at least a window. Where the traffic of several
+senders meets, acknowledgements arrive in bunches, and a shorter measurement would overestimate the bandwidth."""
 
 OVERFLOW, LEAST_RESENT = 0.15, 100
-"""Share of what arrives that is sent again where a queue has no room left, and at least so many segments. A burst that
-takes no longer than a window may overflow a queue before it is full for all of one: then half of one is enough, where
-a window is longer than a round trip."""
+"""Retransmissions that indicate an overflowing queue: their share of the arriving segments, and their least number. A
+burst that lasts no longer than a window may overflow a queue before the path is full for a whole window. Half a window
+suffices then, provided that a window is longer than a round trip."""
 
 UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
-"""How much of a way's rate is used; what is tried in `PROBES` of `CYCLE` intervals to see whether there is more; and
-what is used until a queue is gone."""
+"""Shares of the measured rate: in normal use; while probing for more bandwidth, in `PROBES` of every `CYCLE` intervals;
+and while a queue drains."""
 
 CYCLE, PROBES = 24, 6
-MOST_KEPT = 200  # of the intervals of a burst
-REMEMBERED_S = 30.0  # the highest rate within so many seconds counts
+MOST_KEPT = 200  # intervals of a burst that are kept
+REMEMBERED_S = 30.0  # the highest rate within this time counts
 
-_BURST_S = 0.01  # of what may leave at once after a pause
+_BURST_S = 0.01  # pacing credit after a pause: bytes of this time may leave at once
 
 
 @dataclass(frozen=True)
 class PathSample:
-    """What connections did in an interval."""
+    """The traffic of some connections during one interval."""
 
     interval_s: float  # its length
-    acknowledged_bytes: int  # that the other side has got
-    sent_segments: int = 0  # of TCP; 0 where the kernel does not tell
+    acknowledged_bytes: int  # bytes that the other side has received
+    sent_segments: int = 0  # TCP segments; 0 if the kernel does not report them
     resent_segments: int = 0
-    round_trip_s: float = 0.0  # with queues on the way; 0: unknown
+    round_trip_s: float = 0.0  # queueing included; 0: unknown
     least_round_trip_s: float = 0.0  # the shortest so far; 0: unknown
-    busy: bool = True  # whether something was on its way all the time
+    busy: bool = True  # whether data was in flight throughout
 
     @property
     def full(self) -> bool:
-        """Whether what was sent has queued up on the way."""
+        """Whether data has queued up on the path."""
         queue_s = self.round_trip_s - self.least_round_trip_s
         return self.least_round_trip_s > 0 and queue_s > max(QUEUE_S, QUEUE_SHARE * self.least_round_trip_s)
 
 
 def together(samples: Sequence[PathSample]) -> PathSample:
-    """What the links to several hosts did in the same interval: the one whose way is the fullest tells how full it is.
+    """Combine samples of the links to several hosts over one interval, with the round trips of the fullest path.
 
     >>> together([PathSample(1.0, 10, 5, 0, 0.1, 0.1), PathSample(1.0, 20, 5, 1, 0.09, 0.03, busy=False)])
     PathSample(interval_s=1.0, acknowledged_bytes=30, sent_segments=10, resent_segments=1, round_trip_s=0.09, \
@@ -81,7 +82,7 @@ least_round_trip_s=0.03, busy=True)
 
 
 class PathEstimate:
-    """The way to one other host.
+    """The estimate of the path to one other host.
 
     >>> path = PathEstimate()
     >>> path.observe(PathSample(1.0, 1_000_000, 800, 8, 0.08, 0.08))
@@ -91,24 +92,24 @@ class PathEstimate:
     """
 
     def __init__(self) -> None:
-        self.least_round_trip_s = 0.0  # without queues; 0: unknown
-        self.bandwidth_bits_per_s = math.inf  # the highest rate at which it was full; infinite if it never was
+        self.least_round_trip_s = 0.0  # without queueing; 0: unknown
+        self.bandwidth_bits_per_s = math.inf  # the highest rate while the path was full; infinite if it never was
         self._sent = self._resent = 0.0
         self._burst_bytes = 0
         self._bursts: deque[int] = deque(maxlen=BURSTS)
 
     @property
     def loss(self) -> float | None:
-        """Share of segments that had to be sent again; None: too few were sent to tell."""
+        """The share of segments that were retransmitted, or None if too few were sent to tell."""
         return min(0.5, self._resent / self._sent) if self._sent >= LEAST_SEGMENTS else None
 
     @property
     def burst_bytes(self) -> int:
-        """The most that were sent without a pause of late."""
+        """The size of the largest recent burst, which is data sent without a pause."""
         return max(self._bursts, default=0)
 
     def observe(self, sample: PathSample) -> None:
-        """Take in what happened while something was on its way."""
+        """Process a sample taken while data was in flight."""
         self._burst_bytes += sample.acknowledged_bytes
         self.least_round_trip_s = sample.least_round_trip_s or self.least_round_trip_s
         self._sent += sample.sent_segments
@@ -123,21 +124,21 @@ class PathEstimate:
 
     @property
     def in_burst(self) -> bool:
-        """Whether something has been sent since the last pause."""
+        """Whether data has been sent since the last pause."""
         return self._burst_bytes > 0
 
     def end_burst(self) -> None:
-        """Nothing is on its way."""
+        """End the current burst, as nothing is in flight."""
         if self._burst_bytes:
             self._bursts.append(self._burst_bytes)
         self._burst_bytes = 0
 
 
 class Pace:
-    """How fast a host sends to all others together: at 97 % of the highest rate at which its way out was full, and less
-    until a queue is gone.
+    """The pacing rate of a host towards all others together.
 
-    A way that never fills is not held back, nor is one on which loss alone slows TCP down. Now and then more is tried.
+    It is 97 % of the highest rate at which the uplink was full, and less while a queue drains. A path that never fills
+    is not paced, nor is one on which only loss slows TCP down. From time to time a higher rate is probed.
 
     >>> pace = Pace()
     >>> pace.wait_s(0.0)
@@ -148,28 +149,28 @@ class Pace:
     >>> pace.bits_per_s
     9700000.0
     >>> pace.spend(1.0, 93_750)
-    >>> round(pace.wait_s(1.0), 3)  # 0.1 s at three quarters, of which a hundredth of a second may be sent at once
+    >>> round(pace.wait_s(1.0), 3)  # 0.1 s at 75 % of the rate, less 0.01 s of burst credit
     0.09
     """
 
     def __init__(self) -> None:
-        self._full: deque[tuple[float, float]] = deque()  # when, and bits per second
+        self._full: deque[tuple[float, float]] = deque()  # times and rates (bits per second) at which the path was full
         self._rate = math.inf
         self._intervals = 0
-        # since the first answer after the last pause came, or could have come if nothing had held it up
+        # the samples since the first acknowledgement after a pause, or since the time at which it was due
         self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)
-        self._unanswered_s = 0.0  # before that
+        self._unanswered_s = 0.0  # length of the burst before that
         self._least_round_trip_s = math.inf
-        self._rates: deque[float] = deque(maxlen=CYCLE)  # measured since the last pause, one in each interval
-        self._paid_s = -math.inf
+        self._rates: deque[float] = deque(maxlen=CYCLE)  # rates measured since the last pause, one per interval
+        self._paid_s = -math.inf  # when the data sent so far has been paid for
 
     @property
     def bits_per_s(self) -> float:
-        """Not counting what is tried now and then; infinite: it is not held back."""
+        """The pacing rate, probing and draining aside; infinite if there is no limit."""
         return UTILIZATION * self._rate
 
     def observe(self, now_s: float, sample: PathSample) -> None:
-        """Take in what happened to all connections together while something was on its way."""
+        """Process the combined sample of all links that have or had data in flight."""
         if not sample.busy:
             if 0 < len(self._burst) < WINDOW and self._was_full():
                 self._full.append((now_s, self._measured()))
@@ -177,14 +178,14 @@ class Pace:
             self._rates.clear()
             self._unanswered_s = 0.0
         else:
-            self._take_in(now_s, sample)
+            self._continue_burst(now_s, sample)
         while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
             self._full.popleft()
         if self._full:
             self._rate = max(rate for _, rate in self._full)
 
-    def _take_in(self, now_s: float, sample: PathSample) -> None:
-        """Of a burst that goes on."""
+    def _continue_burst(self, now_s: float, sample: PathSample) -> None:
+        """Process a sample of the current burst."""
         self._intervals += 1
         self._least_round_trip_s = sample.least_round_trip_s or self._least_round_trip_s
         if self._burst or sample.acknowledged_bytes or self._unanswered_s >= self._least_round_trip_s:
@@ -193,11 +194,11 @@ class Pace:
             self._unanswered_s += sample.interval_s
         if len(self._burst) >= WINDOW:
             self._rates.append(rate := self._measured())
-            if self._is_full() or rate > self._rate:  # the end of a burst brings less than the way carries
+            if self._is_full() or rate > self._rate:  # the last intervals of a burst show less than the bandwidth
                 self._full.append((now_s, max(self._rates)))
 
     def _measured(self) -> float:
-        """Bits per second over the last round trips, or all of the burst."""
+        """Return the rate (bits per second) over the last `TRIPS` round trips, or over the whole burst if shorter."""
         seconds = longest_s = num_bytes = 0.0
         for count, each in enumerate(reversed(self._burst), 1):
             seconds += each.interval_s
@@ -216,16 +217,16 @@ class Pace:
         return sum(each.full for each in window) >= (WINDOW / 2 if overflows and longer else WINDOW)
 
     def _was_full(self) -> bool:
-        """Of a burst that is over before there was a whole window of it."""
+        """Return whether the path was full in a burst that ended within a window."""
         resent = sum(each.resent_segments for each in self._burst)
         return resent > LEAST_RESENT and sum(each.full for each in self._burst) > len(self._burst) / 2
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until something may leave."""
+        """Return the seconds until the next part may leave."""
         return max(0.0, self._paid_s - now_s - _BURST_S)
 
     def spend(self, now_s: float, num_bytes: int) -> None:
-        """So much leaves now."""
+        """Account for ``num_bytes`` that leave now."""
         share = PROBING if self._intervals % CYCLE >= CYCLE - PROBES else UTILIZATION
         if self._burst and self._burst[-1].full:
             share = DRAINING

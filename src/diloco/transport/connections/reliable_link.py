@@ -1,9 +1,10 @@
-"""Messages from and to one other rank over any number of connections: each part of one takes the next that is free.
+"""Reliable messages to and from one other rank over any number of connections.
 
-A connection that loss slows down holds up no more than the parts that it has; those of one that breaks are sent again
-over the others, or over the next one. Every part carries a checksum and is acknowledged; the sender keeps a message
-until all its parts are. Memory for what nobody waits for yet is limited. This module knows messages,
-`PayloadConnection` the bytes.
+Messages are cut into parts, and each free connection takes the next part. A connection that loss slows down delays only
+the parts that it carries; the parts of one that breaks are sent again over others, or over the next one. Every part
+carries a checksum and is acknowledged. The sender keeps a message until all its parts are acknowledged. Memory for
+messages that arrive before the receiver asks for them is limited. This module handles messages, and `PayloadConnection`
+bytes.
 """
 
 from __future__ import annotations
@@ -21,60 +22,62 @@ from diloco.transport.shaping import Pacer
 __all__ = ["ReliableLink"]
 
 _MOST_EARLY_BYTES = 64 << 20
-_EARLY_OVERHEAD_BYTES = 256  # of a message that nobody waits for yet, beside its own
+_EARLY_OVERHEAD_BYTES = 256  # bookkeeping of a message that arrived early
 _NOTHING = memoryview(b"")
 
 
 @dataclass(eq=False)
 class _Incoming:
-    """A message that somebody waits for, or of which parts have come, or both."""
+    """A message that this rank has asked for, or of which parts have arrived, or both."""
 
     tag: int
-    come: Future[None] | None = None  # None: nobody waits for it yet
-    room: memoryview = _NOTHING  # of who waits for it
-    data: memoryview = _NOTHING  # where its parts go: there, or to memory of its own
-    missing: int = 0  # bytes of them
-    starts: set[int] = field(default_factory=set)  # of parts that have come
+    received: Future[None] | None = None  # resolved when `buffer` is filled; None: not asked for yet
+    buffer: memoryview = _NOTHING  # where this rank wants the message
+    data: memoryview = _NOTHING  # where the parts are stored: `buffer`, or memory of its own
+    missing: int = 0  # bytes that have not arrived yet
+    starts: set[int] = field(default_factory=set)  # offsets of the parts that have arrived
 
 
 class ReliableLink:
-    """Payload messages to one other rank, both ways; those of one tag arrive in the order sent.
+    """Payload messages to and from one other rank. Messages with the same tag arrive in the order sent.
 
-    All but `close` runs in the loop's thread.
+    All methods but `close` run in the loop's thread.
 
     Args:
-        outlet: of all links of this rank together.
-        pacer: says when an emulated link of this rank lets a message go; None: it is not emulated.
+        outlet: The uplink that all links of this rank share.
+        route: What carries the link, for display.
+        pacer: The emulated link of this rank, which delays messages; None: no emulation.
     """
 
-    def __init__(self, outlet: Outlet, way: str = "TCP", pacer: Pacer | None = None) -> None:
-        self.connections: dict[int, PayloadConnection] = {}  # by number, those that stand
-        self.waiting_bytes = 0  # that no connection has taken yet
-        self.acknowledged_bytes = 0  # that the other side has, so far
-        self.wanted = 0  # connections that the other side wants the link to have; 0: it did not say
+    def __init__(self, outlet: Outlet, route: str = "TCP", pacer: Pacer | None = None) -> None:
+        self.connections: dict[int, PayloadConnection] = {}  # open connections by number
+        self.waiting_bytes = 0  # bytes that no connection has taken yet
+        self.acknowledged_bytes = 0  # bytes that the other side has received so far
+        self.wanted = 0  # number of connections that the other side asks for; 0: none asked for
         self.over = asyncio.Event()  # set once the link has ended
-        self.settled = asyncio.Event()  # set once a connection has stood, or the link has ended
-        self.uses = 0  # connections that have stood so far
-        self.why = "the other side did not come"  # the latest reason for which one ended, or could not be made
+        self.settled = asyncio.Event()  # set once the first connection is open, or the link has ended
+        self.uses = 0  # number of connections made so far
+        self.why = "the other side did not connect"  # why a connection last ended or could not be made
         self._loop = outlet.loop
-        self.words = way  # what carries it, for people
+        self.words = route  # what carries the link, for display
         self._outlet = outlet
         self._pacer = pacer
-        self._numbers = 0
-        self._fresh: deque[Outgoing] = deque()  # not cut to the end yet
-        self._again: deque[Part] = deque()  # of connections that broke
-        self._on_their_way: set[Outgoing] = set()
-        self._tags: dict[int, deque[Outgoing]] = {}  # tag on its way -> messages that wait for that, or for their time
-        self._incoming: dict[int, _Incoming] = {}  # by number, those of which parts have come, and not all
-        self._halves: dict[int, deque[_Incoming]] = {}  # by tag, those that one of the two ends has not begun
-        self._early_bytes = 0
-        self._received_through = 0
-        self._received: set[int] = set()  # numbers after that one
-        self._wakes = False  # whether `wake` is about to be called for what was handed over
+        self._last_number = 0
+        self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
+        self._to_resend: deque[Part] = deque()  # unacknowledged parts of connections that broke
+        self._in_flight: set[Outgoing] = set()
+        self._tags: dict[int, deque[Outgoing]] = {}  # tag in use -> messages that wait for their turn
+        self._incoming: dict[int, _Incoming] = {}  # partially received messages by number
+        # by tag, messages that were asked for and have not begun to arrive, or the other way around
+        self._unmatched: dict[int, deque[_Incoming]] = {}
+        self._early_bytes = 0  # memory of the messages that arrived early
+        self._received_through = 0  # all messages up to this number have been received
+        self._received_numbers: set[int] = set()  # later ones that have been received
+        self._wake_scheduled = False  # whether `wake` is about to run
         self._error: TransportError | None = None
 
     def close(self) -> None:
-        """End the link, from any thread; whoever waits gets an error at once."""
+        """End the link, from any thread. All waiting operations fail at once."""
         try:
             self._loop.call_soon_threadsafe(self.end, "it was closed")
         except RuntimeError:  # the loop is closed, and all connections with it
@@ -82,34 +85,34 @@ class ReliableLink:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is sent or received any more."""
+        """Whether the link has ended."""
         return self._error is not None
 
     @property
     def active(self) -> bool:
-        """Whether something was handed over that the other side does not have yet."""
-        return bool(self._on_their_way)
+        """Whether a message is in flight, that is, not completely acknowledged."""
+        return bool(self._in_flight)
 
     def end(self, why: str) -> None:
-        """For good: an error for all that wait now or later. Only the first call counts."""
+        """End the link for good: current and later operations fail with ``why``. Later calls have no effect."""
         if self._error is not None:
             return
         self.why = why
         self._error = error = TransportError(f"a payload connection ended: {why}")
-        for message in (*self._on_their_way, *(each for held in self._tags.values() for each in held)):
+        for message in (*self._in_flight, *(each for held in self._tags.values() for each in held)):
             message.sent.set_exception(error)
-        for half in (*self._incoming.values(), *(each for halves in self._halves.values() for each in halves)):
-            if half.come is not None:
-                half.come.set_exception(error)
+        for incoming in (*self._incoming.values(), *(each for queue in self._unmatched.values() for each in queue)):
+            if incoming.received is not None:
+                incoming.received.set_exception(error)
         self._incoming.clear()
-        self._halves.clear()
+        self._unmatched.clear()
         for connection in list(self.connections.values()):
             connection.end()
         self.settled.set()
         self.over.set()
 
     def add(self, number: int, connection: PayloadConnection) -> None:
-        """Use a connection, in the place of the one of that number."""
+        """Use a connection, which replaces the one with the same number."""
         if before := self.connections.get(number):
             before.end()
         self.connections[number] = connection
@@ -118,7 +121,7 @@ class ReliableLink:
         self.wake()
 
     def drop(self, connection: PayloadConnection, unfinished: list[Part], why: str) -> None:
-        """A connection has ended; what it had is sent again."""
+        """Remove a connection that has ended, and schedule its unacknowledged parts to be sent again."""
         for number, each in list(self.connections.items()):
             if each is connection:
                 del self.connections[number]
@@ -126,118 +129,123 @@ class ReliableLink:
             self.why = why
         again = [part for part in unfinished if not part.acknowledged]
         self.waiting_bytes += sum(len(part.data) for part in again)
-        self._again.extend(again)
+        self._to_resend.extend(again)
         self.wake()
 
-    # What goes out.
+    # Sending.
 
     def send(self, tag: int, data: memoryview, sent: Future[None]) -> None:
-        """Send ``data``, which must stay as it is until ``sent`` is done: then the other side has it.
+        """Send ``data``, which must not change until ``sent`` is resolved: the other side then has it.
 
-        If the link ends before, ``sent`` gets a `TransportError`.
+        If the link ends before, ``sent`` fails with a `TransportError`.
         """
         if self._error is not None:
             sent.set_exception(self._error)
             return
         due_s = self._pacer.arrival_s(self._loop.time(), len(data)) if self._pacer else 0.0
         message = Outgoing(tag, data, sent, due_s, missing=len(data))
-        if tag in self._tags:  # so that messages of one tag arrive in the order sent
+        if tag in self._tags:  # keeps messages of one tag in order
             self._tags[tag].append(message)
             return
         self._tags[tag] = deque([message])
-        self._begin_next(tag)
+        self._start_next(tag)
 
-    def _begin_next(self, tag: int) -> None:
-        """With the next message of a tag, of which none is on its way."""
+    def _start_next(self, tag: int) -> None:
+        """Start the next message of a tag that has none in flight."""
         if self._error is not None:
             return
         if not (held := self._tags[tag]):
             del self._tags[tag]
             return
         if held[0].due_s > self._loop.time():
-            self._loop.call_at(held[0].due_s, self._begin_next, tag)
+            self._loop.call_at(held[0].due_s, self._start_next, tag)
             return
         message = held.popleft()
-        self._numbers += 1
-        message.number = self._numbers
-        self._on_their_way.add(message)
-        self._fresh.append(message)
+        self._last_number += 1
+        message.number = self._last_number
+        self._in_flight.add(message)
+        self._unsent.append(message)
         self.waiting_bytes += len(message.data)
-        if not self._wakes:  # once all that is handed over now is here, as parts are the larger then
-            self._wakes = True
+        if not self._wake_scheduled:  # waits for further messages of this iteration, which allow larger parts
+            self._wake_scheduled = True
             self._loop.call_soon(self.wake)
 
     def wake(self) -> None:
-        """Give every connection that is free something to do, one part to each in turn."""
-        self._wakes = False
+        """Give each free connection one part at a time, in turns, as long as there are any."""
+        self._wake_scheduled = False
         free = list(self.connections.values())
-        while free and (self._fresh or self._again):
+        while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
 
     def take(self) -> Part | None:
-        """The next part to send, for a connection that is free; where none may leave now, they are woken later."""
+        """Return the next part for a free connection, or None. If pacing forbids it, the link is woken later."""
         pace = self._outlet.pace
-        if not (self._fresh or self._again) or not self._outlet.may_send(self):
+        if not (self._unsent or self._to_resend) or not self._outlet.may_send(self):
             return None
-        if self._again:
-            part = self._again.popleft()
+        if self._to_resend:
+            part = self._to_resend.popleft()
         else:
-            message = self._fresh[0]
+            message = self._unsent[0]
             size = part_bytes(self.waiting_bytes, len(self.connections), pace.bits_per_s)
             part = Part(message, message.cut, message.data[message.cut : message.cut + size])
             message.cut += len(part.data)
             if message.cut == len(message.data):
-                self._fresh.popleft()
+                self._unsent.popleft()
         self.waiting_bytes -= len(part.data)
         pace.spend(self._loop.time(), len(part.data))
         return part
 
     def acknowledge(self, part: Part) -> None:
-        """The other side has a part."""
+        """Record that the other side has received a part."""
         if part.acknowledged or self._error is not None:
             return
         part.acknowledged, message = True, part.message
         message.missing -= len(part.data)
         self.acknowledged_bytes += len(part.data)
         if message.missing == 0:
-            self._on_their_way.remove(message)
+            self._in_flight.remove(message)
             message.sent.set_result(None)
-            self._begin_next(message.tag)
+            self._start_next(message.tag)
 
-    # What comes in.
+    # Receiving.
 
-    def receive(self, tag: int, room: memoryview, come: Future[None]) -> None:
-        """Fill ``room`` with the next message of ``tag``, now or when it comes; ``come`` is as ``sent`` of `send`."""
+    def receive(self, tag: int, buffer: memoryview, received: Future[None]) -> None:
+        """Fill ``buffer`` with the next message of ``tag``, then resolve ``received``.
+
+        If the link ends before, or the message has another size, ``received`` fails with a `TransportError`.
+        """
         if self._error is not None:
-            come.set_exception(self._error)
+            received.set_exception(self._error)
             return
-        halves = self._halves.setdefault(tag, deque())
-        if halves and halves[0].come is None:
-            message = halves.popleft()
-            message.room, message.come = room, come
+        unmatched = self._unmatched.setdefault(tag, deque())
+        if unmatched and unmatched[0].received is None:
+            message = unmatched.popleft()
+            message.buffer, message.received = buffer, received
             if message.missing == 0:
-                self._hand_over(message, come)
+                self._hand_over(message, received)
         else:
-            halves.append(_Incoming(tag, come, room))
-        if not halves:
-            del self._halves[tag]
+            unmatched.append(_Incoming(tag, received, buffer))
+        if not unmatched:
+            del self._unmatched[tag]
         for connection in [each for each in self.connections.values() if each.waits]:
-            connection.go_on_reading()
+            connection.resume_reading()
 
     def has_room(self, head: Head) -> bool:
-        """Whether a part may come now, or has to wait until messages were taken; of the first, room is made for all.
+        """Return whether a part may be read now; otherwise it waits until messages are asked for.
+
+        The first part of a message reserves memory for all of it.
 
         Raises:
-            TransportError: if no such part can come.
+            TransportError: The part contradicts an earlier part of the same message.
         """
         message = self._incoming.get(head.number)
         if message is None:
-            if head.number <= self._received_through or head.number in self._received:  # it has come
+            if head.number <= self._received_through or head.number in self._received_numbers:  # a duplicate
                 return True
-            halves = self._halves.get(head.tag, deque())
-            waited_for = bool(halves) and halves[0].come is not None
-            if waited_for and len(halves[0].room) == head.total:
-                data = halves[0].room
+            unmatched = self._unmatched.get(head.tag, deque())
+            waited_for = bool(unmatched) and unmatched[0].received is not None
+            if waited_for and len(unmatched[0].buffer) == head.total:
+                data = unmatched[0].buffer
             else:
                 size = head.total + _EARLY_OVERHEAD_BYTES
                 if self._early_bytes and self._early_bytes + size > _MOST_EARLY_BYTES:
@@ -245,19 +253,21 @@ class ReliableLink:
                 self._early_bytes += size
                 data = memoryview(bytearray(head.total))
             if not waited_for:
-                self._halves.setdefault(head.tag, halves).append(message := _Incoming(head.tag))
+                self._unmatched.setdefault(head.tag, unmatched).append(message := _Incoming(head.tag))
             else:
-                message = halves.popleft()
-                if not halves:
-                    del self._halves[head.tag]
+                message = unmatched.popleft()
+                if not unmatched:
+                    del self._unmatched[head.tag]
             message.data, message.missing = data, head.total
             self._incoming[head.number] = message
         if (message.tag, len(message.data)) != (head.tag, head.total):
-            raise TransportError(f"message {head.number} of {len(message.data)} bytes went on as one of {head.total}")
+            raise TransportError(
+                f"message {head.number} of {len(message.data)} bytes was continued as one of {head.total} bytes"
+            )
         return True
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """A part has come whole; it may have come before, over a connection that broke."""
+        """Store a complete part, unless it has already arrived over a connection that broke."""
         message = self._incoming.get(head.number)
         if message is None or head.start in message.starts:
             return
@@ -267,20 +277,22 @@ class ReliableLink:
         if message.missing > 0:
             return
         del self._incoming[head.number]
-        self._received.add(head.number)
-        while self._received_through + 1 in self._received:
+        self._received_numbers.add(head.number)
+        while self._received_through + 1 in self._received_numbers:
             self._received_through += 1
-            self._received.remove(self._received_through)
-        if message.come is not None:
-            self._hand_over(message, message.come)
+            self._received_numbers.remove(self._received_through)
+        if message.received is not None:
+            self._hand_over(message, message.received)
 
-    def _hand_over(self, message: _Incoming, come: Future[None]) -> None:
-        """Of a message that is whole: to who waits for it."""
-        if message.data is not message.room:
-            size, expected = len(message.data), len(message.room)
+    def _hand_over(self, message: _Incoming, received: Future[None]) -> None:
+        """Deliver a complete message that this rank has asked for."""
+        if message.data is not message.buffer:
+            size, expected = len(message.data), len(message.buffer)
             self._early_bytes -= size + _EARLY_OVERHEAD_BYTES
             if size != expected:
-                come.set_exception(TransportError(f"a message of {size} bytes came instead of {expected}"))
+                received.set_exception(
+                    TransportError(f"a message of {size} bytes arrived where {expected} bytes were expected")
+                )
                 return
-            message.room[:] = message.data
-        come.set_result(None)
+            message.buffer[:] = message.data
+        received.set_result(None)

@@ -1,12 +1,12 @@
-"""What control connections need of a network, whatever it is.
+"""The interface between control connections and a network, and the format of control messages.
 
-Control messages on the wire: a small JSON object and a blob, both with their sizes in front. No pickle.
+A control message is a small JSON object and a blob, both preceded by their sizes. Nothing is pickled.
 
 ::
 
     4 bytes  b"DLC1"      protocol and its version
-    4 bytes  json size    big-endian; at most `MAX_JSON_BYTES`, of a stranger `STRANGERS_BYTES`
-    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, of a stranger `STRANGERS_BLOB_BYTES`
+    4 bytes  JSON size    big-endian; at most `MAX_JSON_BYTES`, from an unknown peer `STRANGERS_BYTES`
+    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, from an unknown peer `STRANGERS_BLOB_BYTES`
     json, blob
 
 Sizes are checked before anything is allocated.
@@ -38,7 +38,7 @@ __all__ = [
     "Accept",
     "Stream",
     "Streams",
-    "hear_out",
+    "drain_on_reset",
     "pack",
     "read_body",
     "read_frame",
@@ -49,90 +49,92 @@ __all__ = [
 
 T = TypeVar("T")
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # a connection, as what comes over it and what goes
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # the two directions of a connection
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a connection that somebody opened, and closes it."""
+"""Takes over a connection that another process opened, and closes it."""
 
 
 class Streams(Protocol):
-    """Connections of bytes, made in the thread of an event loop."""
+    """Byte streams over some network, opened and accepted in the thread of an event loop."""
 
     async def listen(self, accept: Accept, *where: Any) -> Address:
-        """From now on hand every connection that somebody opens to ``accept``; where others reach this.
+        """Pass every incoming connection to ``accept`` from now on. Return the address at which others reach it.
 
         Raises:
-            TransportError: if this machine can't be listened on there.
+            TransportError: This machine can't listen there.
         """
 
     async def open(self, address: Address) -> Stream:
-        """A connection to who listens at ``address``.
+        """Open a connection to the process that listens at ``address``.
 
         Raises:
-            ConnectionRefusedError: if nobody listens there, and somebody of that machine says so.
-            OSError: if it can't be reached.
+            ConnectionRefusedError: Its machine reports that no process listens there.
+            OSError: It can't be reached.
         """
 
     def address(self, text: str) -> Address:
-        """What ``str`` of an address of this network gave, as an address."""
+        """Parse the string form of an address of this network."""
 
     def payload_address(self, entry: Entry) -> Address:
-        """Where a rank takes payload connections."""
+        """Return the address at which a rank accepts payload connections."""
 
     def calls_back_at(self, entry: Entry) -> Address | None:
-        """Where to connect to a rank that asks for it, as it can't do so itself; None: here nobody is called back."""
+        """Return where to connect to a rank that can't connect itself and asks for it, or None if it must."""
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Make a connection one for small messages: at once, and noticed when its way is dead for long."""
+        """Configure a connection for small messages: send them at once, and detect a path that stays dead."""
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether who has opened a connection may: comes before anything else of it is read.
+        """Return whether the process that opened a connection is admitted. Nothing else is read from it before.
 
         Raises:
-            OSError, EOFError: the connection ends.
+            OSError, EOFError: The connection ended.
         """
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
-        """Who is at the other end of a connection, as an address, where the network proves it; else ""."""
+        """Return the address of the other end if the network proves its identity, else ""."""
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
-        """Whom and where a connection comes from, as far as the network tells: each has so many places and no more."""
+        """Return what is known of the peer and the host behind a connection; `Gate` limits the connections of each."""
 
     async def refuse(self) -> None:
-        """Accept nothing any more."""
+        """Stop accepting connections."""
 
     async def close(self) -> None:
-        """End what is left, after every connection has been closed."""
+        """Release what is left, after all connections have been closed."""
 
 
 async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
-    """As ``asyncio.wait_for``, which in Python 3.11 forgets that its task is to end when that comes in the moment in
-    which what it waits for is done: the task then goes on, and whoever waits for its end waits for ever.
+    """Wait for ``awaited`` as ``asyncio.wait_for`` does, but never swallow a cancellation.
+
+    In Python 3.11 ``asyncio.wait_for`` loses a cancellation that arrives at the moment at which the awaited operation
+    completes. The task then continues, and a caller that waits for its end waits forever.
 
     Raises:
-        TimeoutError: if it takes longer.
+        TimeoutError: It takes longer than ``seconds``.
     """
     async with asyncio.timeout(seconds):
         return await awaited
 
 
-_MOST_BYTES = 1 << 20  # more than any peer's last words; what is beyond is not read
+_MOST_UNREAD_BYTES = 1 << 20  # more than any peer sends before it closes; further data is not read
 
 
-def hear_out(transport: asyncio.BaseTransport) -> None:
-    """From now on what has arrived is handed on before a connection that broke counts as ended.
+def drain_on_reset(transport: asyncio.BaseTransport) -> None:
+    """Make a connection that is reset deliver the data that has already arrived before it reports its end.
 
     Args:
-        transport: of a connection over a socket, whose protocol is that of asyncio's streams.
+        transport: The transport of a connection over a socket, with the protocol of asyncio's streams.
     """
     if isinstance(transport, asyncio.Transport):
         protocol = transport.get_protocol()
         assert isinstance(protocol, asyncio.Protocol)
-        transport.set_protocol(_LastWords(transport, protocol))
+        transport.set_protocol(_DrainOnReset(transport, protocol))
 
 
-class _LastWords(asyncio.Protocol):
-    """Stands before another protocol."""
+class _DrainOnReset(asyncio.Protocol):
+    """A proxy in front of another protocol."""
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
         self._transport = transport
@@ -151,37 +153,37 @@ class _LastWords(asyncio.Protocol):
         self._protocol.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(exc, OSError) and (words := self._unread()):
-            self._protocol.data_received(words)
-            exc = None  # else the reader would raise before it gives them out
+        if isinstance(exc, OSError) and (unread := self._unread()):
+            self._protocol.data_received(unread)
+            exc = None  # otherwise the reader would raise before it returns the data
         self._protocol.connection_lost(exc)
 
     def _unread(self) -> bytes:
-        words = bytearray()
+        unread = bytearray()
         socket = self._transport.get_extra_info("socket")
-        with contextlib.suppress(OSError), socket.dup() as mine:  # what asyncio has given out can't be read from
+        with contextlib.suppress(OSError), socket.dup() as mine:  # asyncio's own socket object does not allow reading
             mine.setblocking(False)
-            while len(words) < _MOST_BYTES and (more := mine.recv(_MOST_BYTES)):
-                words += more
-        return bytes(words)
+            while len(unread) < _MOST_UNREAD_BYTES and (more := mine.recv(_MOST_UNREAD_BYTES)):
+                unread += more
+        return bytes(unread)
 
 
 PROTOCOL = b"DLC1"
-ASKS = b"DLC?"  # what whoever listens begins with, instead of `PROTOCOL`, where it asks for a secret
+ASKS = b"DLC?"  # first bytes from a listening side that asks for a secret, instead of `PROTOCOL`
 MAX_JSON_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
-STRANGERS_BYTES = 1 << 14
-STRANGERS_BLOB_BYTES = 1 << 12  # of the JSON of whoever has not become a member, and of what any peer says of itself
+STRANGERS_BYTES = 1 << 14  # of JSON, from a peer that is not a member, and for what any peer sends about itself
+STRANGERS_BLOB_BYTES = 1 << 12
 
 _MOST_KIND = 64
 _HEAD = struct.Struct(">4sIQ")
 
 
 def pack(message: Mapping[str, Any], blob: bytes | memoryview = b"") -> bytes:
-    """One frame.
+    """Encode a message and its blob.
 
     Raises:
-        TransportError: if it is larger than a reader takes. Nothing was sent.
+        TransportError: The message is larger than readers accept. Nothing was sent.
 
     >>> head = pack({"kind": "beat"})[:16]
     >>> unpack_head(head)
@@ -190,8 +192,8 @@ def pack(message: Mapping[str, Any], blob: bytes | memoryview = b"") -> bytes:
     text = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
         raise TransportError(
-            f"a control message of {len(text)} + {len(blob)} bytes was to be sent; at most "
-            f"{MAX_JSON_BYTES} + {MAX_BLOB_BYTES} are allowed. Nothing was sent."
+            f"a control message of {len(text)} + {len(blob)} bytes exceeds the limit of "
+            f"{MAX_JSON_BYTES} + {MAX_BLOB_BYTES} bytes. Nothing was sent."
         )
     return b"".join((_HEAD.pack(PROTOCOL, len(text), len(blob)), text, blob))
 
@@ -199,24 +201,24 @@ def pack(message: Mapping[str, Any], blob: bytes | memoryview = b"") -> bytes:
 def unpack_head(
     head: bytes, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
 ) -> tuple[int, int]:
-    """Sizes of the JSON text and the blob that follow.
+    """Return the sizes of the JSON text and the blob that follow a header.
 
     Raises:
-        TransportError: if the sender speaks another protocol, or announces more than is taken.
-        TurnedAwayError: if it asks for a secret.
+        TransportError: The sender uses another protocol, or announces more than the limits.
+        TurnedAwayError: The other side asks for a secret.
     """
     protocol, json_bytes, blob_bytes = _HEAD.unpack(head)
     if protocol == ASKS:
-        raise TurnedAwayError("the other side asks for a secret (transport.secret_file), and none was given")
+        raise TurnedAwayError("the other side asks for a secret (transport.secret_file), but this one has none")
     if protocol != PROTOCOL:
         raise TransportError(
-            f"something that begins with {protocol!r} came in where {PROTOCOL!r} was due; the sender is no diloco of "
-            "this protocol version. The connection was closed."
+            f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "
+            "version of diloco's protocol. The connection was closed."
         )
     if json_bytes > most_json_bytes or blob_bytes > most_blob_bytes:
         raise TransportError(
-            f"a message of {json_bytes} + {blob_bytes} bytes was announced; {most_json_bytes} + {most_blob_bytes} are "
-            "taken. The connection was closed."
+            f"a message of {json_bytes} + {blob_bytes} bytes was announced, more than the limit of {most_json_bytes} + "
+            f"{most_blob_bytes} bytes. The connection was closed."
         )
     return json_bytes, blob_bytes
 
@@ -224,28 +226,28 @@ def unpack_head(
 async def read_frame(
     reader: asyncio.StreamReader, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
 ) -> tuple[dict[str, Any], bytes]:
-    """The next message and its blob.
+    """Read the next message and its blob.
 
     Args:
-        most_json_bytes, most_blob_bytes: larger ones are refused when they are announced.
+        most_json_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced.
 
     Raises:
-        TransportError: for anything malformed.
-        asyncio.IncompleteReadError, OSError: when the connection ends.
+        TransportError: The message is malformed or too large.
+        asyncio.IncompleteReadError, OSError: The connection ended.
     """
     message, blob, _ = await read_body(reader, await read_head(reader), most_json_bytes, most_blob_bytes)
     return message, blob
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:
-    """The head of the next message; raises as `read_frame`."""
+    """Read the header of the next message. Errors are those of `read_frame`."""
     return await reader.readexactly(_HEAD.size)
 
 
 async def read_body(
     reader: asyncio.StreamReader, head: bytes, most_json_bytes: int, most_blob_bytes: int
 ) -> tuple[dict[str, Any], bytes, int]:
-    """What follows a head: the message, its blob, and what both take of memory; as `read_frame`."""
+    """Read the rest of a message. Return it, its blob, and the memory that both use. Errors are as in `read_frame`."""
     json_bytes, blob_bytes = unpack_head(head, most_json_bytes, most_blob_bytes)
     text = await reader.readexactly(json_bytes)
     blob = await reader.readexactly(blob_bytes) if blob_bytes else b""
@@ -253,7 +255,7 @@ async def read_body(
         message = json_object(text)
     except ValueError as error:
         words = visible(str(error))
-        raise TransportError(f"a message that can't be read came in ({words}). The connection was closed.") from error
+        raise TransportError(f"an unreadable message arrived ({words}). The connection was closed.") from error
     if not isinstance(message.get("kind"), str) or len(message["kind"]) > _MOST_KIND:
-        raise TransportError(f"a message without a kind came in: {text[:80]!r}. The connection was closed.")
+        raise TransportError(f"a message without a valid kind arrived: {text[:80]!r}. The connection was closed.")
     return message, blob, room_bytes(text) + len(blob)

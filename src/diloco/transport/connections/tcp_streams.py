@@ -1,4 +1,4 @@
-"""Connections over TCP, with a secret or without."""
+"""Connections over TCP, optionally authenticated by a shared secret."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proo
 __all__ = ["TcpStreams", "stop_listening"]
 
 _NONCE_BYTES = 16
-PROOF_S = 4.0  # less than whoever asks waits for an answer
-_LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
+PROOF_S = 4.0  # less than the time that a peer waits for its answer
+_LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Close a server when every connection that has come to it is known to its protocol.
+    """Close a server once every accepted connection is known to its protocol.
 
-    asyncio loses one, and leaves it open, whose server closes between its coming and the making of its transport.
+    If a server closes between accepting a connection and creating its transport, asyncio loses the connection and
+    leaves it open.
     """
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening)
@@ -32,18 +33,18 @@ async def stop_listening(server: asyncio.Server) -> None:
 
 
 class TcpStreams:
-    """One listening port, and connections to those of others.
+    """One listening port, and connections to those of other processes.
 
-    With a secret, the two ends of a connection prove to each other that they know it, by what each has just made up.
-    What comes afterwards is neither encrypted nor signed. ::
+    With a secret, the two ends of a connection prove to each other that they know it, using fresh nonces. Later data is
+    neither encrypted nor signed. ::
 
-        20 bytes  b"DLC?" and a nonce     of who listens
-        48 bytes  a nonce and a proof     of who has opened the connection
-        32 bytes  a proof                 of who listens
+        20 bytes  b"DLC?" and a nonce     from the side that listens
+        48 bytes  a nonce and a proof     from the side that opened the connection
+        32 bytes  a proof                 from the side that listens
 
     Args:
-        kept: a socket that listens already, as `keep` gave it; it is closed with these streams.
-        secret: "": nothing is asked.
+        kept: A socket that already listens, from `keep`. It is closed with these streams.
+        secret: The shared secret; "": connections are not authenticated.
     """
 
     def __init__(self, kept: socket.socket | None = None, secret: str = "") -> None:
@@ -54,9 +55,9 @@ class TcpStreams:
         self._secret = secret
 
     def keep(self) -> socket.socket:
-        """The listening socket, for streams that take the place of these ones: its port refuses nobody meanwhile.
+        """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
 
-        Who is refused takes this process for one that has ended.
+        A peer whose connection is refused would take this process for terminated.
         """
         assert self._server is not None, "listen comes first"
         return self._server.sockets[0].dup()
@@ -65,13 +66,13 @@ class TcpStreams:
         """Accept connections on the first free port of ``ports``.
 
         Args:
-            accept: takes them over.
-            host: an address of this machine; "": all of them.
-            ports: to try.
-            advertised: the host that others are told.
+            accept: Called with each connection, which it takes over.
+            host: An address of this machine; "": all of them.
+            ports: The ports to try.
+            advertised: The host that others are given.
 
         Raises:
-            TransportError: if none is free, or the host is not one of this machine's.
+            TransportError: No port is free, or the host is not an address of this machine.
         """
         self._accept = accept
         if self._kept is not None:
@@ -85,17 +86,17 @@ class TcpStreams:
                 if port == ports[-1]:
                     tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
                     raise TransportError(
-                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Choose another port "
+                        f"can't listen on {host or 'this machine'} at {tried}: {error}. Choose another port "
                         "(transport.ports) or an address of this machine (transport.host)."
                     ) from error
         assert self._server is not None
         return Address(advertised, self._server.sockets[0].getsockname()[1])
 
     async def listen_for_payloads(self, interface: str) -> Address:
-        """Accept connections at another interface of this machine, too, on a port that the system chooses.
+        """Also accept connections at another interface of this machine, on a port that the system chooses.
 
         Raises:
-            TransportError: if there is no such interface, or it has no address.
+            TransportError: There is no such interface, or it has no address.
         """
         assert self._accept is not None, "listen comes first"
         host = address_of_interface(interface)
@@ -111,7 +112,7 @@ class TcpStreams:
         except BaseException as error:
             writer.close()
             if isinstance(error, EOFError | TimeoutError | ConnectionError):
-                raise TurnedAwayError(f"{address} has another secret or none, or has just ended") from error
+                raise TurnedAwayError(f"{address} has a different secret or none, or has just ended") from error
             raise
         return reader, writer
 
@@ -121,7 +122,7 @@ class TcpStreams:
         writer.write(mine + proof("tcp", self._secret, *ends))
         answer = await reader.readexactly(PROOF_BYTES)
         if asked[: len(ASKS)] != ASKS or not is_proof(answer, "tcp", self._secret, *reversed(ends)):
-            raise TurnedAwayError(f"{address} has another secret or none")
+            raise TurnedAwayError(f"{address} has a different secret or none")
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if not self._secret:
@@ -142,10 +143,10 @@ class TcpStreams:
         return parse_address(entry.places[0] if entry.places else entry.address)
 
     def calls_back_at(self, entry: Entry) -> None:
-        """Whoever wants to talk connects."""
+        """Return None: a peer connects itself if it has something to send."""
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Small packets at once, and a dead way noticed by the kernel too."""
+        """Send small packets at once, and let the kernel detect a dead path too."""
         connection = writer.get_extra_info("socket")
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
@@ -156,7 +157,7 @@ class TcpStreams:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
-        """TCP proves nothing."""
+        """Return "", as TCP proves no identity."""
         return ""
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
@@ -168,4 +169,4 @@ class TcpStreams:
             await stop_listening(server)
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing, as `refuse` has closed the servers."""

@@ -1,1 +1,1 @@
-"""Processes that exchange contributions, whatever carries their bytes: control messages, rounds, votes, views."""
+"""Replicas in processes of their own: the shell that does the I/O of `diloco.protocol` over any kind of connection."""

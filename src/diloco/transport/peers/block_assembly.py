@@ -1,4 +1,4 @@
-"""A state that comes from several donors, block by block: who is asked for which block, and what has come. No I/O."""
+"""Assembling a state from blocks of several donors: which donor sends which block, and what has arrived. No I/O."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from diloco.units import visible
 __all__ = ["Assembly", "Block"]
 
 _MOST_AHEAD_BYTES = 8 << 20
-"""A donor is asked for at most so much at a time: about what is on its way on a long and wide link."""
+"""The most that is requested from one donor at a time: about what is in flight on a long link of high bandwidth."""
 
 _LEAST_AHEAD_BYTES = 2 << 20
-"""What is on its way on a usual link; asked for less, a donor would be idle for a part of every round trip."""
+"""What is in flight on a typical link. With less requested, a donor would be idle during part of every round trip."""
 
 
 @dataclass(eq=False)
 class Block:
-    """One block of a state."""
+    """One block of a state, with its progress."""
 
-    index: int  # its place among the blocks
-    start: int  # its bytes in the state
-    end: int
-    offset: int = 0  # bytes before this one have come
-    senders: set[int] = field(default_factory=set)  # replicas that sent some of them
+    index: int  # position among the blocks
+    start: int  # first byte in the state
+    end: int  # one past the last byte
+    offset: int = 0  # next byte to arrive
+    senders: set[int] = field(default_factory=set)  # replicas that sent parts of it
     checksum: Any = field(default_factory=xxhash.xxh3_64)
 
     def __post_init__(self) -> None:
@@ -41,30 +41,30 @@ class Block:
         return self.end - self.offset
 
     def check(self, message: Mapping[str, Any], data: bytes) -> None:
-        """Raise `TransportError` unless a chunk holds the next bytes of this block, as they were sent."""
+        """Raise `TransportError` unless a chunk is undamaged and holds the next bytes of this block."""
         if message.get("offset") != self.offset or not 0 < len(data) <= self.missing_bytes:
             place = visible(str(message.get("offset")), 40)
-            raise TransportError(f"{len(data)} bytes at {place} came where byte {self.offset} was next")
+            raise TransportError(f"{len(data)} bytes at {place} arrived where byte {self.offset} was next")
         if message.get("checksum") != xxhash.xxh3_64_hexdigest(data):
-            raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged on their way")
+            raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
 
     def reset(self) -> None:
-        """Forget what has come."""
+        """Start over with an empty block."""
         self.offset = self.start
         self.senders.clear()
         self.checksum.reset()
 
 
 class Assembly:
-    """Memory for a state, and its blocks that are still to come.
+    """A state that is being received, and the blocks that are still missing.
 
     Attributes:
-        description: of the snapshot.
-        state: filled as blocks come; valid once `complete`.
-        waiting: blocks that no donor has been asked for.
+        description: The description of the snapshot.
+        state: Filled as blocks arrive; valid once `complete`.
+        waiting: Blocks that no donor has been asked for.
 
     Raises:
-        TransportError: if there is not enough memory.
+        TransportError: There is not enough memory.
     """
 
     def __init__(self, description: Description) -> None:
@@ -77,16 +77,18 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Whether every block has come and matches its checksum."""
+        """Whether every block has arrived and matches its checksum."""
         return not self._missing
 
     def take(self, asked: Iterable[Block], num_donors: int) -> Block | None:
-        """The next block to ask a donor for; None: it has enough to do.
+        """Take the next block to request from a donor, or return None if the donor has enough to send.
+
+        A donor is asked for a quarter of its share at a time, so that a fast donor still finds blocks later, but at
+        least for as much as is in flight on a typical link.
 
         Args:
-            asked: the blocks that it was asked for and has not sent.
-            num_donors: that send. One is asked for a quarter of its share at a time, so that a quick donor still finds
-                blocks later, but at least for what a usual link holds.
+            asked: The blocks that were requested from the donor and have not arrived.
+            num_donors: The number of donors that send.
         """
         if not self.waiting:
             return None
@@ -98,15 +100,15 @@ class Assembly:
         return self.waiting.popleft()
 
     def give_back(self, blocks: Iterable[Block]) -> None:
-        """A donor does not send these after all; the bytes of them that have come stay."""
+        """Return blocks that a donor does not send after all. Bytes of them that have arrived are kept."""
         self.waiting.extendleft(reversed(list(blocks)))
 
     def put(self, block: Block, data: bytes, sender: int) -> None:
         """Add the next bytes of a block.
 
         Raises:
-            TransportError: if that completes the block and its checksum is wrong; it names all senders, and the block
-                begins again.
+            TransportError: The block is complete and its checksum is wrong. The error names all its senders, and the
+                block starts over.
         """
         self._values.write(block.offset, data)
         block.checksum.update(data)
@@ -118,7 +120,7 @@ class Assembly:
             senders = sorted(block.senders)
             block.reset()
             raise TransportError(
-                f"block {block.index} is not what its snapshot's digest {self.description.digest} names",
+                f"block {block.index} does not match the digest {self.description.digest} of its snapshot",
                 replicas=senders,
             )
         self._missing -= 1

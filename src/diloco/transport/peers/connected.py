@@ -1,4 +1,4 @@
-"""How a transport is to be connected, a connected transport, and becoming a member of a run that is going on."""
+"""The settings of a connection between replicas, a connected transport, and joining a running run."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ _AGAIN_S = 0.3
 
 @dataclass(frozen=True)
 class Table:
-    """Everybody's entries."""
+    """The entries of all ranks."""
 
-    entries: dict[int, Entry]  # rank -> entry, my own included
-    running: bool  # whether the run was going on already when I asked
-    step: int = 0  # inner steps that were done then, where the network tells
-    founded_step: int = 0  # that of the checkpoint which the run went on from, where the network tells
+    entries: dict[int, Entry]  # by rank, this rank's own included
+    running: bool  # whether the run had already begun when this rank asked
+    step: int = 0  # inner steps done by then, if the network reports them
+    founded_step: int = 0  # step of the checkpoint from which the run was resumed, if the network reports it
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A transport that is connected to the others."""
+    """A transport that is connected to the other ranks."""
 
-    transport: PeerTransport  # ready for rounds, or, for a joiner, for `fetch` and then `join`
+    transport: PeerTransport  # ready for rounds; for a joiner, ready for `fetch` and then `join`
     table: Table
-    joining: bool  # whether the run was going on already
-    swarm: str = ""  # name of the swarm, where it has one
+    joining: bool  # whether the run had already begun
+    swarm: str = ""  # name of the swarm, if there is one
 
     def refresh(self) -> None:
-        """For a joiner: look who the members are by now, and connect to all of them."""
+        """Look up the current members and connect to all of them. Only a joiner needs this."""
 
     def finish(self) -> None:
-        """Tell those who come later, or are not members now, that the run is over."""
+        """Announce to late joiners and replicas that are not members at present that the run has ended."""
 
     def already_running(self) -> RendezvousError:
-        """For a replica that came to begin a run, and found one that is going on."""
+        """Return the error for a replica that was to start a run and found it already running."""
         return RendezvousError(
-            f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one. Choose "
-            "another rendezvous, or join them."
+            f"replica {self.transport.replica} was to start a run, but the other replicas are already running one. "
+            "Choose another rendezvous, or join the run."
         )
 
 
 def join(connected: Connected, timeout_s: float) -> int:
-    """Become a member of the run that is going on.
+    """Become a member of the running run.
 
     Returns:
-        The inner steps that are done: the joiner's own first step is the one after.
+        The number of inner steps that are done. The joiner's first step is the next one.
 
     Raises:
-        RendezvousError: if the members refuse, or do not answer in time.
+        RendezvousError: The members refuse, or do not answer in time.
     """
     transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
     deadline_s = time.monotonic() + timeout_s
@@ -72,11 +72,11 @@ def join(connected: Connected, timeout_s: float) -> int:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
         if answer is not None and answer[0]["kind"] == "welcome":
             break
-        why = f"they refuse: {answer[0]['reason']}" if answer else why
+        why = f"the members refuse: {answer[0]['reason']}" if answer else why
         final = answer is not None and answer[0]["for_good"] and not connected.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
-            raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
-        time.sleep(_AGAIN_S)  # they are not ready for it yet
+            raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
+        time.sleep(_AGAIN_S)  # the members are not ready for it yet
         connected.refresh()
     transport.enter(answer)
     return transport.step
@@ -84,28 +84,28 @@ def join(connected: Connected, timeout_s: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How ranks exchange contributions, whatever carries them."""
+    """Settings for the exchange of contributions between ranks, independent of the network that carries them."""
 
     streams: int = 0  # payload connections to each peer; 0: as many as suit this machine's congestion control
-    piece_bytes: int = 1 << 19  # about how large a piece of a payload is
-    heartbeat_s: float = 2.0  # this and the next: see `Timing`
+    piece_bytes: int = 1 << 19  # approximate size of the pieces of a payload
+    heartbeat_s: float = 2.0  # see `Timing`, as for the next one
     silence_s: float = 15.0
     round_timeout_s: float = 600.0  # from a rank's contribution to its vote
-    rendezvous_timeout_s: float = 300.0  # for all to find and connect each other
-    min_contributors: int | None = None  # a round with fewer is void; None: all
-    min_replicas: int = 1  # fewer never go on
-    go_on: bool = False  # whether survivors form a smaller view
-    # whether a replica that has lost its view looks for the others; else it stops, and all with it
+    rendezvous_timeout_s: float = 300.0  # for all ranks to find and connect to each other
+    min_contributors: int | None = None  # a round with fewer is void; None: all are needed
+    min_replicas: int = 1  # least number of replicas with which a run continues
+    go_on: bool = False  # whether the survivors of a loss form a smaller view
+    # whether a replica that has lost its view looks for the others; otherwise it stops, and with it all others
     comes_back: bool = False
-    # a replica whose contribution is so much later than this rank's own is left behind; None: never
+    # a replica that contributes this much later than this rank is left behind; None: never
     late_s: float | None = None
-    split: Literal["stop", "go-on"] = "stop"  # whether the smaller side of a network that fell apart goes on
+    split: Literal["stop", "go-on"] = "stop"  # what the smaller side of a partitioned network does
     raise_on_loss: bool = True  # see `Policies`
-    link: Link | None = None  # emulated at this end, or None
-    pace: bool = True  # whether payloads leave at no more than the rate that the way out has shown
-    # what those who take over this rank's state get together; None: as much as the way carries
+    link: Link | None = None  # emulated link of this end; None: no emulation
+    pace: bool = True  # whether payloads are paced to the measured bandwidth of the uplink
+    # rate limit for all replicas together that fetch state from this rank; None: unlimited
     state_bytes_per_s: float | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks, name -> value in words
+    facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value
 
     def __post_init__(self) -> None:
         for name, least in (("streams", 0), ("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
@@ -113,17 +113,17 @@ class Wire:
                 check_whole(name, value, least)
         for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigurationError(f"{name}={value} was given. It must be more than 0 s.")
+                raise ConfigurationError(f"{name} must be more than 0 s, got {value}.")
         if self.heartbeat_s > self.silence_s / 2:
             raise ConfigurationError(
-                f"heartbeat_s={self.heartbeat_s} was given with silence_s={self.silence_s}. Two heartbeats must fit "
-                "into a silence, or healthy replicas count as lost."
+                f"heartbeat_s={self.heartbeat_s} is too long for silence_s={self.silence_s}. It must be at most half "
+                "of it, or healthy replicas would count as lost."
             )
 
     def rules_and_policies(
         self, replica: int, position: int, ranks_per_replica: int, others: int
     ) -> tuple[Rules, Policies]:
-        """What rounds and views need to know, for one rank of ``others + 1`` replicas."""
+        """Return the settings of rounds and of views for one rank of ``others + 1`` replicas."""
         rules = Rules(
             rank=replica * ranks_per_replica + position,
             replica=replica,

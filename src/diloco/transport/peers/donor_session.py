@@ -1,18 +1,19 @@
-"""Serving a fragment's global parameters and outer state to those who ask, over connections of their own.
+"""Serving a fragment's global parameters and outer state to fetching ranks, over connections of their own.
 
-So votes never wait behind it, and the donor's training goes on: the state is copied once for all askers, in another
-thread, under the lock of whoever changes it, and sent from the copy, no faster than the limit says.
+Votes therefore never queue behind a state, and the donor's training continues. The state is copied once for all
+fetchers, in another thread and under the lock of the code that changes it, and sent from the copy within the rate
+limit.
 
 ::
 
-    asker    {"kind": "fetch", "fragment", "after", "snapshot": ""}
+    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": ""}
     donor    {"kind": "offer", "skeleton", "tensors", "bytes", "blocks", "snapshot"}    see `state_wire`
-    asker    {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset", "size"}
+    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset", "size"}
     donor    {"kind": "chunk", "offset", "checksum"} and bytes, until ``size`` bytes are sent
-             {"kind": "moved"}            that snapshot is gone
+             {"kind": "moved"}            the snapshot no longer exists
     or       {"kind": "later", "reason"}, {"kind": "refused", "reason"}
 
-An asker may send several requests before the first is answered, and may continue over another connection.
+A fetcher may send several requests before the first is answered, and may continue over another connection.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
 from diloco.transport.shaping import TokenBucket
 
-__all__ = ["MAX_ASKERS", "MAX_CHUNK_BYTES", "DonorService", "Snapshot", "SnapshotCache"]
+__all__ = ["MAX_CHUNK_BYTES", "MAX_FETCHERS", "DonorService", "Snapshot", "SnapshotCache"]
 
 MAX_CHUNK_BYTES = 1 << 18
-MAX_ASKERS = 4
+MAX_FETCHERS = 4
 
 _LEAST_CHUNK_BYTES = 1 << 12
 _CHUNK_S = 0.25
@@ -47,44 +48,45 @@ _SWEEP_S = 5.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """A fragment's state at one moment."""
+    """A copy of a fragment's state at one moment."""
 
-    fragment: int  # its index
-    version: object  # of the donor's state, when the copy was made
-    description: Description  # what it consists of
-    values: TensorBytes  # the bytes of its tensors, which nobody changes
-    users: int = 0  # connections over which it is sent
-    held_until_s: float = -math.inf  # until then somebody whose connection broke may come back for it
+    fragment: int  # index of the fragment
+    version: object  # version of the donor's state when it was copied
+    description: Description
+    values: TensorBytes  # the bytes of its tensors, which never change
+    users: int = 0  # connections over which it is being sent
+    held_until_s: float = -math.inf  # reserved until then for a fetcher whose connection broke
     left_s: float = -math.inf  # when the last user left
 
 
 class SnapshotCache:
-    """At most two snapshots of each fragment: one that is being sent, and one of what the state has become since.
+    """At most two snapshots of each fragment: one that is being sent, and one of the newer state.
 
-    With one, an asker that comes after the next round would wait for the askers before it, or end their transfers; more
-    than two would take more memory than twice the donor's own state. An asker that needs a third is told to come later.
+    With a single snapshot, a fetcher that arrives after the next round would have to wait for earlier fetchers or end
+    their transfers. More than two would take more memory than twice the donor's state. A fetcher that needs a third one
+    is told to try later.
     """
 
     PLACES = 2
 
     def __init__(self, held_s: float = 10.0, kept_s: float = 30.0) -> None:
-        # how long a snapshot is kept for somebody whose connection broke; nothing takes its place meanwhile
+        # how long a snapshot is reserved for a fetcher whose connection broke; it is not replaced meanwhile
         self.held_s = held_s
-        self.kept_s = kept_s  # how long an unused one is kept while its place isn't needed
+        self.kept_s = kept_s  # how long an unused snapshot is kept unless its place is needed
         self.snapshots: list[Snapshot] = []
 
     def named(self, fragment: int, digest: str) -> Snapshot | None:
-        """The snapshot with this digest."""
+        """Return the snapshot with this digest, or None."""
         found = (each for each in self.snapshots if (each.fragment, each.description.digest) == (fragment, digest))
         return next(found, None)
 
     def current(self, fragment: int, version: object) -> Snapshot | None:
-        """The snapshot of this version."""
+        """Return the snapshot of this version, or None."""
         found = (each for each in self.snapshots if each.fragment == fragment and each.version == version)
         return next(found, None)
 
     def make_room(self, fragment: int, now_s: float) -> bool:
-        """Drop unused snapshots of ``fragment`` until there is a place for another; False if there is none."""
+        """Drop unused snapshots of ``fragment`` until there is room for another. Return whether there is."""
         while len(there := [each for each in self.snapshots if each.fragment == fragment]) >= self.PLACES:
             idle = [each for each in there if not each.users and each.held_until_s <= now_s]
             if not idle:
@@ -93,7 +95,7 @@ class SnapshotCache:
         return True
 
     def add(self, snapshot: Snapshot, now_s: float) -> Snapshot:
-        """Keep it, or the one that is there already and holds the same."""
+        """Store a snapshot and return it, or return the stored one with the same content."""
         same = self.named(snapshot.fragment, snapshot.description.digest)
         if same is not None:
             same.version = snapshot.version
@@ -103,49 +105,49 @@ class SnapshotCache:
         return snapshot
 
     def leave(self, snapshot: Snapshot, now_s: float, *, broken: bool) -> None:
-        """One of its users is gone; if the connection broke, that user may come back."""
+        """Record that a user has left. If its connection was ``broken``, it may come back."""
         snapshot.users -= 1
         snapshot.left_s = now_s
         if broken:
             snapshot.held_until_s = now_s + self.held_s
 
     def sweep(self, now_s: float) -> None:
-        """Drop what nobody has used for long."""
+        """Drop snapshots that have been unused for long."""
         self.snapshots = [
             each for each in self.snapshots if each.users or now_s < max(each.left_s + self.kept_s, each.held_until_s)
         ]
 
 
 class DonorService:
-    """Answers those who fetch state from this rank. In the control thread, but for its attributes.
+    """Answers ranks that fetch state from this one. Its methods run in the control thread.
 
     Raises:
-        ConfigurationError: if the limit is not a positive number.
+        ConfigurationError: The limit is not a positive number.
     """
 
     def __init__(self, limit_bytes_per_s: float | None = None) -> None:
-        # fragment index -> its state, whose tensors nobody changes; called in another thread. None: nothing is
+        # fragment index -> its state, whose tensors must not change; called in another thread. None: nothing is
         # published.
         self.source: SnapshotSource | None = None
-        # fragment index -> a value that differs after each change of its state; cheap, without a lock, called in the
-        # control thread. None: a snapshot counts as current for half a second.
+        # fragment index -> a value that differs after each change of the state; called in the control thread, so it
+        # must be cheap and take no lock. None: a snapshot counts as current for half a second.
         self.version: Callable[[int], object] | None = None
-        self.cache = SnapshotCache()  # the snapshots kept
+        self.cache = SnapshotCache()
         limited = math.inf if limit_bytes_per_s is None else limit_bytes_per_s * _CHUNK_S
         self.chunk_bytes = int(min(MAX_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, limited)))
         self.bucket = TokenBucket(limit_bytes_per_s, self.chunk_bytes)
-        self._askers = 0
-        self._copying = asyncio.Lock()  # one copy at a time, for the donor's memory
+        self._fetchers = 0
+        self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
         self._sweeping = False
 
     async def serve(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one connection's requests until it ends."""
-        if self._askers >= MAX_ASKERS:
-            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._askers} others"}))
+        """Answer the requests of one connection until it ends."""
+        if self._fetchers >= MAX_FETCHERS:
+            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._fetchers} others"}))
             return
-        self._askers += 1
+        self._fetchers += 1
         session, broken = _DonorSession(self, writer), True
         try:
             while True:
@@ -155,18 +157,19 @@ class DonorService:
         except asyncio.IncompleteReadError as error:
             broken = bool(error.partial)
         except BaseException:
-            writer.transport.abort()  # the asker asks again for what it has not received
+            writer.transport.abort()  # the fetcher requests again what it has not received
             raise
         finally:
-            self._askers -= 1
+            self._fetchers -= 1
             session.use(None, broken=broken)
             self._sweep()
 
     async def snapshot(self, fragment: int) -> Snapshot | None:
-        """The current state, copied unless it has been; None: there is no room for it now.
+        """Return a snapshot of the current state, copied if necessary, or None if there is no room for one.
 
         Raises:
-            Exception: whatever the source raises.
+            TransportError: Nothing is published.
+            Exception: Any error that the source raises.
         """
         loop = asyncio.get_running_loop()
         async with self._copying:
@@ -184,7 +187,7 @@ class DonorService:
             return self.cache.add(Snapshot(fragment, version, *made), loop.time())
 
     def _sweep(self) -> None:
-        """Sweep the cache from time to time, as long as it holds anything."""
+        """Sweep the cache at intervals as long as it holds anything."""
         if not self._sweeping and self.cache.snapshots:
             self._sweeping = True
             asyncio.get_running_loop().call_later(_SWEEP_S, self._swept)
@@ -196,7 +199,7 @@ class DonorService:
 
 
 class _DonorSession:
-    """One connection of an asker, and the snapshot that is sent over it."""
+    """One connection of a fetcher, and the snapshot that is sent over it."""
 
     def __init__(self, service: DonorService, writer: asyncio.StreamWriter) -> None:
         self._service = service
@@ -204,7 +207,7 @@ class _DonorSession:
         self._snapshot: Snapshot | None = None
 
     def use(self, snapshot: Snapshot | None, *, broken: bool = False) -> None:
-        """Send this one from now on."""
+        """Use ``snapshot`` from now on, and leave the one before."""
         if self._snapshot is not None:
             self._service.cache.leave(self._snapshot, asyncio.get_running_loop().time(), broken=broken)
         self._snapshot = snapshot
@@ -216,16 +219,18 @@ class _DonorSession:
         fragment, after, digest = fields.integer("fragment"), fields.integer("after"), fields.text("snapshot")
         if not digest:
             self.use(None)
-            await self._say(await self._offer(fragment, after))
+            await self._reply(await self._offer(fragment, after))
             return
         snapshot = self._service.cache.named(fragment, digest)
         if snapshot is None:
-            await self._say({"kind": "moved"})
+            await self._reply({"kind": "moved"})
             return
         self.use(snapshot)
         offset, size_bytes = fields.integer("offset"), fields.integer("size")
         if not offset < offset + size_bytes <= snapshot.values.size_bytes:
-            raise TransportError(f"bytes {offset} to {offset + size_bytes} of {snapshot.values.size_bytes} were asked")
+            raise TransportError(
+                f"bytes {offset} to {offset + size_bytes} of {snapshot.values.size_bytes} were requested"
+            )
         await self._send(snapshot, offset, size_bytes)
 
     async def _offer(self, fragment: int, after: int) -> dict[str, Any]:
@@ -236,15 +241,15 @@ class _DonorSession:
         except Exception as error:  # of the source
             return {"kind": "refused", "reason": f"{type(error).__name__}: {error}"}
         if snapshot is None:
-            return {"kind": "later", "reason": "it is handing over two earlier states"}
+            return {"kind": "later", "reason": "it is still sending two earlier states"}
         finished = snapshot.description.finished_rounds
         if finished is not None and finished < after:
-            return {"kind": "later", "reason": f"it has finished {finished} rounds of {after}"}
+            return {"kind": "later", "reason": f"it has finished {finished} of {after} rounds"}
         self.use(snapshot)
         return {"kind": "offer", **snapshot.description.to_message()}
 
     async def _send(self, snapshot: Snapshot, offset: int, size_bytes: int) -> None:
-        """Bytes of a snapshot, in chunks, as soon as the limit allows."""
+        """Send a range of a snapshot in chunks, within the rate limit."""
         loop, end = asyncio.get_running_loop(), offset + size_bytes
         for start in range(offset, end, self._service.chunk_bytes):
             data = snapshot.values.read(start, min(end - start, self._service.chunk_bytes))
@@ -253,7 +258,7 @@ class _DonorSession:
                 await asyncio.sleep(wait_s)
             await _write(self._writer, frame)
 
-    async def _say(self, message: dict[str, Any]) -> None:
+    async def _reply(self, message: dict[str, Any]) -> None:
         await _write(self._writer, pack(message))
 
 

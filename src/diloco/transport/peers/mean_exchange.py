@@ -1,7 +1,7 @@
-"""The second half of a reduce-scatter: each owner encodes the mean of its stretch once, and everybody decodes it alike.
+"""The second half of a reduce-scatter: each owner encodes the mean of its slice once, and all replicas decode it alike.
 
-Where the means of earlier rounds were encoded in another view, their owners first hand what was lost of them over to
-those who own the values now.
+After a change of the view, the owners of the previous view first send the residuals of earlier encoded means to the
+replicas that own the values now.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["MeanExchange"]
 
-_RESIDUALS = 1 << 16  # the number of the first piece of a residual; means have lower ones
+_RESIDUALS = 1 << 16  # piece number of the first piece of a residual; means have lower numbers
 
 
 @dataclass(frozen=True)
 class _MeanPiece:
-    """A piece of the mean of values ``start`` to ``stop``, which ``member`` owns."""
+    """A piece of the mean, of values ``start`` to ``stop``, that its owner ``member`` sends."""
 
     member: int
     start: int
     stop: int
-    room: Tensor
+    buffer: Tensor
     work: Future[None]
 
 
 class MeanExchange:
-    """The means of one reduce-scatter.
+    """The exchange of means in one reduce-scatter.
 
     Args:
-        plan: who owns which stretch, and how its mean is encoded.
-        values: ``(numel,)`` float32, filled with what everybody decodes.
+        plan: The owner of each slice, and the encoding of its mean.
+        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
 
     Raises:
-        TransportError: if a link has ended.
+        TransportError: A link has ended.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MeanExchange:
         values: Tensor,
     ) -> None:
         self._shards = dict(zip(members, plan.shards, strict=True))
-        self.owned = self._shards[contribution.replica]  # the stretch whose mean this rank sends
+        self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
         self._shared = False
         self._encoding = plan.mean
         self._codec = plan.mean.codec
@@ -66,20 +66,20 @@ class MeanExchange:
         self._keeps = plan.keeps_residual
         self._messages = messages
         self._values = values
-        self._handed_over: list[tuple[int, Residual, list[Future[None]]]] = []
+        self._incoming_residuals: list[tuple[int, Residual, list[Future[None]]]] = []
         self._incoming = [
             self._expect(member, start, stop, piece)
             for member in messages.links
             for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
         ]
 
-    def hand_over(self, held: Mapping[int, Stretch]) -> None:
-        """Send what I hold of the residuals of others' values to them, and make room for what they hold of mine.
+    def send_residuals(self, held: Mapping[int, Stretch]) -> None:
+        """Send the residuals that this rank holds to the owners of their values, and start receiving its own.
 
-        Only after a change of the view is there any: else each rank holds that of its own values.
+        There are such residuals only after a change of the view. Otherwise each rank holds those of its own values.
 
         Args:
-            held: replica -> the stretch of values of which it holds the residual, of all members.
+            held: replica -> the slice of values whose residual it holds, for all members.
         """
         for member in self._messages.links if self._keeps else ():
             if self._mine is not None:
@@ -87,28 +87,29 @@ class MeanExchange:
                     values = self._mine.values[a - self._mine.start : b - self._mine.start]
                     self._messages.send((member,), values.cpu().view(torch.uint8), piece, second=True)
             start, stop = overlap(held[member], self.owned)
-            room = torch.zeros(stop - start)
+            buffer = torch.zeros(stop - start)
             works = [
-                self._messages.receive(member, room[a - start : b - start].view(torch.uint8), piece, second=True)
+                self._messages.receive(member, buffer[a - start : b - start].view(torch.uint8), piece, second=True)
                 for piece, (a, b) in self._residual_pieces((start, stop))
             ]
-            self._handed_over.append((member, Residual(start, room), works))
+            self._incoming_residuals.append((member, Residual(start, buffer), works))
 
     def share(self) -> Residual | None:
-        """Send the mean of my stretch, which ``values`` holds now, and take in the others'.
+        """Send the mean of this rank's slice, which ``values`` holds, and receive those of the others.
 
         Returns:
-            What has been lost of the means of my stretch up to this one; None where nothing is kept.
+            The residual of this rank's slice, this round included, or None if residuals are not kept.
 
         Raises:
-            TransportError: if a link ended; it names the replica.
-            CodecError: if something came in that no encoder writes, or a mean that is not finite; it names the replica.
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
+                large.
         """
         left = self._send(self._residual())
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
             values = self._values[piece.start : piece.stop]
-            if not self._codec.exact:  # else it has arrived where it belongs
+            if not self._codec.exact:  # else it was received in place
                 self._decode(piece, values)
             if not largest_magnitude(values) <= LARGEST_MEAN:
                 words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
@@ -116,18 +117,18 @@ class MeanExchange:
         return None if left is None else Residual(self.owned[0], left)
 
     def drain(self) -> None:
-        """The round is void: send zeros, if nothing was sent, and take in what the others send, who do the same."""
+        """Complete the exchange of a void round: send zeros unless a mean was sent, and receive what others send."""
         if not self._shared:
             self._values[slice(*self.owned)] = 0.0
             self._send(None)
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
-        for member, _, works in self._handed_over:
+        for member, _, works in self._incoming_residuals:
             for work in works:
                 self._messages.wait(member, work)
 
     def _send(self, residual: Tensor | None) -> Tensor | None:
-        """Encode my stretch; ``residual``, of it, is overwritten by the new one and returned."""
+        """Encode and send this rank's slice. Overwrite ``residual``, its quantisation error, by the new one."""
         self._shared, first = True, self.owned[0]
         for piece, (start, stop) in enumerate(self._messages.pieces(*self.owned, self._codec)):
             lost = None if residual is None else residual[start - first : stop - first]
@@ -138,34 +139,34 @@ class MeanExchange:
         return residual
 
     def _residual(self) -> Tensor | None:
-        """What was lost of earlier means of my stretch, once all of it is here; None where nothing is kept."""
+        """Wait for the residual of this rank's slice and return it, or None if residuals are not kept."""
         if not self._keeps:
             return None
         held = [] if self._mine is None else [self._mine]
-        for member, residual, works in self._handed_over:
+        for member, residual, works in self._incoming_residuals:
             for work in works:
                 self._messages.wait(member, work)
             if not math.isfinite(largest_magnitude(residual.values)):
-                words = f"what replica {member} handed over of earlier means is not finite. It was refused."
+                words = f"the residual of earlier means that replica {member} sent is not finite. It was refused."
                 raise CodecError(words, replica=member)
             held.append(residual)
         return collected(held, self.owned, self._values.device)
 
     def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
         try:
-            self._codec.validate(piece.room, len(values))
+            self._codec.validate(piece.buffer, len(values))
         except CodecError as error:
             words = f"the mean of replica {piece.member} was refused: {error}"
             raise CodecError(words, replica=piece.member) from error
-        self._codec.decode(piece.room, len(values), out=values)
+        self._codec.decode(piece.buffer, len(values), out=values)
 
     def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:
         return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
 
     def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
-        """Make room for a piece of a mean; one that is exact arrives in its place."""
+        """Start receiving a piece of a mean. An exact one is received in place."""
         if self._codec.exact:
-            room = self._values[start:stop].view(torch.uint8)
+            buffer = self._values[start:stop].view(torch.uint8)
         else:
-            room = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
-        return _MeanPiece(member, start, stop, room, self._messages.receive(member, room, piece, second=True))
+            buffer = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
+        return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))

@@ -1,7 +1,7 @@
-"""Moving the payloads of one round and summing them as they come in: the same mean on every replica, to the bit.
+"""The exchange of one round's payloads, summed as they arrive: the same mean on every replica, bit for bit.
 
-Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. The sum of
-every value is taken in ascending order of replicas, whatever arrives first.
+Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Every
+value is summed in ascending order of replicas, regardless of the order of arrival.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["PayloadExchange"]
 
-_EXTRAS = (1 << 16) - 1  # the piece number under which model buffers travel
+_EXTRAS = (1 << 16) - 1  # piece number of the model buffers
 
 
 class PayloadExchange:
-    """One round's payloads between this rank and its peers.
+    """The payloads of one round between this rank and its peers.
 
     Args:
-        started: the contribution, its view, and how payloads travel.
-        loop, piece_bytes: as of `RoundMessages`.
+        started: The contribution, its view, and the plan of the exchange.
+        loop, piece_bytes: See `RoundMessages`.
     """
 
     def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
         self.contribution, self.plan = started.contribution, started.plan
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
-        self.verdict: Future[GiveVerdict] = Future()  # what to sum, once it is known
-        self._begun: Future[None] = Future()  # done once payloads are on their way
+        self.verdict: Future[GiveVerdict] = Future()  # which contributions to sum
+        self._begun: Future[None] = Future()  # resolved once the payloads are being sent
         self._view_id = started.view.id
         self._messages = RoundMessages(started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
-        # the stretch of values that each member sums
+        # the slice of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
-        # replica -> piece -> where it comes to
+        # replica -> piece -> its receive buffer, and a future that is resolved when the piece has arrived
         self._incoming: dict[int, dict[int, tuple[Tensor, Future[None]]]] = {}
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
-        # model buffers as bytes: the floating ones, then the integer ones
+        # model buffers as bytes: floating ones, then integer ones
         self._extras = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        self._means: MeanExchange | None = None  # of a reduce-scatter
+        self._means: MeanExchange | None = None  # of a reduce-scatter only
         self.values = torch.zeros(0, dtype=torch.float32)
 
     def begin(self, links: Future[Links]) -> None:
-        """Make room for what is to come, and send what is mine; `run` tells of a failure.
+        """Start receiving, and send this rank's payload. `run` reports a failure.
 
-        In the thread of the links: one hand-over less for each message.
+        Runs in the thread of the links, which saves one thread switch for each message.
 
         Args:
-            links: replica -> the way to it, for all members but me; done.
+            links: Resolved; replica -> its link, for all other members.
         """
         codec = self.contribution.codec
         try:
@@ -77,8 +77,10 @@ class PayloadExchange:
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in messages.links:
-                rooms = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
-                self._incoming[member] = {p: (room, messages.receive(member, room, p)) for p, room in rooms.items()}
+                buffers = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
+                self._incoming[member] = {
+                    p: (buffer, messages.receive(member, buffer, p)) for p, buffer in buffers.items()
+                }
             if self.plan.pattern == "reduce-scatter":
                 self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
             self._send()
@@ -88,7 +90,7 @@ class PayloadExchange:
             self._begun.set_result(None)
 
     def run(self) -> Iterator[Event]:
-        """Sum the payloads, for which this takes as long as it takes; what comes of it, as it comes."""
+        """Sum the payloads and yield the resulting events. Blocks until the exchange has ended."""
         round_id = self.contribution.round
         try:
             self._begun.result()
@@ -102,7 +104,7 @@ class PayloadExchange:
             yield ExchangeEnded(self._view_id, round_id)
         except TransportError as error:
             yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
-        except Exception as error:  # whatever it is, the others are not to wait for this rank's vote
+        except Exception as error:  # of any kind: the other ranks must not wait for this rank's vote
             words = (str(error) or type(error).__name__).splitlines()[0]
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
@@ -114,7 +116,7 @@ class PayloadExchange:
             for member, bounds in zip(self.members, self._summed, strict=True)
             if member in messages.links
         ]
-        # Peers take turns, piece by piece, so that all of them can begin to sum; each piece is cut once.
+        # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
         for piece, row in enumerate(itertools.zip_longest(*plans)):
             receivers: dict[Stretch, list[int]] = {}
             for member, a, b in filter(None, row):
@@ -127,23 +129,23 @@ class PayloadExchange:
     def reduce(
         self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, Stretch]
     ) -> Mean:
-        """The mean over ``contributors``; ``weights`` has theirs.
+        """Return the mean over ``contributors``, weighted by ``weights``.
 
         Args:
-            residuals: replica -> the stretch of values of which it holds what was lost of earlier means.
+            residuals: replica -> the slice of values for which it holds the residual of earlier means.
 
         Raises:
-            TransportError: if a link ended; it names the replica.
-            CodecError: if something came in that no encoder writes, or the mean is not finite; it names the replica.
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent an invalid payload, or the mean is not finite.
         """
         total = sum(weights[member] for member in contributors)
         try:
             if self._means is not None:
-                self._means.hand_over(residuals)
+                self._means.send_residuals(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
             left = None if self._means is None else self._means.share()
             buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
-        except CodecError:  # this round is void: the others wait for their parts, and the links are needed again
+        except CodecError:  # the round is void; the others wait for their payloads, and the links must be left clean
             self.drain()
             self._messages.finish()
             raise
@@ -161,7 +163,7 @@ class PayloadExchange:
     def _reduce_mine(
         self, weights: Mapping[int, float], contributors: Sequence[int], total: float
     ) -> tuple[dict[int, float], tuple[float, float]]:
-        """The values that I sum; returns by what too large contributions were multiplied, and terms of the spread."""
+        """Sum this rank's slice. Return the clipping factors by replica, and the terms of the spread."""
         codec, rule = self.contribution.codec, self.contribution.average_rule
         factors = self._scale_factors(contributors) if self.contribution.clipping.active else {}
         if rule is not None:
@@ -173,9 +175,9 @@ class PayloadExchange:
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
             addends = {}
             if rule is None:
-                self.values[a:b] = 0.0  # here, where it stays in the cache until all is added
+                self.values[a:b] = 0.0  # per piece, which stays in the cache until it is summed
             for member in self.members:
-                counts = member in contributors  # those of whole contributions were checked before
+                counts = member in contributors  # whole contributions have already been validated
                 payload = self._piece(member, piece, a, b, check=counts and not self.contribution.whole)
                 if counts:
                     weight = weights[member] * factors.get(member, 1.0)
@@ -192,20 +194,20 @@ class PayloadExchange:
         return factors, (squares, of_sum)
 
     def drain(self) -> None:
-        """Take in what the others send for a round that is void, so that the links stay clean."""
+        """Receive what the others send for a void round, so that the links are clean for the next one."""
         for member, pieces in self._incoming.items():
-            for _, come in pieces.values():
-                self._messages.wait(member, come)
+            for _, received in pieces.values():
+                self._messages.wait(member, received)
         if self._means is not None:
             self._means.drain()
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
-        """By what contributions that are too large are multiplied: all of them are waited for, and kept until then."""
+        """Return the clipping factors of contributions that are too large. Waits for all contributions."""
         norms = {member: vector_norm(self._decoded(member)) for member in contributors}
         return scale_factors(self.contribution.clipping, norms)
 
     def _decoded(self, member: int) -> Tensor:
-        """The values of a whole contribution, once it is here and checked."""
+        """Wait for a whole contribution, validate it, and return its values."""
         codec, values = self.contribution.codec, torch.empty_like(self.values)
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
             payload = self._piece(member, piece, a, b, check=True)
@@ -213,13 +215,13 @@ class PayloadExchange:
         return values
 
     def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool) -> Tensor:
-        """A piece of a payload, once it is here; `CodecError` if it is to be checked and no encoder writes it."""
+        """Wait for a piece of a payload and return it. With ``check``, raise `CodecError` if it is invalid."""
         mine = self.contribution
         if member == mine.replica:
             payload = mine.codec.cut(mine.payload, mine.numel, start, stop)
         else:
-            payload, come = self._incoming[member][piece]
-            self._messages.wait(member, come)
+            payload, received = self._incoming[member][piece]
+            self._messages.wait(member, received)
         try:
             if check:
                 mine.codec.validate(payload, stop - start)
@@ -234,15 +236,17 @@ class PayloadExchange:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: self._extras}
         for member, pieces in self._incoming.items():
-            raw[member], come = pieces[_EXTRAS]
-            self._messages.wait(member, come)
+            raw[member], received = pieces[_EXTRAS]
+            self._messages.wait(member, received)
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()
             values = {member: raw[member][:size].clone().view(torch.float32) for member in contributors}
             for member, each in values.items():
                 if not bool(torch.isfinite(each).all()):
-                    words = f"the contribution of replica {member} was refused: buffers that are not finite"
+                    words = (
+                        f"the contribution of replica {member} was refused: it holds model buffers that are not finite"
+                    )
                     raise CodecError(words, replica=member)
             buffers = mean_of_buffers(values, weights)
         if mine.integers is not None:
@@ -252,7 +256,7 @@ class PayloadExchange:
 
 
 def digest_of(mean: Mean) -> str:
-    """Of everything that the average would change."""
+    """Return the digest of everything that the average would change."""
     parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
     if mean.buffers is not None:
         parts["buffers"] = mean.buffers

@@ -1,4 +1,4 @@
-"""Payload connections between the members of the present view: made in threads of their own, ended with the view."""
+"""The payload links between the members of the current view, opened in background threads and closed with the view."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks"]
 
-Links = Mapping[int, ReliableLink]  # replica -> the way to it
+Links = Mapping[int, ReliableLink]  # by replica
 
 
 class PayloadLinks:
-    """One link to the rank of the same position in each other replica. In the control thread but for `_connect`.
+    """One link to the rank of the same position in each other replica. Its methods run in the control thread.
 
-    Where no round has used the links of the view before, those of the next one are made when a round needs them, or
-    when the view has lasted for ``idle_s``: while a swarm gathers, one view follows the other.
+    If no round has used the links of the view before, the next ones are opened when a round needs them, or when the
+    view has lasted for ``idle_s``: while a swarm gathers, views change in quick succession.
     """
 
     def __init__(
         self, rules: Rules, policies: Policies, connections: ConnectionManager, threads: Threads, idle_s: float
     ) -> None:
         self._idle_s = idle_s
-        self._used = False  # whether a round has needed the links of the present view
+        self._used = False  # whether a round has needed the links of the current view
         self._needed = threading.Event()
         self._rules = rules
         self._policies = policies
@@ -45,7 +45,7 @@ class PayloadLinks:
         self._made: Links = {}
 
     def open(self, view: View, open_link: OpenLink) -> Future[Links]:
-        """Begin to make the links of ``view``; the future gets them, or a `TransportError` that names the replicas."""
+        """Start to open the links of ``view``. The future gets them, or a `TransportError` that names the replicas."""
         self.close()
         links: Future[Links] = Future()
         self._wanted = links
@@ -57,17 +57,17 @@ class PayloadLinks:
         return links
 
     def need(self) -> None:
-        """A round begins: make the links now."""
+        """Open the links now, as a round begins."""
         self._used = True
         self._needed.set()
 
     @property
     def words(self) -> dict[int, str]:
-        """Replica -> what carries its link."""
+        """The description of each replica's link."""
         return {replica: link.words for replica, link in self._made.items()}
 
     def close(self) -> None:
-        """End the links; those that are still being made end as soon as they stand."""
+        """End the links. Those that are still being opened end as soon as they are open."""
         made, wanted, self._made, self._wanted = self._made, self._wanted, {}, None
         if wanted is not None and not wanted.done():
             wanted.set_exception(TransportError("the view has ended"))
@@ -76,7 +76,7 @@ class PayloadLinks:
             link.close()
 
     def _connect(self, view: View, open_link: OpenLink, links: Future[Links], needed: threading.Event) -> None:
-        """In a thread: to all peers at once."""
+        """Connect to all peers at once, in a thread."""
         needed.wait(self._idle_s)
         if links.done():  # the view has ended
             return
@@ -88,9 +88,9 @@ class PayloadLinks:
                 made[peer] = open_link(self._request(view, peer))
             except TransportError as error:
                 failed[peer] = str(error)
-            except Exception as error:  # a thread that raised would look like one that has made its link
+            except Exception as error:  # if the thread raised, its link would seem to be open
                 why = f"{type(error).__name__}: {error}"
-                failed[peer] = f"the payload connection to replica {peer} could not be made: {why}"
+                failed[peer] = f"the payload connection to replica {peer} could not be opened: {why}"
 
         peers = [member for member in view.members if member != self._rules.replica]
         threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]
@@ -125,14 +125,14 @@ class PayloadLinks:
 
 
 class HostCopies:
-    """Copies in the order in which they are started. Nothing is made before the first one."""
+    """Copies payloads from a GPU to the host, in the order in which they are started. Resources are created lazily."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._waiting: ThreadPoolExecutor | None = None
 
     def start(self, contribution: Contribution) -> tuple[Contribution, torch.cuda.Event]:
-        """The contribution with its payload in pinned host memory, filled once the event has come."""
+        """Return the contribution with its payload in pinned host memory, filled once the event has occurred."""
         payload = contribution.payload
         if self._stream is None:
             self._stream = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
@@ -142,11 +142,11 @@ class HostCopies:
             host.copy_(payload, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
             copied.record(self._stream)
-        payload.record_stream(self._stream)  # its memory is not given away before the copy is done
+        payload.record_stream(self._stream)  # its memory is not reused before the copy is done
         return replace(contribution, payload=host), copied
 
     def after(self, copied: torch.cuda.Event, act: Callable[[], None]) -> None:
-        """Call ``act`` in another thread when the copy is done."""
+        """Call ``act`` in another thread once the copy is done."""
         if self._waiting is None:
             self._waiting = ThreadPoolExecutor(1, thread_name_prefix="diloco-copies")
 
@@ -157,6 +157,6 @@ class HostCopies:
         self._waiting.submit(wait)
 
     def close(self) -> None:
-        """Wait for the copies and end the thread."""
+        """Wait for the copies, then end the thread."""
         if self._waiting is not None:
             self._waiting.shutdown()

@@ -1,4 +1,4 @@
-"""This rank's contributions in flight, as the training thread sees them: one per round."""
+"""This rank's contributions in flight, one per round, as the training thread sees them."""
 
 from __future__ import annotations
 
@@ -19,93 +19,93 @@ __all__ = ["Contributed", "PeerPending"]
 
 @dataclass(eq=False)
 class PeerPending:
-    """A contribution in flight, until the control thread has its outcome: the average or an error."""
+    """A contribution in flight, until the control thread sets its outcome: the average or an error."""
 
     round: RoundId
     payload_bytes: int
-    guard_s: float  # longer than any round takes to be decided
-    transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes that are taken
+    guard_s: float  # longer than a decision ever takes
+    transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes
     sent_s: float = field(default_factory=time.monotonic)
-    decided_s: float | None = None  # when the round was decided, as of `time.monotonic`; None until then
+    decided_s: float | None = None  # when the round was decided, by `time.monotonic`; None until then
     void: bool = False  # whether the round is void
-    outcome: Average | TransportError | None = None  # None before, and once it was taken
+    outcome: Average | TransportError | None = None  # None until the round is decided, and after `wait`
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float | None = None) -> Average:
-        """See `Pending.wait`."""
+        """Wait for the outcome; see `Pending.wait`."""
         if self.done.is_set() and self.outcome is None:
-            raise TransportError(f"{self.round} was waited for and had; there is nothing in flight.")
+            raise TransportError(f"the average of {self.round} has already been returned. Nothing is in flight.")
         started_s = time.monotonic()
         allowed_s = self.guard_s if timeout_s is None else timeout_s
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
             missing = self.transport.missing(self.round)
-            names = f"replica {', '.join(map(str, missing))}" if missing else "the votes of the others"
+            names = ", ".join(map(str, missing))
+            what = f"no contribution arrived from replica {names}" if missing else "some votes did not arrive"
             raise RoundTimeoutError(
-                f"{self.round} was not decided within {allowed_s:g} s: nothing was heard of {names}. "
-                "Nothing was applied.",
+                f"{self.round} was not decided within {allowed_s:g} s: {what}. Nothing was applied.",
                 round=str(self.round),
                 replicas=missing,
             )
-        outcome, self.outcome = self.outcome, None  # keep no tensors: this object may live longer
+        outcome, self.outcome = self.outcome, None  # keeps no tensors alive, as this object may live longer
         assert outcome is not None
         self.transport.count(self, outcome)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
             finally:
-                del outcome  # it refers to this frame, and so to the caller's contribution
+                del outcome  # its traceback refers to this frame, and so to the caller's contribution
         return replace(outcome, wait_s=time.monotonic() - started_s)
 
 
 class Contributed:
-    """What this rank has contributed."""
+    """All contributions of this rank."""
 
     def __init__(self) -> None:
-        self.digests: dict[int, str] = {}  # by fragment, of the state behind the last contribution
+        self.digests: dict[int, str] = {}  # fragment -> digest of the state behind its last contribution
         self._sent: dict[int, PeerPending] = {}
         self._undecided: dict[RoundId, PeerPending] = {}
         self._closed: TransportError | None = None
-        self._lock = threading.Lock()  # the control thread decides rounds, another one may close
+        self._lock = threading.Lock()  # the control thread decides rounds while another thread may close
 
     def add(self, contribution: Contribution, guard_s: float, transport: PeerTransport) -> PeerPending:
         """Register a contribution to a round that this replica has not contributed to, or that became void.
 
         Raises:
-            TransportError: a second one to the same round, or the transport is closed.
+            TransportError: It is the second one to a round that is not void, or the transport is closed.
         """
         replica, round_id = contribution.replica, contribution.round
         before = self._sent.get(round_id.fragment)
         if before is not None and before.round == round_id and not before.void:
             raise TransportError(
-                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
-                "The first one stands.",
+                f"replica {replica} has already contributed to {round_id}. Only one contribution per round is "
+                "accepted, and the first one stands.",
                 round=str(round_id),
                 replicas=[replica],
             )
         pending = PeerPending(round_id, contribution.payload.numel(), guard_s, transport)
         with self._lock:
             if self._closed is not None:
-                raise TransportError(f"{self._closed}; its contribution to {round_id} was not taken.")
+                raise TransportError(f"{self._closed}. Its contribution to {round_id} was not accepted.")
             self._sent[round_id.fragment] = self._undecided[round_id] = pending
         self.digests[round_id.fragment] = contribution.digest
         return pending
 
     def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
-        """A round was decided."""
+        """Set the outcome of a decided round."""
         with self._lock:
-            if pending := self._undecided.pop(round_id, None):  # else it was closed
+            if pending := self._undecided.pop(round_id, None):  # else `close` has resolved it
                 pending.outcome, pending.void = outcome, isinstance(outcome, RoundVoidError)
                 pending.decided_s = time.monotonic()
                 pending.done.set()
 
     def close(self, failure: TransportError) -> None:
-        """All that is in flight ends with ``failure``, and nothing more is taken; for any thread."""
+        """Let everything in flight fail with ``failure``, and accept nothing more. For any thread."""
         with self._lock:
             self._closed = failure
         for round_id in list(self._undecided):
             self.resolve(round_id, failure)
 
     def decided_rounds(self, fragment: int) -> int:
-        """Rounds of ``fragment`` that are decided here; a replica that has finished fewer is behind."""
+        """Return the number of decided rounds of ``fragment``. A replica that has finished fewer is behind."""
         sent = self._sent.get(fragment)
         return 0 if sent is None else sent.round.outer_step + (1 if sent.decided_s is not None else 0)

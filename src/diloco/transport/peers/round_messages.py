@@ -1,4 +1,4 @@
-"""The messages of one round between this rank and its peers: pieces of stretches of values, and their tags."""
+"""The messages of one round between this rank and its peers: how values are cut into pieces, and their tags."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from diloco.transport.connections.reliable_link import ReliableLink
 __all__ = ["RoundMessages"]
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
-"""A payload is cut into so many pieces at least, so that summing begins early, unless they would be so small that what
-each costs counts: a message, its acknowledgement, and a look at it. Links cut pieces into parts as they need them."""
+"""A payload is cut into at least this many pieces, so that summing starts early, unless they would be smaller than this
+size. Each piece has a fixed cost: a message, an acknowledgement and a validation. Links cut pieces further into parts
+as needed."""
 
 
 @dataclass(eq=False)
 class RoundMessages:
-    """Sends and receives pieces of one round."""
+    """Sends and receives the pieces of one round."""
 
     round_id: RoundId
-    loop: asyncio.AbstractEventLoop  # in whose thread links are used
-    piece_bytes: int  # about how large a piece is at most
-    links: Mapping[int, ReliableLink] = field(default_factory=dict)  # replica -> the way to it
+    loop: asyncio.AbstractEventLoop  # links are used in its thread
+    piece_bytes: int  # approximate upper limit on the size of a piece
+    links: Mapping[int, ReliableLink] = field(default_factory=dict)  # by replica
     _sends: list[Future[None]] = field(default_factory=list)
 
     def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
-        """Stretches of values whose payloads are pieces, cut at blocks.
+        """Cut a range of values into the ranges of its pieces, at block boundaries.
 
-        The same on every replica, however many connections it has to each of the others.
+        The result is the same on every replica, regardless of its number of connections.
         """
         even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
         size = min(self.piece_bytes, max(_LEAST_PIECE_BYTES, even))
@@ -43,19 +44,19 @@ class RoundMessages:
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
     def send(self, members: Iterable[int], payload: Tensor, piece: int, *, second: bool = False) -> None:
-        """Start sending a contiguous CPU tensor, which must stay as it is until `finish`, to each of ``members``.
+        """Start sending a contiguous CPU tensor, which must not change until `finish`, to each of ``members``.
 
         Args:
-            second: whether it belongs to the second half of a reduce-scatter.
+            second: Whether the piece belongs to the second half of a reduce-scatter.
 
         Raises:
-            TransportError: if the transport was closed.
+            TransportError: The transport was closed.
         """
         self._sends += self._begin(ReliableLink.send, members, payload, piece, second)
 
-    def receive(self, member: int, room: Tensor, piece: int, *, second: bool = False) -> Future[None]:
-        """Start receiving into ``room`` what ``member`` sends as this piece; else as `send`."""
-        return self._begin(ReliableLink.receive, (member,), room, piece, second)[0]
+    def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
+        """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
+        return self._begin(ReliableLink.receive, (member,), buffer, piece, second)[0]
 
     def _begin(
         self,
@@ -65,10 +66,10 @@ class RoundMessages:
         piece: int,
         second: bool,
     ) -> list[Future[None]]:
-        """Have the links of ``members`` send or receive, in the loop's thread: now, where this is it.
+        """Let the links of ``members`` send or receive, in the loop's thread: at once if this is that thread.
 
-        Tags have 31 bits: fragment 11, outer step 2 (no two rounds of a fragment are further apart), half 1, piece 17.
-        Two messages of one tag would still arrive in the order sent.
+        Tags have 31 bits: 11 for the fragment, 2 for the outer step (no two rounds of a fragment are further apart),
+        1 for the half, and 17 for the piece. Should two messages share a tag, they still arrive in the order sent.
         """
         round_tag = ((self.round_id.fragment + 1) % 2048) * 4 + self.round_id.outer_step % 4
         tag = (round_tag << 18) | (int(second) << 17) | piece
@@ -88,22 +89,22 @@ class RoundMessages:
                 raise TransportError("a payload connection ended: the transport was closed") from error
         return list(works.values())
 
-    def wait(self, member: int, come: Future[None]) -> None:
-        """Wait until a message of ``member`` has come.
+    def wait(self, member: int, received: Future[None]) -> None:
+        """Wait until a message from ``member`` has arrived.
 
         Raises:
-            TransportError: if the link ended; it names the replica.
+            TransportError: The link ended; the error names the replica.
         """
         try:
-            come.result()
+            received.result()
         except TransportError as error:
-            raise TransportError(f"the payloads of replica {member} stopped: {error}", replicas=[member]) from error
+            raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
 
     def finish(self) -> None:
-        """Wait until everything has been sent; its memory is free then.
+        """Wait until everything has been sent, so that its memory can be reused.
 
         Raises:
-            TransportError: if a link ended.
+            TransportError: A link ended.
         """
         for sent in self._sends:
             sent.result()

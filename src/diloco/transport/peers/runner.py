@@ -1,4 +1,4 @@
-"""Running a rank's protocol: events go to its machine, and the machine's actions are carried out."""
+"""Running a rank's protocol: events are passed to its machine, and the machine's actions are carried out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from diloco.waiting import waiting_for
 __all__ = ["ProtocolRunner"]
 
 _MOST_KEY = 200
-_IDLE_PART = 5  # of a silence: well before the other end of a link gives up waiting for this one
+_IDLE_PART = 5  # fraction of a silence; well before the other end of a link stops waiting for this one
 
 
 class ProtocolRunner:
@@ -46,10 +46,10 @@ class ProtocolRunner:
     the same lock.
 
     Args:
-        link: emulated at this end, or None.
+        link: The emulated link of this end, or None.
     """
 
-    view: View  # the present one
+    view: View  # the current view
     registry: Registry
     open_link: OpenLink
 
@@ -57,14 +57,14 @@ class ProtocolRunner:
         self.rules = rules
         self.policies = policies
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        # longer than any round takes, unless something unforeseen is wrong
+        # longer than any round takes unless there is an unforeseen fault
         self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
-        self.reason = ""  # why it is not the one before
-        # called in the control thread with each next view; what it returns is sent to ranks that join with it
+        self.reason = ""  # why the current view replaced the one before
+        # called in the control thread with each next view; its result is sent to the ranks that join with that view
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
         self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
-        self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
+        self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
         self._threads = Threads()
@@ -72,7 +72,7 @@ class ProtocolRunner:
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self._linked: Future[Links] = Future()
-        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
+        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
         self._links = PayloadLinks(rules, policies, self.connections, self._threads, timing.silence_s / _IDLE_PART)
 
     # For any thread.
@@ -82,11 +82,11 @@ class ProtocolRunner:
         self.connections.post(self._handle, event)
 
     def _call(self, event: events.Event, timeout_s: float | None = None) -> None:
-        """Let the machine handle an event, and wait until what it wants is done.
+        """Let the machine handle an event, and wait until the resulting actions are carried out.
 
         Raises:
-            TransportError: the connections are closed.
-            TimeoutError: it takes longer.
+            TransportError: The connections are closed.
+            TimeoutError: It takes longer than ``timeout_s``.
         """
 
         async def handle() -> None:
@@ -95,20 +95,20 @@ class ProtocolRunner:
         self.connections.call(handle(), timeout_s)
 
     def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, which is evaluated after each event, or for ``timeout_s``.
+        """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event.
 
         Raises:
-            TransportError: the transport was closed meanwhile.
+            TransportError: The transport was closed in the meantime.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closed or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
             if self._closed:
-                raise TransportError(f"replica {self.rules.replica} has closed its transport; it waits for nobody.")
+                raise TransportError(f"replica {self.rules.replica} has closed its transport. It stops waiting.")
 
-    # For the training thread: what ranks agree on beside their rounds.
+    # For the training thread: what ranks agree on outside their rounds.
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """As `Transport.agree`."""
+        """Compare facts with the other replicas; see `Transport.agree`."""
         entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
         timeout_s = self.rules.round_timeout_s
         agreement, present = self._machine.agreement, self._machine.present
@@ -117,46 +117,46 @@ class ProtocolRunner:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
         self._post(events.Say(facts_message(entry)))
-        with waiting_for(lambda: f"{_named(unready())} to make its DiLoCo", timeout_s), self._changed:
+        with waiting_for(lambda: f"{_named(unready())} to create its DiLoCo", timeout_s), self._changed:
             self._wait_for(
                 lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
             )
             refusal, missing = agreement.refusal(present()), unready()
         if refusal:
-            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo.")
+            raise ConfigurationError(f"{refusal}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
             raise RendezvousError(
                 f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
-                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there.",
+                f"{'are' if len(missing) > 1 else 'is'} connected but not ready to train: no DiLoCo was created there.",
                 replicas=missing,
             )
 
     def ask_to_stop(self) -> None:
-        """Let `stop_step` of every rank agree on a step soon."""
+        """Ask all ranks to agree soon on the step that `stop_step` returns."""
         self._post(events.Say({"kind": "meet", "name": "stop"}))
         self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
-        """The inner step after which all ranks stop; None if no rank has asked to stop."""
+        """Return the inner step after which all ranks stop, or None if no rank has asked to stop."""
         if not self._machine.barriers.stopping:
             return None
         return max(self._met("stop").values()) + 1
 
     def meet(self, name: str, value: int) -> dict[int, int]:
-        """Tell ``value`` at the barrier ``name``, and wait until all connected ranks have; each name is used once."""
+        """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
         self._post(events.Say({"kind": "meet", "name": name, "value": value}))
         return self._met(name)
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """The values told at a barrier, once all connected ranks have told theirs or ``unless`` holds."""
+        """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
         barriers, present = self._machine.barriers, self._machine.present
         self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s)
         return barriers.said(name)
 
     # In the control thread.
 
-    def _hear(self, event: events.Event) -> None:
-        """Something happened to a control connection."""
+    def _on_event(self, event: events.Event) -> None:
+        """Process an event of a control connection."""
         match event:
             case events.Received(sender, message, blob) if message["kind"] == "store":
                 self.mailbox.put(f"{Fields(message).printable('key', _MOST_KEY)}@{sender}", blob, sender)
@@ -194,7 +194,7 @@ class ProtocolRunner:
                 self._links.need()
                 key = view.id, contribution.round
                 self._exchanges[key] = PayloadExchange(action, self.connections.loop, self.rules.piece_bytes)
-                # by its key: the links outlive the exchange, and keep what they call
+                # looked up by its key: links outlive the exchange and keep their callbacks
                 self._linked.add_done_callback(lambda links: self._exchanges[key].begin(links))
                 self._threads.start(self._exchange, key, name=f"diloco-{contribution.round.fragment}")
             case actions.GiveVerdict(view_id, round_id):
@@ -233,7 +233,7 @@ class ProtocolRunner:
             self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
 
     def _exchange(self, key: tuple[int, RoundId]) -> None:
-        """In a thread of its own."""
+        """Run an exchange in a thread of its own and pass on its events."""
         for event in self._exchanges[key].run():
             if isinstance(event, events.ExchangeEnded):
                 del self._exchanges[key]

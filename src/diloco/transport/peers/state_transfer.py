@@ -1,11 +1,11 @@
-"""State of fragments, given to others and taken from them.
+"""Serving the state of fragments to other ranks, and fetching it from them.
 
-A rank that needs a state asks several donors what they hold. A snapshot that more of them hold than could lie is
-fetched, block by block, from all that hold it, each at its own pace; while there is none, as they end a round one after
-the other, they are asked again. A broken connection is
-opened again and continues where it stopped. A donor is dropped if it can't be reached three times in a row, sends bytes
-that do not match its digest, or keeps the others waiting; the others are asked for its blocks. The result matches the
-digest and is finite. `donor_client` and `donor_session` are the two ends of such a connection.
+A rank that needs a state asks several donors for offers. It chooses a snapshot that more donors hold than could be
+faulty, and fetches it block by block from all of these donors, each at its own pace. While there is no such snapshot,
+because the donors finish a round one after the other, they are asked again. A broken connection is reopened and
+continues where it stopped. A donor is dropped if it fails three times in a row, sends bytes that do not match its
+digest, or keeps the others waiting; its blocks are then requested from the others. The result matches the digest and is
+finite. `donor_client` and `donor_session` are the two ends of such a connection.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _CANCEL_AGAIN_S = 0.2
 
 
 class StateTransfer:
-    """One rank's part in handing over state.
+    """Serves and fetches the state of one rank.
 
     Args:
-        state_bytes_per_s: what all askers get together; None: as much as the link carries.
+        state_bytes_per_s: Rate limit for all fetchers together; None: unlimited.
     """
 
     def __init__(self, rules: Rules, connections: ConnectionManager, state_bytes_per_s: float | None) -> None:
@@ -50,11 +50,11 @@ class StateTransfer:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that have come, in all fetches."""
+        """The number of bytes received in all fetches."""
         return self._meter.num_bytes
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
-        """As `Transport.publish`."""
+        """Serve ``source``; see `Transport.publish`."""
         self._service.source, self._service.version = source, version
 
     def fetch(
@@ -67,13 +67,13 @@ class StateTransfer:
         entries: Mapping[int, Entry],
         expected_bytes: int | None,
     ) -> Mapping[str, Any]:
-        """As `Transport.fetch`.
+        """Fetch the state of a fragment; see `Transport.fetch`.
 
         Args:
-            after: rounds that must be in the state.
+            after: Rounds that the state must include.
 
         Raises:
-            TransportError: if none of the donors gives it.
+            TransportError: No donor provides it.
         """
         rules, streams = self._rules, self._connections.streams
         size = rules.ranks_per_replica
@@ -81,8 +81,8 @@ class StateTransfer:
         there = [donor for donor in ranks if donor in members and ranks[donor] in entries]
         if not there:
             raise TransportError(
-                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but is no other member of "
-                f"the view {tuple(members)}.",
+                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but the view "
+                f"{tuple(members)} has no such other member.",
                 replicas=donors,
             )
         errors = []
@@ -104,16 +104,16 @@ class StateTransfer:
         raise TransportError(" ".join(errors), replicas=there)
 
 
-def donors_in_turn(donors: Sequence[int], asker: int, fragment: int, together: int = 3) -> Iterator[tuple[int, ...]]:
-    """Groups of donors to ask one after the other until one gives the state; each donor is in one group.
+def donors_in_turn(donors: Sequence[int], fetcher: int, fragment: int, together: int = 3) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of donors to ask in turn until one provides the state. Each donor is in one group.
 
-    A donor copies its state for those who ask, so different askers begin with different donors, and so does one asker
-    with each fragment. Three in a group are a majority against one that has diverged.
+    Serving costs a donor a copy of its state, so different fetchers begin with different donors, and so does one
+    fetcher with different fragments. Three in a group form a majority against one that has diverged.
 
-    >>> list(donors_in_turn([0, 1, 2, 3, 4], asker=6, fragment=0))
+    >>> list(donors_in_turn([0, 1, 2, 3, 4], fetcher=6, fragment=0))
     [(3, 4, 0), (1, 2)]
     """
-    start = (asker * together + fragment) % max(1, len(donors))
+    start = (fetcher * together + fragment) % max(1, len(donors))
     turned = [*donors[start:], *donors[:start]]
     for first in range(0, len(turned), together):
         yield tuple(turned[first : first + together])
@@ -132,19 +132,20 @@ async def fetch_state(
     agree_s: float = 15.0,
     meter: Meter | None = None,
 ) -> dict[str, Any]:
-    """The state of ``fragment``, from donors that have finished ``after`` rounds of it.
+    """Fetch the state of ``fragment`` from donors that have finished ``after`` rounds of it.
 
     Args:
         donors: replica -> its address.
-        after: rounds that must be in the state; a donor that has finished fewer is asked again.
-        expected_bytes: a larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
-        slow_s: a donor that sends nothing for so long has failed once; one that keeps the others waiting so long is
-            dropped.
-        grace_s: how long the choice of a snapshot waits for more donors after the first offer.
-        agree_s: if no snapshot is held by more donors than could lie for so long, one of the furthest is taken.
+        after: Rounds that the state must include. A donor that has finished fewer is asked again.
+        expected_bytes: A larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
+        slow_s: A donor that sends nothing for this long has failed once. A donor that keeps the others waiting for this
+            long is dropped.
+        grace_s: How long the choice of a snapshot waits for more donors after the first offer.
+        agree_s: How long to wait for a snapshot that more donors hold than could be faulty. Afterwards one of the
+            newest is chosen.
 
     Raises:
-        TransportError: if no donor gives it in time; it says of every donor why.
+        TransportError: No donor provides it in time; the error gives the reason for each donor.
     """
     agree_by_s = asyncio.get_running_loop().time() + agree_s
     fetch = FetchContext(streams, fragment, after, expected_bytes, slow_s, agree_by_s, meter or Meter())
@@ -153,7 +154,7 @@ async def fetch_state(
         async with asyncio.timeout(timeout_s):
             return await _run(fetch, grace_s)
     except TimeoutError as error:
-        raise _failed(fetch, f"none gave it within {timeout_s:g} s") from error
+        raise _failed(fetch, f"none provided it within {timeout_s:g} s") from error
 
 
 async def _run(fetch: FetchContext, grace_s: float) -> dict[str, Any]:
@@ -164,24 +165,24 @@ async def _run(fetch: FetchContext, grace_s: float) -> dict[str, Any]:
         return state
     finally:
         while waiting := [task for task in tasks if not task.done()]:
-            for task in waiting:  # again: a library may forget that it was told
+            for task in waiting:  # repeatedly, as a library may swallow a cancellation
                 task.cancel()
             await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
 
 
 async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None:
-    """Choose a snapshot and fetch it; None if its donors were all lost or have moved on."""
+    """Choose a snapshot and fetch it. Return None if all its donors were lost or hold another state by now."""
     await fetch.until(lambda: bool(_offers(fetch)) or not fetch.left)
     with suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
             await fetch.until(lambda: _may_choose(fetch))
     if not fetch.left:
-        raise _failed(fetch, "none gave it")
+        raise _failed(fetch, "none provided it")
     in_time = asyncio.get_running_loop().time() < fetch.agree_by_s
     chosen = choose(_offers(fetch), fetch.after, more_than_could_lie(len(fetch.left)) if in_time else 1)
     if chosen is None:
         if all(donor.answered for donor in fetch.left):
-            fetch.ask_again()
+            fetch.discard_offers()
         return None
     try:
         assembly = fetch.assembly = Assembly(chosen)
@@ -203,14 +204,14 @@ async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None
 
 
 def choose(offers: Mapping[int, Description], after: int, needed: int = 1) -> Description | None:
-    """The snapshot to fetch: of the donors that have finished the most rounds, what most of them hold.
+    """Choose the snapshot that most of the donors with the most finished rounds hold.
 
-    On a tie, what the lowest of these replicas holds.
+    On a tie, choose that of the lowest of these replicas.
 
     Args:
-        offers: by replica.
-        after: taken as the finished rounds of a donor that does not tell them.
-        needed: what fewer donors hold than this is not looked at; None if there is nothing else.
+        offers: Offers by replica.
+        after: The number of finished rounds that is assumed for a donor that does not report it.
+        needed: Snapshots that fewer donors hold are ignored. If no other is left, the result is None.
     """
     times = Counter(each.digest for each in offers.values())
     offers = {replica: each for replica, each in offers.items() if times[each.digest] >= needed}
@@ -227,7 +228,7 @@ def _offers(fetch: FetchContext) -> dict[int, Description]:
 
 
 def _may_choose(fetch: FetchContext) -> bool:
-    """Whether more than half of the donors offer the same, or all have answered."""
+    """Return whether more than half of the donors offer the same snapshot, or all have answered."""
     offers = _offers(fetch)
     same = Counter(each.digest for each in offers.values())
     if 2 * max(same.values(), default=0) > len(fetch.left):
@@ -236,13 +237,13 @@ def _may_choose(fetch: FetchContext) -> bool:
 
 
 def _failed(fetch: FetchContext, what: str) -> TransportError:
-    """The error that names every donor."""
+    """Return the error, which names every donor."""
     replicas = [donor.replica for donor in fetch.donors]
     numbers = ", ".join(map(str, replicas)) or "none"
     named = f"replicas {numbers} were" if len(replicas) > 1 else f"replica {numbers} was"
     reasons = "; ".join(f"replica {donor.replica}: {donor.trouble}" for donor in fetch.donors)
     return TransportError(
-        f"{named} asked for fragment {fetch.fragment}, and {what} ({reasons}). Nothing was taken over; another donor "
-        "may have it.",
+        f"{named} asked for fragment {fetch.fragment}, and {what} ({reasons}). Nothing was adopted. Another donor may "
+        "have it.",
         replicas=replicas,
     )

@@ -1,14 +1,14 @@
-"""A state on the wire: its skeleton, and its tensors' bytes one after the other, cut into blocks. No pickle.
+"""The wire format of a state: its skeleton, and the bytes of its tensors, cut into blocks. Nothing is pickled.
 
 ::
 
-    skeleton  as of `diloco.state_tree`, with nothing in it but dictionaries, tensors, numbers, texts and null
+    skeleton  see `diloco.state_tree`; contains only dictionaries, tensors, numbers, strings and null
     tensors   {name: ["torch.float32", [1000]], ...}           dtype and shape of each
     bytes     of all tensors, in alphabetical order of their names, little-endian, without gaps
-    blocks    XXH3 (64 bits) of each block of the bytes; the size of a block follows from the number of bytes
-    digest    XXH3 (64 bits) of skeleton, tensors and blocks: one name for all of it
+    blocks    XXH3 (64 bits) of each block of the bytes; the block size follows from the number of bytes
+    digest    XXH3 (64 bits) of skeleton, tensors and blocks; identifies the snapshot
 
-Every block can be checked by itself, and together they are what the digest names.
+Every block can be checked by itself, and all blocks together are what the digest identifies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.i
 
 
 def block_bytes(size_bytes: int) -> int:
-    """The size of a block of that many bytes: small enough to divide among donors, large enough to list all of them.
+    """Return the block size for a state of this size: small enough to share out, large enough to list all checksums.
 
     >>> block_bytes(1_000_000), block_bytes(80_000_000), block_bytes(10**12)
     (65536, 2502656, 61038592)
@@ -51,7 +51,7 @@ def block_bytes(size_bytes: int) -> int:
 
 
 class TensorBytes:
-    """The bytes of contiguous CPU tensors, one after the other, without a copy.
+    """The bytes of contiguous CPU tensors, concatenated without a copy.
 
     >>> values = TensorBytes([torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5], dtype=torch.uint8)])
     >>> values.size_bytes, values.read(2, 2)
@@ -69,18 +69,18 @@ class TensorBytes:
         return self._starts[-1]
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """A copy of ``size_bytes`` bytes from ``offset`` on."""
+        """Return a copy of ``size_bytes`` bytes from ``offset`` on."""
         return b"".join(self._pieces(offset, size_bytes))
 
     def write(self, offset: int, data: bytes) -> None:
-        """Put ``data`` at ``offset``."""
+        """Write ``data`` at ``offset``."""
         written = 0
         for piece in self._pieces(offset, len(data)):
             piece[:] = data[written : written + len(piece)]
             written += len(piece)
 
     def checksums(self) -> Iterator[str]:
-        """Of each block."""
+        """Yield the checksum of each block."""
         step = block_bytes(self.size_bytes)
         for start in range(0, self.size_bytes, step):
             checksum = xxhash.xxh3_64()
@@ -102,16 +102,16 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Description:
-    """What a donor says about a snapshot before it sends any of it."""
+    """The description of a snapshot, which a donor sends before its bytes."""
 
-    skeleton: JSON  # of `diloco.state_tree.flatten`
+    skeleton: JSON  # see `diloco.state_tree.flatten`
     tensors: Mapping[str, list[Any]]  # name -> dtype and shape, in alphabetical order
     size_bytes: int  # of all tensors
     blocks: tuple[str, ...]  # XXH3 of each block, 16 hexadecimal digits
-    digest: str  # names all of this
+    digest: str  # identifies all of this
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the description as JSON."""
         return {
             "skeleton": self.skeleton,
             "tensors": self.tensors,
@@ -122,25 +122,25 @@ class Description:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], limit_bytes: int | None = None) -> Description:
-        """What `to_message` gave, checked; nothing is allocated for it.
+        """Parse and check what `to_message` returned, without allocating memory for the state.
 
         Args:
-            message: from the network.
-            limit_bytes: a larger state is refused; None: `MAX_STATE_BYTES`.
+            message: A message from the network.
+            limit_bytes: A larger state is refused; None: `MAX_STATE_BYTES`.
 
         Raises:
-            TransportError: for anything else.
+            TransportError: The message is invalid.
         """
         skeleton, blocks = message.get("skeleton"), message.get("blocks")
         tensors: Any = message.get("tensors")
         size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES if limit_bytes is None else limit_bytes)
         if message.get("bytes") != size_bytes:
             raise TransportError(
-                f"it speaks of {str(message.get('bytes'))[:40]} bytes, and its tensors have {size_bytes}"
+                f"it announces {str(message.get('bytes'))[:40]} bytes, but its tensors have {size_bytes}"
             )
         count = -(-size_bytes // block_bytes(size_bytes))
         if not isinstance(blocks, list) or len(blocks) != count or not all(_is_checksum(each) for each in blocks):
-            raise TransportError(f"it gives no checksums of the {count} blocks of {size_bytes} bytes")
+            raise TransportError(f"it does not give the checksums of the {count} blocks of {size_bytes} bytes")
         digest = _digest(skeleton, tensors, blocks)
         if message.get("snapshot") != digest:
             named = str(message.get("snapshot"))[:40]
@@ -149,17 +149,17 @@ class Description:
 
     @property
     def finished_rounds(self) -> int | None:
-        """Rounds that the donor is through with, if the state says so."""
+        """The number of rounds that the donor has finished, or None if the state does not say."""
         match self.skeleton:
             case {"dict": {"finished_rounds": value}} if type(value) is int:
                 return value
         return None
 
     def allocate(self) -> tuple[dict[str, Any], TensorBytes]:
-        """A state like the one described, with room for its tensors, and the bytes of that room.
+        """Allocate a state of this description. Return it and the bytes of its tensors, which are uninitialised.
 
         Raises:
-            TransportError: if there is not enough memory.
+            TransportError: There is not enough memory.
         """
         try:
             tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
@@ -169,10 +169,10 @@ class Description:
 
 
 def describe(state: Mapping[str, Any]) -> tuple[Description, TensorBytes]:
-    """The description and the bytes of a state at hand, whose tensors must not change meanwhile.
+    """Return the description and the bytes of a state, whose tensors must not change from now on.
 
     Raises:
-        TransportError: if there is something in it that a receiver would not take.
+        TransportError: The state contains something that a receiver would refuse.
     """
     try:
         skeleton, found = flatten(state)
@@ -180,14 +180,14 @@ def describe(state: Mapping[str, Any]) -> tuple[Description, TensorBytes]:
         tensors = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()}
         size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES)
     except (CheckpointError, TransportError) as error:
-        raise TransportError(f"its state can't be handed over: {error}") from error
+        raise TransportError(f"its state can't be sent: {error}") from error
     values = TensorBytes(list(held.values()))
     blocks = tuple(values.checksums())
     return Description(skeleton, tensors, size_bytes, blocks, _digest(skeleton, tensors, blocks)), values
 
 
 def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
-    """Names of the tensors in ``state`` that hold NaN or infinity.
+    """Return the names of the tensors in ``state`` that hold NaN or infinity.
 
     >>> not_finite({"slots": {"momentum": torch.tensor([1.0, float("nan")]), "none": torch.empty(0)}})
     ['slots.momentum']
@@ -202,39 +202,39 @@ def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
 
 
 def _checked_size_bytes(skeleton: Any, tensors: Any, limit_bytes: int) -> int:
-    """The size of a state from the network.
+    """Return the size of a state from the network.
 
     Raises:
-        TransportError: if it is malformed or too large.
+        TransportError: The state is malformed or too large.
     """
     names = _tensor_names(skeleton)
     if not isinstance(tensors, dict) or len(names) != len(tensors) or set(names) != set(tensors):
-        raise TransportError("it offers a state that is malformed: it must use each of its tensors once")
+        raise TransportError("it offers a malformed state, which does not use each of its tensors exactly once")
     size_bytes = 0
     for entry in tensors.values():
         if not isinstance(entry, list) or len(entry) != 2:
             raise TransportError(f"it offers a state that is malformed at {str(entry)[:80]!r}")
         dtype, shape = entry
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise TransportError(f"it offers a tensor of {str(dtype)[:40]!r}; {', '.join(_DTYPES)} are taken")
+            raise TransportError(f"it offers a tensor of {str(dtype)[:40]!r}, not one of {', '.join(_DTYPES)}")
         fine = isinstance(shape, list) and len(shape) <= MAX_DEPTH and all(type(size) is int for size in shape)
         if not fine or any(size < 0 for size in shape):
-            raise TransportError(f"it offers a tensor of the shape {str(shape)[:80]!r}")
+            raise TransportError(f"it offers a tensor of the invalid shape {str(shape)[:80]!r}")
         room = _DTYPES[dtype].itemsize * math.prod(max(size, 1) for size in shape)
-        if room > MAX_STATE_BYTES:  # a size of 0 must not hide another one
-            raise TransportError(f"it offers a tensor of the shape {str(shape)[:80]}")
+        if room > MAX_STATE_BYTES:  # counts a size of 0 as 1, so that it can't hide a huge one
+            raise TransportError(f"it offers a tensor of the excessive shape {str(shape)[:80]}")
         size_bytes += 0 if 0 in shape else room
         if size_bytes > limit_bytes:
             raise TransportError(
-                f"it offers a state of {size_bytes} bytes or more, and at most {limit_bytes} are expected"
+                f"it offers a state of at least {size_bytes} bytes, but at most {limit_bytes} bytes are expected"
             )
     return size_bytes
 
 
 def _tensor_names(skeleton: Any) -> list[str]:
-    """The names of the tensors in a skeleton, which is looked through level by level, as far as a state may go."""
+    """Return the names of the tensors in a skeleton, which is searched level by level within the limits of a state."""
     if not isinstance(skeleton, dict) or "dict" not in skeleton:
-        raise TransportError("it offers a state that is no dictionary")
+        raise TransportError("it offers a state that is not a dictionary")
     names: list[str] = []
     level, entries = [skeleton], 0
     for _ in range(MAX_DEPTH + 1):

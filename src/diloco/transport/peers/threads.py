@@ -1,4 +1,4 @@
-"""Work in threads of its own, which the end of the process does not wait for, unless it is told to."""
+"""Background threads, and values that they wait for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Mailbox", "Threads", "in_thread"]
 T = TypeVar("T")
 
 _MOST_BYTES = 1 << 18
-_VALUE_BYTES = 200  # of a value beside its key and itself
+_VALUE_BYTES = 200  # bookkeeping of a value, in addition to its key and content
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """What ``function`` gives or raises.
+    """Call ``function`` in a daemon thread. The future gets its result or its error.
 
     >>> in_thread(lambda: 1 + 1, "sum").result()
     2
@@ -38,9 +38,9 @@ def in_thread(function: Callable[[], T], name: str) -> Future[T]:
 
 
 class Threads:
-    """Threads that end by themselves, soon after what they wait for has ended.
+    """Background threads that end by themselves, soon after what they wait for has ended.
 
-    They are to be joined before the process ends: one that is inside PyTorch then would abort it.
+    They must be joined before the process ends: a thread that is then inside PyTorch would abort the process.
 
     >>> threads, heard = Threads(), []
     >>> threads.start(heard.append, "a word", name="listener")
@@ -60,7 +60,7 @@ class Threads:
         thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until all have ended, together no longer than this; whether they have."""
+        """Wait for all threads, at most ``timeout_s`` in total. Return whether all have ended."""
         until_s = time.monotonic() + timeout_s
         for thread in list(self._running):
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -68,9 +68,9 @@ class Threads:
 
 
 class Mailbox:
-    """Short values by key, put there by control messages and waited for in other threads.
+    """Short values by key, which control messages deliver and other threads wait for.
 
-    Of the values of one sender that are more than 256 KiB the oldest are forgotten: of views that are over.
+    Each sender may keep 256 KiB here. Its oldest values beyond that, which belong to past views, are dropped.
 
     >>> mailbox = Mailbox()
     >>> for number in range(5):
@@ -86,7 +86,7 @@ class Mailbox:
         self._closed = ""
 
     def put(self, key: str, value: bytes, sender: int | None = None) -> None:
-        """Keep a value of the rank ``sender``; None: of this rank itself, which may leave as much as it wants."""
+        """Store a value from the rank ``sender``; None: from this rank itself, which has no limit."""
         with self._changed:
             self._values.pop(key, None)
             self._senders.pop(key, None)
@@ -100,28 +100,28 @@ class Mailbox:
             self._changed.notify_all()
 
     def has(self, key: str) -> bool:
-        """Whether the value of ``key`` is there."""
+        """Return whether there is a value of ``key``."""
         return key in self._values
 
     def take(self, key: str, timeout_s: float) -> bytes:
-        """The value of ``key``, waiting for it; it stays.
+        """Wait for the value of ``key`` and return it. The value stays.
 
         Raises:
-            TransportError: if it does not come in time.
+            TransportError: It does not arrive within ``timeout_s``, or the mailbox is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._closed, timeout_s)
             if key not in self._values:
-                raise TransportError(f"{key} did not come within {timeout_s:g} s. {self._closed}")
+                raise TransportError(f"{key} did not arrive within {timeout_s:g} s. {self._closed}")
             return self._values[key]
 
     def forget(self, prefix: str) -> None:
-        """Drop what begins with ``prefix``."""
+        """Drop the values whose keys begin with ``prefix``."""
         with self._changed:
             self._keep({key for key in self._values if not key.startswith(prefix)})
 
     def forget_sender(self, sender: int) -> None:
-        """Drop what a rank has sent that is lost."""
+        """Drop the values from a rank that is lost."""
         with self._changed:
             self._keep({key for key, one in self._senders.items() if one != sender})
 
@@ -130,7 +130,7 @@ class Mailbox:
         self._senders = {key: sender for key, sender in self._senders.items() if key in keys}
 
     def close(self, reason: str) -> None:
-        """Let nobody wait any more."""
+        """End all waiting with an error that contains ``reason``."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""`PeerTransport`: one rank's way to the others, as the training thread sees it, run by the protocol's machine."""
+"""`PeerTransport`: the transport of one rank to other processes, which runs the protocol's machine."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from diloco.transport.peers.threads import in_thread
 __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
-_ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
+_ENDING_S = 2.0  # for threads that wait for links; one that is still opening a link may take longer, harmlessly
 
 
 class PeerTransport(ProtocolRunner, Transport):
-    """Replicas in processes of their own.
+    """The transport between replicas in processes of their own.
 
-    Contributions are sent in the background as soon as they are handed in, and `Pending.wait` waits for the rest. All
+    Contributions are sent in the background as soon as they are submitted, and `Pending.wait` waits for the rest. All
     methods are for the training thread.
 
     Args:
-        rules, policies, timing, streams, link: as of `ProtocolRunner`.
-        together: whether all ranks stop when one has to.
-        state_bytes_per_s: limit for all ranks that fetch state from this one; None: no limit.
+        rules, policies, timing, streams, link: See `ProtocolRunner`.
+        together: Whether all ranks stop when one has to.
+        state_bytes_per_s: Rate limit for all ranks together that fetch state from this one; None: unlimited.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class PeerTransport(ProtocolRunner, Transport):
         super().__init__(rules, replace(policies, together=together), timing, streams, link)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
-        self.welcome_note: Mapping[str, Any] = {}  # what `on_change` of a member returned when this rank joined
-        # bytes of the last contribution taken, and seconds until its round was decided; or None
+        self.welcome_note: Mapping[str, Any] = {}  # the result of a member's `on_change` when this rank joined
+        # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
-        # by fragment, of the state behind this rank's last contribution
+        # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
         self._grace = Grace(rules.replica)
@@ -74,12 +74,12 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def address(self) -> Address:
-        """Of this rank's control port."""
+        """The address of this rank's control port."""
         return self.connections.address
 
     @property
     def step(self) -> int:
-        """Inner steps that this rank has begun to synchronise; see `tick`."""
+        """The number of inner steps that this rank has begun to synchronise; see `tick`."""
         return self._machine.views.contributions.step
 
     @step.setter
@@ -88,7 +88,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def failure(self) -> TransportError | None:
-        """Why this rank takes part in no more rounds, or None."""
+        """Why this rank takes part in no more rounds, or None if it does."""
         return self._machine.views.failure
 
     @property
@@ -98,11 +98,11 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def link_words(self) -> Mapping[int, str]:
-        """Replica -> what carries payloads to it."""
+        """The description of the link to each replica."""
         return self._links.words
 
     def known_entries(self) -> tuple[Entry, ...]:
-        """Entries of all other ranks that are members, have been members, or have asked to join."""
+        """Return the entries of all other ranks that are or were members, or have asked to join."""
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
 
     # Rounds.
@@ -119,17 +119,17 @@ class PeerTransport(ProtocolRunner, Transport):
         return pending
 
     def tick(self) -> None:
-        """One inner step is done; contributions from now on belong to the next."""
+        """Count one finished inner step. Later contributions belong to the next one."""
         self.step += 1
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Replicas that have not contributed to a round."""
+        """Return the replicas that have not contributed to a round."""
         with self._changed:
             rounds = self._machine.views.contributions.rounds
             return rounds.missing(round_id) if rounds is not None else ()
 
     def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
-        """Count the bytes of a round whose outcome is taken."""
+        """Count the bytes of a round whose outcome is being returned."""
         if isinstance(outcome, Average):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
@@ -156,14 +156,14 @@ class PeerTransport(ProtocolRunner, Transport):
         return self._state.fetched_bytes
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step
+        if self.rules.ranks_per_replica > 1:  # the ranks of a replica must adopt a state at the same step
             return super().fetch_beside(fragment, donors, expected_bytes)
         return in_thread(self._fetch(fragment, donors, expected_bytes), f"diloco-state-{fragment}")
 
     def _fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
-        """A function that fetches from the present members; for any thread."""
+        """Return a function for any thread that fetches from the current members."""
         after = self._contributed.decided_rounds(fragment)
         members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
@@ -171,11 +171,11 @@ class PeerTransport(ProtocolRunner, Transport):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Traffic and steps; contributions in flight are kept by their sender."""
+        """Return traffic and steps. Contributions in flight are saved by the code that submitted them."""
         return {"traffic": [self.sent_bytes, self.received_bytes], "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.sent_bytes, self.received_bytes = map(int, state["traffic"])
         self.step = int(state["step"])
 
@@ -183,30 +183,30 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def closed_to_joiners(self) -> str:
-        """Why nobody can join at present; "" if anybody can."""
+        """The reason for which replicas can't join at present; "" if they can."""
         return self._machine.ends.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
-        """Let nobody join for ``reason``; "" lets everybody join again."""
+        """Refuse joiners for ``reason``; "" admits them again."""
         self._machine.ends.closed_to_joiners = reason
 
     def tell_speed(self, steps_per_s: float) -> None:
-        """Tell the other members how many inner steps a second this replica takes."""
+        """Report to the other members how many inner steps per second this replica takes."""
         self._post(events.Say(speed_message(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of other members that have told it."""
+        """Return the inner steps per second that other members have reported, by replica."""
         return self._machine.speeds
 
     def faults(self) -> Mapping[int, Faults]:
-        """Replica -> what other members have done to rounds, as this rank has seen it; none of it for who is not in."""
+        """Return the faults of the other members, by replica, that this rank has observed in rounds."""
         return self._machine.views.contributions.conduct.faults
 
     def time_left_s(self, overlap_steps: int) -> float | None:
-        """How long this replica can still train before somebody stands still for its contribution; 0 or more.
+        """Return how many seconds this replica may train before another has to wait for its contribution (>= 0).
 
         Returns:
-            None: too few have contributed to a round that this replica has not, or nobody has told its speed.
+            None if too few replicas have contributed to a round that this one has not, or if none has reported a speed.
         """
         with self._changed:
             rounds, members = self._machine.views.contributions.rounds, len(self.view.members)
@@ -215,29 +215,29 @@ class PeerTransport(ProtocolRunner, Transport):
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def finish(self) -> None:
-        """This rank has done all its steps: wait for the others, or leave if they take more steps."""
+        """Wait for the others after this rank's last step, or leave if they take more steps."""
         self._post(events.Say({"kind": "meet", "name": "finished", "value": self.step}))
         self._met("finished", unless=self._others_go_on)
         if self._others_go_on():
             self.leave()
 
     def leave(self) -> None:
-        """Tell the others that this replica leaves, and wait until they have heard it."""
+        """Tell the others that this replica leaves, and wait until they have processed it."""
         if self.last_view is None or self.failure is not None:
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
-        with contextlib.suppress(TimeoutError):  # then the others find out by themselves
+        with contextlib.suppress(TimeoutError):  # the others then detect the loss themselves
             self._call(events.Leave(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def leave_at_once(self) -> None:
-        """As `leave`, without waiting; for any thread."""
+        """Leave without waiting for the others. For any thread."""
         self._post(events.Leave())
 
     def close(self) -> None:
-        """End all connections within seconds, and at once whatever waits in another thread, with an error.
+        """End all connections within seconds. Operations that wait in other threads fail at once.
 
-        The others count this replica as lost, unless they were told before.
+        The other ranks count this replica as lost unless it has left before.
         """
         if self._closed:
             return
@@ -247,20 +247,20 @@ class PeerTransport(ProtocolRunner, Transport):
         left = TransportError(f"replica {self.replica} has closed its transport")
         with contextlib.suppress(TimeoutError):
             self._call(events.Close(left), _ENDING_S)
-        self._contributed.close(left)  # what the machine has not heard of
+        self._contributed.close(left)  # contributions that have not reached the machine
         self.mailbox.close("the transport was closed")
         self.connections.close()
         self._threads.join(_ENDING_S)
         self._copies.close()
 
-    # Becoming a member; called by `connect` and `join`.
+    # Becoming a member, for `connect` and `join`.
 
     def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool, closed: str = "") -> None:
-        """Start in ``view``, or only observe it if this rank is not a member yet; control connections stand.
+        """Start in ``view``, or observe it if this rank is not a member yet. Control connections must be open.
 
         Args:
-            registry: of all ranks; kept up to date from now on.
-            closed: why nobody can join at first; "" if anybody can.
+            registry: The entries of all ranks; updated from now on.
+            closed: Why replicas can't join at first; "" if they can.
         """
         self.view, self.registry, self.open_link = view, registry, open_link
         self.connections.post(self.connections.trust, self.rules.ranks(view.members))
@@ -274,7 +274,7 @@ class PeerTransport(ProtocolRunner, Transport):
             return self._machine.take_answer()
 
     def enter(self, welcome: Answer) -> None:
-        """Take part in the view of a welcome."""
+        """Enter the view of a welcome message."""
         message, connections = welcome
         following = next_view(message, self.view)
         assert following.view is not None
