@@ -231,7 +231,7 @@ def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unle
 def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     ours = change(unheard=frozenset(), replicas=2)
     assert ours.extend(left=frozenset({(1, 7)}))
-    assert (ours.lost, ours.mine.gone) == ({1}, {1})
+    assert (ours.staying, ours.mine.gone) == ((0,), {1})
     ours.extend(left=frozenset({(1, 8)}))  # another rank of it
     assert members_of(ours) == (0,), "as agreed before the other rank left"
     three = change()

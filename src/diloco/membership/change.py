@@ -35,7 +35,7 @@ from typing import Any, Unpack
 from diloco.membership import proofs
 from diloco.membership.following import next_view, who_stays
 from diloco.membership.proofs import Commits, SignedVote
-from diloco.membership.quorum import Policy
+from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import Agreed, News, NextView, Report
 from diloco.membership.view import View
 
@@ -85,11 +85,6 @@ class Change:
         if self._stayed is None:
             self._stayed = who_stays(self.view, self.mine, self._replica, self._policy)
         return self._stayed
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Members of the old view that are not to be members of the next one."""
-        return self._members - frozenset(self.staying)
 
     @property
     def is_left_out(self) -> bool:
@@ -145,8 +140,7 @@ class Change:
 
     def alone(self) -> NextView:
         """What a rank that is left out, and can't hear of those who stay, goes by: it takes part in nothing more."""
-        others = f"replica{'s' if len(self.staying) > 1 else ''} {', '.join(map(str, self.staying))}"
-        reason = f"{others} can't be reached and may be going on without replica {self._replica}"
+        reason = f"{names_of(self.staying)} can't be reached and may be going on without replica {self._replica}"
         return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
 
     def _learn(self, told: Report) -> None:

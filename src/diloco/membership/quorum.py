@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie"]
+__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie", "names_of"]
 
 _MOST_NAMED = 8  # members compare reasons, which travel as texts of bounded length
 
@@ -70,7 +70,7 @@ def decide(
     if silent and policy.split == "stop" and smaller:
         return Decision(
             None,
-            f"{_named(silent)} can't be reached and may be going on without {_named(survivors)}, which "
+            f"{names_of(silent)} can't be reached and may be going on without {names_of(survivors)}, which "
             f"{'is' if len(survivors) == 1 else 'are'} the smaller side",
         )
     # Joiners may be on one side only of a network that fell apart, so there they make up for nobody.
@@ -78,10 +78,16 @@ def decide(
     if lost and len(counted) < policy.min_replicas:
         return Decision(None, f"{len(counted)} of at least {policy.min_replicas} replicas are left")
     missed = [member for member in lost if member not in left]
-    words = [f"{_named(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
-    words += [f"{_named(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
-    words += [f"{_named(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
-    return Decision(members, "; ".join([*words, f"{_named(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+    words = [f"{names_of(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
+    words += [f"{names_of(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
+    words += [f"{names_of(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
+    return Decision(members, "; ".join([*words, f"{names_of(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+
+
+def names_of(replicas: Collection[int]) -> str:
+    """Replicas in words, eight of them at most."""
+    names, more = ", ".join(map(str, sorted(replicas)[:_MOST_NAMED])), len(replicas) - _MOST_NAMED
+    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
 
 
 def more_than_could_lie(members: int) -> int:
@@ -146,8 +152,3 @@ most: the smaller side stops.
         return f"{lost} A network that falls apart makes one history at most: {sides}"
     sides = f"two sides can both have {least} replica{'s' if least > 1 else ''}; min_replicas={half + 1}"
     return f"{lost} A network that falls apart can make two histories: {sides} would prevent it."
-
-
-def _named(replicas: Collection[int]) -> str:
-    names, more = ", ".join(map(str, sorted(replicas)[:_MOST_NAMED])), len(replicas) - _MOST_NAMED
-    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"

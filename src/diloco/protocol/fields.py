@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from diloco.units import visible
@@ -222,7 +222,14 @@ class Fields:
 
     def digests(self, name: str) -> dict[tuple[int, int], str]:
         """A list of ``[fragment, outer step, digest]``, by round."""
-        return dict(self._digests(name))
+        values, found = _list(name, self._of(name)), {}
+        if len(values) > MOST_ROUNDS:
+            raise _wrong(name, values, f"a list of at most {MOST_ROUNDS}")
+        for value in values:
+            if len(_list(name, value)) != 3:
+                raise _wrong(name, value, "a list of [fragment, outer step, digest]")
+            found[_pair(name, value[:2], LEAST_FRAGMENT)] = _text(name, value[2], MOST_DIGEST)
+        return found
 
     def numbered_texts(self, name: str, greatest: int, most: int) -> list[tuple[int, str]]:
         """A list of ``[integer, text]``, the integers at most ``greatest`` and the texts of ``most`` characters."""
@@ -253,15 +260,6 @@ class Fields:
     def is_none(self, name: str) -> bool:
         """Whether the field is there and holds nothing."""
         return self._of(name) is None
-
-    def _digests(self, name: str) -> Iterator[tuple[tuple[int, int], str]]:
-        values = _list(name, self._of(name))
-        if len(values) > MOST_ROUNDS:
-            raise _wrong(name, values, f"a list of at most {MOST_ROUNDS}")
-        for value in values:
-            if len(_list(name, value)) != 3:
-                raise _wrong(name, value, "a list of [fragment, outer step, digest]")
-            yield _pair(name, value[:2], LEAST_FRAGMENT), _text(name, value[2], MOST_DIGEST)
 
     def _of(self, name: str) -> Any:
         if name not in self._message:

@@ -56,6 +56,7 @@ def believed(
     )
     fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
     left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
+    whole = fits and left and left == report.left
     ended = mine.gone | {replica for replica, _ in left}
     return replace(
         report,
@@ -64,9 +65,7 @@ def believed(
         unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or speaks_of(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
         left=left,
-        left_commits=report.left_commits
-        if fits and left and left == report.left
-        else report.left_commits & mine.left_commits,
+        left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,
         agreed=agreed,
     )
 

@@ -19,6 +19,7 @@ from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
 from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
+from diloco.protocol.signing import public_key
 from diloco.protocol.voting import Voting
 
 __all__ = ["RoundTable"]
@@ -117,7 +118,7 @@ class RoundTable:
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
-        header = replace(header_of(contribution), taking_over=state.taking_over, key=self._voting.key)
+        header = replace(header_of(contribution), taking_over=state.taking_over, key=public_key(self._rules.secret))
         state.headers[self._rules.rank] = header
         self._voting.tell(header.to_message(self.view.id))
         state.exchanging = True
@@ -271,10 +272,7 @@ class RoundTable:
         return self._rounds.get(round_id) if view_id == self.view.id else None
 
     def _state(self, round_id: RoundId) -> RoundState:
-        state = self._rounds.get(round_id)
-        if state is None:
-            state = self._rounds[round_id] = RoundState(round_id)
-        return state
+        return self._rounds.setdefault(round_id, RoundState(round_id))
 
     def _forget_before(self, begun: RoundId) -> None:
         """This rank begins a round: earlier ones of the fragment that are over are forgotten."""

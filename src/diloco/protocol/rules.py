@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
-from diloco.membership.quorum import Policy
+from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import NextView
 from diloco.protocol.conduct import Conduct
 
@@ -18,7 +18,6 @@ __all__ = [
     "expired_words",
     "late_words",
     "left_out",
-    "names_of",
     "owing_words",
     "spoilt_words",
     "stopped",
@@ -128,9 +127,9 @@ def expired_words(missing: Sequence[int], rules: Rules) -> str:
     """Why a rank votes against a round that took too long; ``missing``: replicas whose contributions did not come.
 
     >>> expired_words((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19, b"s"))
-    'nothing was heard of replica 1, 2 within 5 s (replica 0 waited)'
+    'nothing was heard of replicas 1, 2 within 5 s (replica 0 waited)'
     """
-    waited_for = f"replica {', '.join(map(str, missing))}" if missing else "the payloads"
+    waited_for = names_of(missing) if missing else "the payloads"
     return f"nothing was heard of {waited_for} within {rules.round_timeout_s:g} s (replica {rules.replica} waited)"
 
 
@@ -152,8 +151,3 @@ def stopped(following: NextView, lost: Sequence[int], why: str, policies: Polici
 def left_out(replica: int, reason: str, policies: Policies) -> str:
     """What the others did without ``replica``, in words."""
     return f"the others {'went on' if policies.go_on else 'stopped'} without replica {replica}: {reason}."
-
-
-def names_of(replicas: frozenset[int]) -> str:
-    """Replicas in words."""
-    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, sorted(replicas)))}"

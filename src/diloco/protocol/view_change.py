@@ -117,10 +117,6 @@ class ViewChange:
         self._awaited.clear()
         self._hurries = False
 
-    def is_joining(self, replica: int) -> bool:
-        """Whether a replica becomes a member by this change."""
-        return self.known is not None and replica in self.known.mine.joining
-
     def _begin(self, why: str) -> Change:
         if self.known is not None:
             return self.known

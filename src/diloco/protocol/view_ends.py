@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 
-from diloco.membership.quorum import enough_without
+from diloco.membership.quorum import enough_without, names_of
 from diloco.membership.reports import Report
 from diloco.protocol.actions import SetTimer, Timer
 from diloco.protocol.events import Outbox, ViewBegan
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.messages import ChangeReport, Leaving, adopted
 from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Policies, Rules, names_of
+from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.views import ViewManager
 
 __all__ = ["ViewEnds"]
@@ -73,7 +73,7 @@ class ViewEnds:
             if gone:
                 self._gone_before.add(replica)
             return
-        known = replica in self._views.view.members or self._views.change.is_joining(replica)
+        known = replica in self._joining.union(self._views.view.members)
         if not known or self._views.failure is not None:
             return
         if replica == self._rules.replica:
@@ -107,14 +107,16 @@ class ViewEnds:
 
     def settle(self, view_id: int) -> None:
         """A change of views takes long: wait for no answers first, then give up those who keep it from its end."""
-        if view_id == self._views.view.id and (wait_s := self._views.change.patience_s()) > 0:
-            self._outbox.actions.append(SetTimer(Timer("settle", view_id), wait_s))
-        elif view_id == self._views.view.id and self._views.change.hurry():
-            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s / 2))
-        elif view_id == self._views.view.id and (blamed := self._views.change.blame()):
-            words = f"{'replicas' if len(blamed) > 1 else 'replica'} {', '.join(map(str, sorted(blamed)))}"
-            why = f"{words} did not agree on the next view within {self._rules.settle_s:g} s"
-            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s))
+        change, timer = self._views.change, Timer("settle", view_id)
+        if view_id != self._views.view.id:
+            return
+        if (wait_s := change.patience_s()) > 0:
+            self._outbox.actions.append(SetTimer(timer, wait_s))
+        elif change.hurry():
+            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s / 2))
+        elif blamed := change.blame():
+            self._outbox.actions.append(SetTimer(timer, self._rules.settle_s))
+            why = f"{names_of(blamed)} did not agree on the next view within {self._rules.settle_s:g} s"
             self._views.end(why, unheard=blamed)
 
     def ask_to_join(self, rank: int, connected: frozenset[int]) -> None:
@@ -184,8 +186,7 @@ class ViewEnds:
         wishing = self._joining.union(replicas)
         pairs = (pair for pair in itertools.combinations(sorted(wishing), 2) if not {*pair}.isdisjoint(replicas))
         apart = frozenset(pair for pair in pairs if not self._are_connected(*pair))
-        names = ", ".join(map(str, replicas))
-        words = f"replicas {names} want to join" if len(replicas) > 1 else f"replica {names} wants to join"
+        words = f"{names_of(replicas)} {'want' if len(replicas) > 1 else 'wants'} to join"
         self._views.end(words, joining=frozenset(replicas), apart=apart)
 
     @property

@@ -19,7 +19,7 @@ from diloco.protocol.events import Outbox, Spoilt
 from diloco.protocol.messages import RoundVote, vote_words
 from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules, disputed_words, spoilt_words
-from diloco.protocol.signing import is_signed, public_key
+from diloco.protocol.signing import is_signed
 
 __all__ = ["Voting"]
 
@@ -156,11 +156,6 @@ class Voting:
             self.conduct.count("against", {self._rules.replica_of(sender)})
             words = disputed_words(state.id, said_by_now.reason)
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
-
-    @property
-    def key(self) -> str:
-        """With which others check this rank's votes."""
-        return public_key(self._rules.secret)
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
         """Whether a rank has cast this vote on a round of which this rank knows."""
