@@ -294,4 +294,4 @@ def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes(
 
 def test_many_votes_of_one_liar_are_no_more_than_two() -> None:
     votes = [SignedVote(2, KEY, True, digest, "s") for digest in "abcd"]
-    assert len(proofs.least([*votes, replace(votes[0], signature="t")])) == 2
+    assert len(proofs.minimal_votes([*votes, replace(votes[0], signature="t")])) == 2

@@ -24,13 +24,13 @@ from diloco.protocol.failure_detector import Loss
 from diloco.protocol.fields import json_object, room_bytes
 from diloco.protocol.headers import Header
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote, adopted, facts_message, next_view, speed_message
+from diloco.protocol.messages import RoundVote, adopted_message, facts_message, next_view, speed_message
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
-WELCOME = adopted(NextView(View(5, (0, 1, 2)), View(4, (1, 2)), 7, {}, "because", (0,))) | {
+WELCOME = adopted_message(NextView(View(5, (0, 1, 2)), View(4, (1, 2)), 7, {}, "because", (0,))) | {
     "kind": "welcome",
     "note": {},
 }

@@ -81,7 +81,7 @@ class Member:
     def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
         """As an honest rank would vote, whose mean has this digest."""
         state = RoundState(ROUND, headers={member: signing_header(member) for member in VIEW.members})
-        sealed = "" if reason else state.sealed(digest)
+        sealed = "" if reason else state.sealed_digest(digest)
         return self.hear(rank, RoundVote(ROUND, Vote(not reason, sealed, reason)).signed(VIEW.id, bytes([rank] * 32)))
 
     def hear(self, rank: int, said: Header | RoundVote, *, now_s: float = 0.0) -> list[Action]:

@@ -19,7 +19,7 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, SendMessage
 from diloco.protocol.events import Received
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import Leaving, RoundVote, adopted, change_message, next_view, read
+from diloco.protocol.messages import Leaving, RoundVote, adopted_message, change_message, next_view, read
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.protocol.simulated_rank import Rank
@@ -31,7 +31,7 @@ CHANGE = change_message(
     "replica 2 is lost",
 )
 NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
-ADOPTED = adopted(NEXT)
+ADOPTED = adopted_message(NEXT)
 LEAVING = Leaving(3, {(1, 2): "d"}).to_message(0)
 MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 
@@ -89,7 +89,7 @@ def test_what_many_members_agree_on_is_read_as_it_was_said() -> None:
     decision = decide(view, lost=view.members[:20], gone=(), joining=range(20), policy=Policy())
     assert decision.members is not None
     following = NextView(View(1, decision.members), view, 7, {}, decision.reason, tuple(range(20)))
-    assert next_view(json.loads(json.dumps(adopted(following))), view) == following
+    assert next_view(json.loads(json.dumps(adopted_message(following))), view) == following
 
 
 JSON = st.recursive(
@@ -168,7 +168,7 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     (following,) = through.changes
     assert (following.view and following.view.members) == members
     answers = through.machine.handle(Received(asking.rank, asking.said("change")[-1]), 0.0)
-    assert answers == [SendMessage(asking.rank, adopted(following))]
+    assert answers == [SendMessage(asking.rank, adopted_message(following))]
     done = asking.machine.handle(Received(through.rank, answers[0].message), 0.0)
     assert [action.following.view for action in done if isinstance(action, Adopt)] == [following.view]
     assert (asking.failure is None) == (through.failure is None) == (members is not None)

@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from diloco.membership import proofs
-from diloco.membership.following import next_view, who_stays
+from diloco.membership.following import next_view, staying_members
 from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import Agreed, News, NextView, Report
@@ -73,18 +73,18 @@ class Change:
         self._members = frozenset(view.members)
         self._claims = mine.claims
         self._reports: dict[int, Report] = {mine.rank: mine}
-        self._looked_at: frozenset[SignedVote] | None = None  # signed votes that were shown when it was looked at them
-        self._stayed: tuple[int, ...] | None = None  # who stays, by what is known now
+        self._shown_before: frozenset[SignedVote] | None = None  # the shown votes at the last call of `_show`
+        self._staying: tuple[int, ...] | None = None  # who stays, by what is known now
         # ranks that may not say what mine says, and that may not be ready: a report is looked at when it comes, and not
         # again with each other one
-        self._unlike, self._unready = self._ranks(view.members), self._ranks(view.members)
+        self._differing, self._unready = self._ranks(view.members), self._ranks(view.members)
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Members of the old view that are to be members of the next one, as `who_stays` says."""
-        if self._stayed is None:
-            self._stayed = who_stays(self.view, self.mine, self._replica, self._policy)
-        return self._stayed
+        """Members of the old view that are to be members of the next one, as `staying_members` says."""
+        if self._staying is None:
+            self._staying = staying_members(self.view, self.mine, self._replica, self._policy)
+        return self._staying
 
     @property
     def is_left_out(self) -> bool:
@@ -107,9 +107,9 @@ class Change:
         before, whole = self.mine, [report for report in told if report.rank not in in_part]
         for report in told:
             self._reports.pop(report.rank, None)
-            self._unlike.append(report.rank)
+            self._differing.append(report.rank)
             self._unready.append(report.rank)
-            self._learn(report)
+            self._merge(report)
         self._reports.update((report.rank, report) for report in whole)
         return self._advance(before, whole)
 
@@ -123,7 +123,7 @@ class Change:
         for name in ("unheard", "behind"):
             more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
         more["unheard"] |= more.pop("apart", frozenset())
-        self._learn(replace(Report(before.rank, before.view_id), **more))
+        self._merge(replace(Report(before.rank, before.view_id), **more))
         return self._advance(before, ())
 
     def outcome(self) -> NextView | None:
@@ -143,7 +143,7 @@ class Change:
         reason = f"{names_of(self.staying)} can't be reached and may be going on without replica {self._replica}"
         return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
 
-    def _learn(self, told: Report) -> None:
+    def _merge(self, told: Report) -> None:
         mine, members = self.mine, self._members
         if mine.covers(told) and told.shown <= mine.shown:  # as of most reports, once all have been heard
             return
@@ -159,7 +159,7 @@ class Change:
             joining=joining,
             left=left,
             left_commits=mine.left_commits | told.left_commits,
-            shown=proofs.least(mine.shown | told.shown),
+            shown=proofs.minimal_votes(mine.shown | told.shown),
         )
 
     def _advance(self, before: Report, whole: Collection[Report]) -> bool:
@@ -168,8 +168,8 @@ class Change:
         if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
             if not self._still_stay(before):
-                self._stayed = None
-            self._unlike, self._unready = self._ranks(self.staying), self._ranks(self.staying)
+                self._staying = None
+            self._differing, self._unready = self._ranks(self.staying), self._ranks(self.staying)
         self._reports[self.mine.rank] = self.mine
         if not self.mine.ready and (alike := self._alike()) is not None:
             following = next_view(self.view, alike, self.staying, self._policy)
@@ -182,24 +182,24 @@ class Change:
         """Show what is asked for by now, and accuse who is shown to have voted one way and another.
 
         Args:
-            held: as of `proofs.to_show`, of ranks that have just reported.
+            held: as of `proofs.votes_to_show`, of ranks that have just reported.
         """
         mine = self.mine
-        news = frozenset() if mine.shown is self._looked_at else mine.shown
-        more = proofs.to_show(self._votes, self._claims, held, news)
+        news = frozenset() if mine.shown is self._shown_before else mine.shown
+        more = proofs.votes_to_show(self._votes, self._claims, held, news)
         if not news and more <= mine.shown:
             return
-        self._looked_at = shown = proofs.least(mine.shown | more)
+        self._shown_before = shown = proofs.minimal_votes(mine.shown | more)
         behind = mine.behind
-        for liar in sorted(proofs.liars(shown, self._ranks_per_replica) - {self._replica}):
-            if (self._replica, liar) not in behind:
-                behind |= {(self._replica, liar)}
-                self.why += f"; replica {liar} voted one way and another on a round"
+        for equivocator in sorted(proofs.equivocators(shown, self._ranks_per_replica) - {self._replica}):
+            if (self._replica, equivocator) not in behind:
+                behind |= {(self._replica, equivocator)}
+                self.why += f"; replica {equivocator} voted one way and another on a round"
         self.mine = replace(mine, shown=shown, behind=behind)
 
     def _still_stay(self, before: Report) -> bool:
         """Whether who stayed by what was known before does so still: nothing new speaks against any of them."""
-        mine, stayed = self.mine, self._stayed or ()
+        mine, stayed = self.mine, self._staying or ()
         same = (before.gone, before.unsteady) == (mine.gone, mine.unsteady) and not mine.behind
         apart = (pair for pair in mine.unheard - before.unheard if pair[0] in stayed and pair[1] in stayed)
         return same and self._replica in stayed and not any(apart)
@@ -216,7 +216,7 @@ class Change:
 
     def _alike(self) -> list[Report] | None:
         """The reports of all who stay, if I do, all are there, each says what mine says, and nothing is unproven."""
-        if self.is_left_out or not self._all(self._unlike, lambda report: report.known == self.mine.known):
+        if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
             return None
         alike = [self._reports[rank] for rank in self._ranks(self.staying)]
         return None if self._unproven(alike) else alike

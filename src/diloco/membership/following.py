@@ -10,10 +10,10 @@ from diloco.membership.quorum import Policy, decide, more_than_could_lie
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
-__all__ = ["largest_set", "next_view", "who_stays", "within_reach"]
+__all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
 
 
-def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
+def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
     """Members of ``view`` that are to be members of the next one, ascending; maybe not ``me``.
 
     A largest set of those who hear each other, without those who are behind if the others are enough to go on. Of two
@@ -28,11 +28,11 @@ def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, .
     """
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
-        there = within_reach(me, there, mine.unheard)
+        there = reachable_from(me, there, mine.unheard)
     needed = more_than_could_lie(len(view.members))
-    unsteady = _said_by(mine.unsteady, needed)
+    unsteady = _accused(mine.unsteady, needed)
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
-    late = _said_by(mine.behind, needed) & there
+    late = _accused(mine.behind, needed) & there
     if late:
         in_time = largest_set([each for each in order if each not in late], mine.unheard)
         lost = frozenset(view.members) - frozenset(in_time)
@@ -47,7 +47,7 @@ def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy
     Args:
         view: the one that ends.
         told: the reports of all who stay; what every rank must know alike they say alike.
-        staying: as `who_stays` says.
+        staying: as `staying_members` says.
         policy: who may go on.
     """
     known, lost = told[0], frozenset(view.members).difference(staying)
@@ -111,10 +111,10 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
     return tuple(sorted(_heaviest(frozenset(members), apart, weight, {})))
 
 
-def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
+def reachable_from(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
     """Those of ``members`` that ``member`` reaches over any number of others, itself included.
 
-    >>> sorted(within_reach(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
+    >>> sorted(reachable_from(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
     [0, 1]
     """
     apart = {frozenset(pair) for pair in unheard}
@@ -139,7 +139,7 @@ def _supported(agreed: Iterable[Agreed], needed: int) -> list[Agreed]:
     return [each for others in alike if len(others) >= needed for each in others]
 
 
-def _said_by(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
+def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
     """The second ones of ``pairs`` that stand behind at least ``needed`` first ones."""
     return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
 

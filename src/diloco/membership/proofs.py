@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Commits", "SignedVote", "least", "liars", "to_show", "unproven"]
+__all__ = ["Commits", "SignedVote", "equivocators", "minimal_votes", "unproven", "votes_to_show"]
 
 Commits = Mapping[tuple[int, int], str]
 """(fragment, outer step) -> digest of an average."""
@@ -29,7 +29,7 @@ class SignedVote:
     signature: str  # with the key that the rank has told for this round
 
 
-def least(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
+def minimal_votes(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
     """Those of ``votes`` that are enough: at most two of each rank on each round, whatever else it has signed."""
     said: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
     for vote in sorted(votes):
@@ -37,11 +37,11 @@ def least(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
     return frozenset(vote for different in said.values() for vote in [*different.values()][:2])
 
 
-def liars(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
-    """Replicas with a rank that has signed two different votes on one round; ``votes`` as `least` gives them.
+def equivocators(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
+    """Replicas with a rank that has signed two different votes on one round; ``votes`` as `minimal_votes` gives them.
 
     >>> no, yes = SignedVote(2, (0, 1), False, "", "s"), SignedVote(2, (0, 1), True, "mean", "t")
-    >>> sorted(liars([yes], 1)), sorted(liars([no, yes], 1))
+    >>> sorted(equivocators([yes], 1)), sorted(equivocators([no, yes], 1))
     ([], [2])
     """
     times = Counter((vote.rank, vote.round) for vote in votes)
@@ -85,7 +85,7 @@ def unproven(
     return frozenset(found)
 
 
-def to_show(
+def votes_to_show(
     votes: Mapping[tuple[int, int], Mapping[int, SignedVote]],
     claims: Commits,
     held: Mapping[int, Commits],

@@ -79,7 +79,7 @@ class Report:
     shown: frozenset[SignedVote] = frozenset()
 
     @property
-    def of_itself(self) -> str:
+    def own_digest(self) -> str:
         """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
         text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted.items())))
         return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -19,36 +19,36 @@ class Barriers:
     """The numbers told at each barrier, by rank.
 
     >>> barriers = Barriers()
-    >>> barriers.say(0, "end", 7)
+    >>> barriers.record(0, "end", 7)
     >>> barriers.awaited("end", {0, 1}), barriers.said("end")
     ({1}, {0: 7})
     """
 
     def __init__(self) -> None:
         self.stopping = False  # whether a rank has asked all ranks to stop
-        self._said: dict[str, dict[int, int]] = {}
+        self._values: dict[str, dict[int, int]] = {}
 
-    def say(self, rank: int, name: str, value: int) -> None:
+    def record(self, rank: int, name: str, value: int) -> None:
         """A rank tells ``value`` at the barrier ``name``."""
-        self._said.setdefault(name, {})[rank] = value
+        self._values.setdefault(name, {})[rank] = value
 
-    def hear(self, rank: int, name: str, value: int) -> None:
+    def receive(self, rank: int, name: str, value: int) -> None:
         """As `say`, of another rank.
 
         Raises:
             ValueError: it tells more numbers than there are barriers.
         """
-        if name not in self._said and sum(rank in told for told in self._said.values()) >= _MOST_BARRIERS:
+        if name not in self._values and sum(rank in told for told in self._values.values()) >= _MOST_BARRIERS:
             raise ValueError(f"it speaks of more than {_MOST_BARRIERS} barriers")
-        self.say(rank, name, value)
+        self.record(rank, name, value)
 
     def said(self, name: str) -> dict[int, int]:
         """Rank -> the value that it told."""
-        return dict(self._said.get(name, {}))
+        return dict(self._values.get(name, {}))
 
     def awaited(self, name: str, present: Collection[int]) -> set[int]:
         """Ranks that are ``present`` and have not told a value."""
-        return set(present) - self._said.get(name, {}).keys()
+        return set(present) - self._values.get(name, {}).keys()
 
 
 class Agreement:
@@ -65,7 +65,7 @@ class Agreement:
         self._theirs: dict[int, Entry] = {}
         self._were_members: set[int] = set()
 
-    def hear(self, sender: int, message: Mapping[str, Any], *, is_member: bool) -> Entry | None:
+    def receive(self, sender: int, message: Mapping[str, Any], *, is_member: bool) -> Entry | None:
         """Another rank tells its facts; returns this rank's, if it expects them in answer.
 
         Raises:

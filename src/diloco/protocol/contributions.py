@@ -18,7 +18,7 @@ from diloco.protocol.voting import Voting
 
 __all__ = ["Contributions"]
 
-_LEAST_REACH_STEPS, _REACH_WINDOWS = 1000, 4
+_LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
 """Others can be ahead by as many windows: one and a part of one, and some for void rounds."""
 
 
@@ -26,10 +26,10 @@ class Contributions:
     """Queue of contributions, held while no view is active or a view change is in progress.
 
     Args:
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        message_counts: rank -> number of messages that have come from it; kept up to date by the roster.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, words: Mapping[int, int], outbox: Outbox) -> None:
+    def __init__(self, rules: Rules, policies: Policies, message_counts: Mapping[int, int], outbox: Outbox) -> None:
         self.rounds: RoundTable | None = None  # of the present view; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
         self.reason = ""  # why the present view followed the one before, as this rank heard it
@@ -39,18 +39,18 @@ class Contributions:
         self.conduct = Conduct()  # of the members, as this rank has seen it
         self._rules = rules
         self._policies = policies
-        self._words = words
+        self._message_counts = message_counts
         self._outbox = outbox
         self._waiting: list[HandedIn] = []
         self._has_state_of: set[int] = set()
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
-        self._widest_steps = 0
+        self._longest_window_steps = 0
 
     @property
-    def furthest_step(self) -> float:
+    def greatest_step(self) -> float:
         """No other member can have begun later steps: it waits for this rank's contributions."""
-        widest = self._widest_steps
-        return self.step + max(_LEAST_REACH_STEPS, _REACH_WINDOWS * widest) if widest else math.inf
+        widest = self._longest_window_steps
+        return self.step + max(_LEAST_LEAD_STEPS, _LEAD_WINDOWS * widest) if widest else math.inf
 
     def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
         """Begin the rounds of ``view``, unless this rank takes part no more, and release what was held.
@@ -60,8 +60,10 @@ class Contributions:
             void: rounds of earlier views that others have found void.
         """
         if self.failure is None:
-            self.conduct.follow(view.members, self._outbox.now_s)
-            voting = Voting(view, self._rules, self._words, self._outbox, void, self._has_state_of, self.conduct)
+            self.conduct.begin_view(view.members, self._outbox.now_s)
+            voting = Voting(
+                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.conduct
+            )
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for handed in carried:
                 self.rounds.begin(handed, joined=self.joined)
@@ -78,7 +80,9 @@ class Contributions:
     def hand_in(self, handed: HandedIn) -> None:
         """Begin a contribution's round, or hold the contribution, or call its round void."""
         round_id, rounds = handed.contribution.round, self.rounds
-        self._widest_steps = max(self._widest_steps, handed.step - self._sent_at.get(round_id.fragment, 0))
+        self._longest_window_steps = max(
+            self._longest_window_steps, handed.step - self._sent_at.get(round_id.fragment, 0)
+        )
         self._sent_at[round_id.fragment] = handed.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))

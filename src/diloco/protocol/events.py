@@ -180,7 +180,7 @@ class Spoilt:
 
     view_id: int
     replicas: frozenset[int]
-    words: str
+    reason: str
 
 
 Event: TypeAlias = (

@@ -10,7 +10,7 @@ from diloco.protocol.fields import MOST_RANK, Fields
 
 __all__ = ["Faults", "faults_message", "faults_seen", "read_faults"]
 
-_MOST_TOLD = 64
+_MOST_REPORTED = 64
 
 
 class Faults(NamedTuple):
@@ -31,7 +31,7 @@ class Faults(NamedTuple):
 
 def faults_message(faults: Mapping[int, Faults], *, me: int) -> dict[str, list[list[int]]]:
     """Each fault, with replica and rounds, as JSON; of the 64 others with the most of them."""
-    worst = sorted((each for each in faults if each != me), key=lambda each: -sum(faults[each]))[:_MOST_TOLD]
+    worst = sorted((each for each in faults if each != me), key=lambda each: -sum(faults[each]))[:_MOST_REPORTED]
     return {name: [[each, getattr(faults[each], name)] for each in sorted(worst)] for name in Faults._fields}
 
 
@@ -46,8 +46,8 @@ def read_faults(message: Mapping[str, Any]) -> dict[int, Faults]:
     """
     told = {name: dict(sorted(Fields(message).pairs(name))) for name in Faults._fields}
     replicas = sorted(set().union(*told.values()))
-    if len(replicas) > _MOST_TOLD or (replicas and replicas[-1] > MOST_RANK):
-        raise ValueError(f"it tells of more than {_MOST_TOLD} replicas, or of one that can't be")
+    if len(replicas) > _MOST_REPORTED or (replicas and replicas[-1] > MOST_RANK):
+        raise ValueError(f"it tells of more than {_MOST_REPORTED} replicas, or of one that can't be")
     return {each: Faults(*(told[name].get(each, 0) for name in Faults._fields)) for each in replicas}
 
 
@@ -62,7 +62,7 @@ def faults_seen(replica: int, statuses: Mapping[int, Mapping[str, Any]]) -> Faul
     >>> faults_seen(2, {0: told, 1: told}), faults_seen(0, {1: told}), faults_seen(1, {})
     (Faults(spoilt=0, missed=0, against=5, late=0), Faults(spoilt=0, missed=0, against=0, late=0), None)
     """
-    others = (_told_of(replica, status) for teller, status in statuses.items() if teller != replica)
+    others = (_faults_in(replica, status) for teller, status in statuses.items() if teller != replica)
     told = [faults for faults in others if faults is not None]
     if not told:
         return None
@@ -70,7 +70,7 @@ def faults_seen(replica: int, statuses: Mapping[int, Mapping[str, Any]]) -> Faul
     return Faults(*(sorted(counts)[-enough] for counts in zip(*told, strict=True)))
 
 
-def _told_of(replica: int, status: Mapping[str, Any]) -> Faults | None:
+def _faults_in(replica: int, status: Mapping[str, Any]) -> Faults | None:
     """What a status tells of a member of the same view; None: nothing that can be meant."""
     try:
         members, told = Fields(status).ranks("members"), read_faults(Fields(status).message("faults"))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from diloco.membership.reports import NextView, Report
 from diloco.protocol.fields import MOST_ROUNDS
 
-__all__ = ["believed", "could_follow", "to_blame"]
+__all__ = ["believed", "blamed_replicas", "could_follow"]
 
 
 def believed(
@@ -84,7 +84,7 @@ def could_follow(following: NextView, mine: Report) -> bool:
     return before - after <= accused and after <= before | mine.joining
 
 
-def to_blame(
+def blamed_replicas(
     mine: Report, reports: Collection[tuple[int, Report | None]], unproven: Collection[int], *, me: int
 ) -> frozenset[int]:
     """Who keeps a change of views from its end: of those who stay, who has not reported or isn't ready for the same.
@@ -111,11 +111,11 @@ def to_blame(
             if mine.left_commits != report.left_commits:
                 between |= {each for each, _ in mine.left | report.left}
         blamed |= between - {me} - (mine.gone & report.gone if report is not None else set()) or {replica}
-    of_itself = {report.rank: (replica, report.of_itself) for replica, report in reports if report is not None}
+    own_digest = {report.rank: (replica, report.own_digest) for replica, report in reports if report is not None}
     for replica, report in reports:
         for rank, digest in report.heard.items() if report is not None else ():
-            if rank in of_itself and of_itself[rank][1] != digest:
-                about = of_itself[rank][0]
+            if rank in own_digest and own_digest[rank][1] != digest:
+                about = own_digest[rank][0]
                 blamed.add(replica if about == me else about)
     if not blamed:
         same = mine.agreed.following if mine.agreed is not None else None

@@ -23,15 +23,15 @@ __all__ = [
     "ChangeReport",
     "Leaving",
     "RoundVote",
-    "Said",
-    "adopted",
+    "ViewMessage",
+    "adopted_message",
     "change_message",
     "next_view",
     "read",
     "read_answer",
     "speed_message",
     "speed_of",
-    "vote_words",
+    "vote_text",
 ]
 
 PROTOCOL_VERSION = 9
@@ -50,7 +50,7 @@ class RoundVote:
     def signed(self, view_id: int, secret: bytes) -> RoundVote:
         """As its voter says it in a view, whose process has this secret."""
         key, vote = (self.round.fragment, self.round.outer_step), self.vote
-        words = vote_words(view_id, key, ok=vote.ok, digest=vote.digest)
+        words = vote_text(view_id, key, ok=vote.ok, digest=vote.digest)
         return replace(self, vote=replace(vote, signature=sign(secret, words)))
 
     def to_message(self, view_id: int) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class RoundVote:
         return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
 
 
-def vote_words(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
+def vote_text(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
     """What is signed."""
     return f"{view_id} {key[0]} {key[1]} {ok} {digest}"
 
@@ -117,10 +117,10 @@ class Leaving:
         return {"kind": "leaving", "view": view_id, "step": self.step, "commits": _with_digests(self.commits)}
 
 
-Said = Header | RoundVote | ChangeReport | Adopted | Leaving
+ViewMessage = Header | RoundVote | ChangeReport | Adopted | Leaving
 
 
-def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said]:
+def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, ViewMessage]:
     """The view that a message is about, and what it says.
 
     Args:
@@ -133,7 +133,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said
     """
     fields = Fields(message)
     kind, view_id = fields.text("kind"), fields.integer("view")
-    said: Said
+    said: ViewMessage
     if kind == "header":
         said = Header.from_message(message)
     elif kind == "vote":
@@ -167,13 +167,13 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "voted": _with_digests(mine.voted),
         "ready": mine.ready,
         "heard": sorted(map(list, mine.heard.items())),
-        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted(mine.agreed.following)],
+        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted_message(mine.agreed.following)],
         "shown": [[vote.rank, *vote.round, vote.ok, vote.digest, vote.signature] for vote in sorted(mine.shown)],
         "why": why,
     }
 
 
-def adopted(following: NextView) -> dict[str, Any]:
+def adopted_message(following: NextView) -> dict[str, Any]:
     """What was adopted, for who asks about the view before."""
     return {
         "kind": "adopted",
@@ -222,7 +222,7 @@ def read_answer(message: Mapping[str, Any], previous: View) -> dict[str, Any]:
     if following.view is None:
         raise ValueError("it welcomes to a view that nobody is in")
     note = {} if "note" not in message or fields.is_none("note") else fields.message("note")
-    return {**adopted(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
+    return {**adopted_message(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
 
 
 def _report_of(sender: int, fields: Fields, view: View) -> Report:

@@ -11,7 +11,7 @@ from diloco.protocol.rules import Rules
 __all__ = ["Roster"]
 
 _MOST_UNSTEADY = 2
-_REMEMBERED = 10  # so many times as long as it has to last is a silence remembered
+_UNSTEADY_PERIODS = 10  # so many times as long as it has to last is a silence remembered
 
 
 class Roster:
@@ -21,7 +21,7 @@ class Roster:
         self.connections: dict[int, int] = {}  # rank -> number of its connection
         self.addresses: dict[int, str] = {}  # rank -> where it listens
         # rank -> number of messages that have come over its connection, heartbeats included
-        self.words: dict[int, int] = {}
+        self.message_counts: dict[int, int] = {}
         self._heard_s: dict[int, float] = {}  # rank -> when the last of them came
         self._quiet_s: dict[int, float] = {}  # rank -> when nothing had come for some beats
         self.in_doubt: set[int] = set()  # ranks whose connection has ended, of which it is not told yet what has become
@@ -30,14 +30,14 @@ class Roster:
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
         """A connection stands."""
-        self.connections[rank], self.addresses[rank], self.words[rank] = connection, address, 0
+        self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
         self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
-    def hear(self, rank: int, now_s: float) -> None:
+    def note_message(self, rank: int, now_s: float) -> None:
         """A message has come, a heartbeat or another one."""
-        if rank in self.words:
-            self.words[rank] += 1
+        if rank in self.message_counts:
+            self.message_counts[rank] += 1
             if now_s - self._heard_s[rank] > self._rules.unsteady_s:
                 self._quiet_s[rank] = now_s
             self._heard_s[rank] = now_s
@@ -51,7 +51,7 @@ class Roster:
         quiet = {
             self._rules.replica_of(rank)
             for rank in filter(self.is_connected, self._rules.ranks(view.members))
-            if now_s - self._quiet_s.get(rank, -math.inf) < _REMEMBERED * limit_s
+            if now_s - self._quiet_s.get(rank, -math.inf) < _UNSTEADY_PERIODS * limit_s
             or now_s - self._heard_s[rank] > limit_s
         }
         quiet.discard(mine)
@@ -59,24 +59,24 @@ class Roster:
 
     def disconnect(self, rank: int) -> None:
         """A connection has ended."""
-        for known in (self.connections, self.addresses, self.words, self._heard_s, self._quiet_s):
+        for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
-    def form(self, view: View) -> None:
+    def set_members(self, view: View) -> None:
         """The members of ``view`` are the processes connected now; those that were members before stay."""
         self._members = {
             rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
         }
 
-    def remember(self, connections: Mapping[int, int]) -> None:
+    def set_connections(self, connections: Mapping[int, int]) -> None:
         """The members are the processes with these connections, even if others have replaced them since."""
         self._members.update(connections)
 
-    def forget(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         """The process of that rank is no member any more."""
         self._members.pop(rank, None)
 
-    def disown(self, rank: int) -> None:
+    def mark_replaced(self, rank: int) -> None:
         """The process that is connected as ``rank`` has taken the place of the member."""
         self._members[rank] = None
 
@@ -84,7 +84,7 @@ class Roster:
         """Whether a process of that rank is a member, connected or not."""
         return rank in self._members
 
-    def speaks(self, rank: int, connection: int | None) -> bool:
+    def is_from_member(self, rank: int, connection: int | None) -> bool:
         """Whether a message came from a member; ``connection`` is None if it has ended since."""
         return self.has(rank) and (connection is None or connection == self._members[rank])
 

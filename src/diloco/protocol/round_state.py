@@ -36,7 +36,7 @@ class RoundState:
     votes: dict[int, Vote] = field(default_factory=dict)  # by rank
     heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
     # votes of others that speak of headers which have not come here
-    unshown: dict[int, RoundVote] = field(default_factory=dict)
+    premature: dict[int, RoundVote] = field(default_factory=dict)
     # this rank's state differs from the majority's, so it gets this instead of an average
     fault: DivergedError | None = None
     begun: HandedIn | None = None  # this rank's contribution; None before it contributes and after the round is over
@@ -55,7 +55,7 @@ class RoundState:
     lateness: Lateness = field(default_factory=Lateness)  # of replicas that the round waits for
     silence: Lateness = field(default_factory=Lateness)  # of replicas that send nothing at all
     # of replicas whose votes are missing since this rank has voted for it, at ``voted_s``
-    owing: Lateness = field(default_factory=Lateness)
+    vote_lateness: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
 
     @property
@@ -68,7 +68,7 @@ class RoundState:
         """Whether this rank contributed to it."""
         return self.begun is not None or self.concluded
 
-    def sealed(self, digest: str) -> str:
+    def sealed_digest(self, digest: str) -> str:
         """The digest of an average, and of the keys with which all have signed: who votes for it names them as well."""
         keys = (self.headers[rank].key for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *keys)).encode(), digest_size=16).hexdigest()
@@ -119,14 +119,14 @@ class RoundState:
         return replace(self.begun, paused_s=self.begun.paused_s + now_s - frozen_s)
 
     def look(
-        self, ranks: Sequence[int], rules: Rules, words: Mapping[int, int]
+        self, ranks: Sequence[int], rules: Rules, message_counts: Mapping[int, int]
     ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """Who keeps the round waiting for too long.
 
         Args:
             ranks: of the view.
             rules: this rank.
-            words: rank -> number of messages that have come from it.
+            message_counts: rank -> number of messages that have come from it.
 
         Returns:
             Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
@@ -137,7 +137,7 @@ class RoundState:
         seen: dict[int, object] = {}
         heard: dict[int, object] = {}
         for rank in ranks:
-            replica, spoken = rules.replica_of(rank), words.get(rank, 0)
+            replica, spoken = rules.replica_of(rank), message_counts.get(rank, 0)
             if replica in absent:
                 seen[replica] = "no contribution"
             elif rank not in self.votes:

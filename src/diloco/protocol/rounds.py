@@ -18,7 +18,7 @@ from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
-from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
+from diloco.protocol.rules import Policies, Rules, expired_reason, late_reason, missing_votes_reason
 from diloco.protocol.signing import public_key
 from diloco.protocol.voting import Voting
 
@@ -27,8 +27,8 @@ __all__ = ["RoundTable"]
 _MOST_EARLY = 4096
 """Rounds that one rank may speak of before this rank has begun them: more than there can be in a view."""
 
-_WITHOUT_VOTE = "others are said to have applied it, for which this rank has not voted"
-_AGAINST = "somebody voted against it before the view changed"
+_NOT_VOTED = "others are said to have applied it, for which this rank has not voted"
+_VOTED_AGAINST = "somebody voted against it before the view changed"
 
 
 class RoundTable:
@@ -86,7 +86,7 @@ class RoundTable:
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
                 self._voting.decide(state, True, "")
             elif following is not None and state.key in following.commits and state.begun is not None:
-                self._voting.decide(state, False, _WITHOUT_VOTE)
+                self._voting.decide(state, False, _NOT_VOTED)
             elif not carried:
                 changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
                 raised = failure if self._policies.raises(state.id) else None
@@ -114,13 +114,13 @@ class RoundTable:
         state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
         # others decided so before this view began
         if state.key in self._voting.decided.void and state.committed is None:
-            self._voting.decide(state, False, _AGAINST)
+            self._voting.decide(state, False, _VOTED_AGAINST)
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
         header = replace(header_of(contribution), taking_over=state.taking_over, key=public_key(self._rules.secret))
         state.headers[self._rules.rank] = header
-        self._voting.tell(header.to_message(self.view.id))
+        self._voting.broadcast(header.to_message(self.view.id))
         state.exchanging = True
         self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
         if state.committed is None:
@@ -136,7 +136,7 @@ class RoundTable:
 
     # What members say.
 
-    def is_too_early(self, sender: int, round_id: RoundId) -> bool:
+    def exceeds_early_limit(self, sender: int, round_id: RoundId) -> bool:
         """Whether a member speaks of more rounds that this rank has not begun than there can be."""
         state = self._rounds.get(round_id)
         if state is not None and state.was_begun:
@@ -147,7 +147,7 @@ class RoundTable:
         early.add(round_id)
         return False
 
-    def hear_header(self, sender: int, header: Header) -> None:
+    def receive_header(self, sender: int, header: Header) -> None:
         """A member's contribution to a round was announced."""
         if sender not in self._ranks:
             return
@@ -158,7 +158,7 @@ class RoundTable:
         state.headers[sender], state.heard_s[sender] = header, self._outbox.now_s
         self._voting.judge(state)
 
-    def hear_vote(self, sender: int, vote: RoundVote) -> None:
+    def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """A member voted on a round, to which it has contributed before."""
         state, said = self._rounds.get(vote.round), vote.vote
         if state is None or sender not in state.headers or state.committed is not None:
@@ -184,7 +184,7 @@ class RoundTable:
         open_ones = [state for state in self._rounds.values() if state.headers and not state.was_begun]
         return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
 
-    def lacking(self) -> frozenset[int]:
+    def late_contributors(self) -> frozenset[int]:
         """Replicas whose contribution this rank has waited for, since its own, for half of what makes one late."""
         half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
         waited_for = (
@@ -194,7 +194,7 @@ class RoundTable:
         )
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
-    def owing(self) -> frozenset[int]:
+    def late_voters(self) -> frozenset[int]:
         """Replicas whose vote this rank has waited for, since its own, for at least half of a round's time."""
         waited = (
             state
@@ -207,13 +207,13 @@ class RoundTable:
 
     def compute(self, event: Computed) -> None:
         """This rank holds a round's mean: vote for it."""
-        if state := self._present(event.view_id, event.round):
+        if state := self._find(event.view_id, event.round):
             state.mean = event.mean
-            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed(event.digest))), state)
+            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed_digest(event.digest))), state)
 
     def end_exchange(self, event: ExchangeEnded) -> str:
         """A round's exchange has ended; returns which payload connection broke, in words, or ""."""
-        state, broken = self._present(event.view_id, event.round), ""
+        state, broken = self._find(event.view_id, event.round), ""
         if state is None:
             return ""
         if event.link_broken and not self.frozen:
@@ -230,11 +230,11 @@ class RoundTable:
 
     def expire(self, timer: Timer) -> str:
         """Vote against a round that takes too long; returns which payload connection is stuck, in words, or ""."""
-        state = self._present(timer.view_id, timer.round)
+        state = self._find(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank in state.votes:
             return ""
         missing = state.missing(self._ranks, self._rules)
-        reason = expired_words(missing, self._rules)
+        reason = expired_reason(missing, self._rules)
         self._voting.cast(RoundVote(state.id, Vote(False, reason=reason)), state)
         if not missing and state.exchanging:  # a new connection sends at once; TCP may wait for minutes to try again
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
@@ -246,27 +246,27 @@ class RoundTable:
         All had contributed by then, and who has no mean within that time of its contribution votes against the round.
         They are given up also where the others can't go on without them.
         """
-        state = self._present(timer.view_id, timer.round)
+        state = self._find(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
             return None
-        late = self._voting.wait_for_votes(state)
+        late = self._voting.await_votes(state)
         # where the others can't be done without, the next view tells whether they have committed the round
         state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
-        return (late, owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
+        return (late, missing_votes_reason(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
         """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""
-        state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
+        state, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None
         absent, silent, unheard = self._voting.look_at(state, late_s)
         if not absent and not silent:
             return None
-        return (absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s)
+        return (absent | silent) - unheard, unheard, late_reason(state.id, absent, silent, late_s)
 
     # A round.
 
-    def _present(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
+    def _find(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
         """A round of this view; None if it was of another view."""
         assert round_id is not None
         return self._rounds.get(round_id) if view_id == self.view.id else None

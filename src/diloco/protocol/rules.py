@@ -14,13 +14,13 @@ from diloco.protocol.conduct import Conduct
 __all__ = [
     "Policies",
     "Rules",
-    "disputed_words",
-    "expired_words",
-    "late_words",
-    "left_out",
-    "owing_words",
-    "spoilt_words",
-    "stopped",
+    "disputed_reason",
+    "exclusion_reason",
+    "expired_reason",
+    "late_reason",
+    "missing_votes_reason",
+    "spoilt_reason",
+    "stop_error",
 ]
 
 
@@ -80,10 +80,10 @@ class Policies:
         return self.raise_on_loss or round_id.fragment < 0
 
 
-def late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
+def late_reason(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
     """Why replicas are given up as late.
 
-    >>> late_words(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
+    >>> late_reason(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
     'replica 1 is late: no contribution to fragment 0, outer step 3 came within 5 s; replica 2 is late: no vote on \
 fragment 0, outer step 3 and nothing else came within 5 s'
     """
@@ -95,45 +95,45 @@ fragment 0, outer step 3 and nothing else came within 5 s'
     )
 
 
-def owing_words(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> str:
+def missing_votes_reason(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> str:
     """Why replicas are given up that answer, and do not vote.
 
-    >>> owing_words(RoundId(0, 3), frozenset({1, 2}), 600.0)
+    >>> missing_votes_reason(RoundId(0, 3), frozenset({1, 2}), 600.0)
     'replicas 1, 2 have not voted on fragment 0, outer step 3 within 600 s'
     """
     return f"{names_of(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
 
 
-def spoilt_words(spoilers: frozenset[int], reason: str) -> str:
+def spoilt_reason(spoilers: frozenset[int], reason: str) -> str:
     """Why replicas are given up that contribute what nobody can use; ``reason``: the last time.
 
-    >>> spoilt_words(frozenset({2}), "the contribution of replica 2 was refused: has the weight nan")
+    >>> spoilt_reason(frozenset({2}), "the contribution of replica 2 was refused: has the weight nan")
     'replica 2 has spoilt 3 rounds or more lately: the contribution of replica 2 was refused: has the weight nan'
     """
     has = "have" if len(spoilers) > 1 else "has"
-    return f"{names_of(spoilers)} {has} spoilt {Conduct.MOST} rounds or more lately: {reason}"
+    return f"{names_of(spoilers)} {has} spoilt {Conduct.MOST_SPOILT} rounds or more lately: {reason}"
 
 
-def disputed_words(round_id: RoundId, reason: str) -> str:
+def disputed_reason(round_id: RoundId, reason: str) -> str:
     """Why a view ends of which some may have committed a round, and some may not.
 
-    >>> disputed_words(RoundId(0, 3), "2 holds another average than 0")
+    >>> disputed_reason(RoundId(0, 3), "2 holds another average than 0")
     'fragment 0, outer step 3 is disputed: 2 holds another average than 0'
     """
     return f"{round_id} is disputed: {reason}"
 
 
-def expired_words(missing: Sequence[int], rules: Rules) -> str:
+def expired_reason(missing: Sequence[int], rules: Rules) -> str:
     """Why a rank votes against a round that took too long; ``missing``: replicas whose contributions did not come.
 
-    >>> expired_words((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19, b"s"))
+    >>> expired_reason((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19, b"s"))
     'nothing was heard of replicas 1, 2 within 5 s (replica 0 waited)'
     """
     waited_for = names_of(missing) if missing else "the payloads"
     return f"nothing was heard of {waited_for} within {rules.round_timeout_s:g} s (replica {rules.replica} waited)"
 
 
-def stopped(following: NextView, lost: Sequence[int], why: str, policies: Policies) -> ReplicaLostError | None:
+def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Policies) -> ReplicaLostError | None:
     """Why nobody of this side goes on after ``lost`` were lost, or None if they do.
 
     Args:
@@ -148,6 +148,6 @@ def stopped(following: NextView, lost: Sequence[int], why: str, policies: Polici
     return ReplicaLostError(f"{side}. What was committed stands.", replicas=lost)
 
 
-def left_out(replica: int, reason: str, policies: Policies) -> str:
+def exclusion_reason(replica: int, reason: str, policies: Policies) -> str:
     """What the others did without ``replica``, in words."""
     return f"the others {'went on' if policies.go_on else 'stopped'} without replica {replica}: {reason}."

@@ -13,9 +13,9 @@ from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import HandedIn, Outbox, ViewBegan
 from diloco.protocol.hearsay import could_follow
-from diloco.protocol.messages import ChangeReport, Leaving, adopted
+from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
 from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Policies, Rules, left_out, stopped
+from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
 from diloco.protocol.view_change import ViewChange
 
 __all__ = ["ViewManager"]
@@ -26,7 +26,7 @@ class ViewManager:
 
     def __init__(self, rules: Rules, policies: Policies, roster: Roster, outbox: Outbox) -> None:
         self.view = View(-1, (rules.replica,))  # the present one; a joiner is not in it yet
-        self.contributions = Contributions(rules, policies, roster.words, outbox)
+        self.contributions = Contributions(rules, policies, roster.message_counts, outbox)
         self.change = ViewChange(rules, policies, roster, self.contributions, outbox)
         self.first: View | None = None  # the view in which this rank began with all others; None: it joined
         # what ended the view before the present one, or stopped this rank; None before the first
@@ -79,7 +79,7 @@ class ViewManager:
         self.view = following.view
         self.contributions.joined = following.from_step > 1  # at step 1 everybody has the initial state
         self.contributions.from_step, self.contributions.step = following.from_step, following.from_step - 1
-        self._roster.remember(connections)
+        self._roster.set_connections(connections)
         self._open((), following.void)
         self._outbox.queue.append(ViewBegan(following))
 
@@ -104,7 +104,7 @@ class ViewManager:
         for rank in self.others():
             self._hang_up(rank)
 
-    def part(self) -> None:
+    def hang_up_on_others(self) -> None:
         """Hang up on the other replicas."""
         for rank in self.others():
             if self._rules.replica_of(rank) != self._rules.replica:
@@ -116,26 +116,26 @@ class ViewManager:
         """The present view ends, ``why`` in words; ignored if this rank takes no part in it."""
         self._follow(self.change.extend(why, **news))
 
-    def hear_change(self, said: ChangeReport) -> None:
+    def receive_change(self, said: ChangeReport) -> None:
         """A member says that the present view ends."""
         self._follow(self.change.absorb(said))
 
-    def hear_adopted(self, sender: int, following: NextView) -> None:
+    def receive_adopted(self, sender: int, following: NextView) -> None:
         """A member has adopted what follows the present view.
 
-        That others go on or stop without this rank, as many must say as `hear_parting` asks for.
+        That others go on or stop without this rank, as many must say as `receive_parting` asks for.
         """
         change, rounds = self.change.known, self.contributions.rounds
         if change is None or rounds is None:
             return
         if following.view is not None and self._rules.replica in following.view.members:
-            near = following.from_step - 1 <= self.contributions.furthest_step
+            near = following.from_step - 1 <= self.contributions.greatest_step
             if near and could_follow(following, change.mine):
                 self._adopt(following)
         elif self._has_support(sender):
             self._adopt(following)
 
-    def hear_parting(self, sender: int, reason: str) -> None:
+    def receive_parting(self, sender: int, reason: str) -> None:
         """A member goes on, or stops, without this replica; counts once more say so than could lie, or all that are
         heard."""
         if self._has_support(sender):
@@ -146,14 +146,14 @@ class ViewManager:
         here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
         return len(self._parted) >= more_than_could_lie(len(self.view.members)) or here <= self._parted
 
-    def tell_late(self, rank: int) -> None:
+    def send_excluded(self, rank: int) -> None:
         """A rank speaks of a view that is over for all others: it was lost while it began, and could not be told."""
         reason = self.contributions.reason
         self._outbox.send([rank], {"kind": "excluded", "view": self.view.id, "reason": reason})
 
     def exclude(self, reason: str) -> None:
         """The others go on, or stop, without this replica."""
-        self.stop(left_out(self._rules.replica, reason, self._policies))
+        self.stop(exclusion_reason(self._rules.replica, reason, self._policies))
 
     def _follow(self, following: NextView | None) -> None:
         """Adopt the next view, if it is known by now."""
@@ -176,18 +176,20 @@ class ViewManager:
             heard = (m for m in members if all(map(self._roster.is_connected, self._rules.ranks((m,)))))
             staying = {me, *heard}
         lost = [member for member in members if member not in staying]
-        self.adopted_last, failure = following, stopped(following, lost, change.why, self._policies)
+        self.adopted_last, failure = following, stop_error(following, lost, change.why, self._policies)
         self.contributions.failure = failure
         self.contributions.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following, reason, failure)
         self._outbox.actions.append(CloseLinks(following.previous))
-        self._part_from(lost, following)
+        self._disconnect(lost, following)
         joined: tuple[int, ...] = ()
         if following.view is not None:
             self.view, joined = following.view, self._rules.ranks(following.joined)
             # lost after the view was agreed on, so they may not know of it
-            self._outbox.send(self._rules.ranks(m for m in staying if m not in change.staying), adopted(following))
-        welcome = adopted(following) | {"kind": "welcome"}
+            self._outbox.send(
+                self._rules.ranks(m for m in staying if m not in change.staying), adopted_message(following)
+            )
+        welcome = adopted_message(following) | {"kind": "welcome"}
         self._outbox.actions.append(Adopt(following, reason, joined, welcome))
         if following.joined:
             self.contributions.from_step = following.from_step
@@ -196,13 +198,13 @@ class ViewManager:
 
     def _open(self, carried: Sequence[HandedIn], void: Rounds) -> None:
         """Open the present view with the rounds that are carried over; ``void`` ones are not."""
-        self._roster.form(self.view)
+        self._roster.set_members(self.view)
         self._parted.clear()
         if self.failure is None:
             self._outbox.actions.append(OpenLinks(self.view))
         self.contributions.open(self.view, carried, void)
 
-    def _part_from(self, lost: Sequence[int], following: NextView) -> None:
+    def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self.contributions.reason}
         left = dict(following.left)
         for rank in self._rules.ranks(lost):
@@ -210,7 +212,7 @@ class ViewManager:
                 if following.view is not None and self._rules.replica_of(rank) not in left:  # else it knows
                     self._outbox.send([rank], excluded)
                 self._hang_up(rank)
-            self._roster.forget(rank)
+            self._roster.remove(rank)
 
     def _hang_up(self, rank: int) -> None:
         if rank in self._roster.connections:

@@ -16,14 +16,14 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Spoilt
-from diloco.protocol.messages import RoundVote, vote_words
+from diloco.protocol.messages import RoundVote, vote_text
 from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Rules, disputed_words, spoilt_words
+from diloco.protocol.rules import Rules, disputed_reason, spoilt_reason
 from diloco.protocol.signing import is_signed
 
 __all__ = ["Voting"]
 
-_MOST_TOLD = 8
+_MOST_REPORTED = 8
 """Refused headers that are reported with the next average."""
 
 
@@ -31,7 +31,7 @@ class Voting:
     """One rank's part in the decisions of a view.
 
     Args:
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        message_counts: rank -> number of messages that have come from it; kept up to date by the roster.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
         conduct: what members have done to rounds; rounds add to it.
@@ -41,7 +41,7 @@ class Voting:
         self,
         view: View,
         rules: Rules,
-        words: Mapping[int, int],
+        message_counts: Mapping[int, int],
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
@@ -55,7 +55,7 @@ class Voting:
         self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
-        self._words = words
+        self._message_counts = message_counts
         self._outbox = outbox
         self._refused: list[str] = []
 
@@ -76,7 +76,7 @@ class Voting:
 
     def note_refusal(self, refusal: str) -> None:
         """A header was refused, as ``refusal`` says; told with the next average."""
-        self._refused = [*self._refused, refusal][-_MOST_TOLD:]
+        self._refused = [*self._refused, refusal][-_MOST_REPORTED:]
 
     def judge(self, state: RoundState) -> None:
         """Decide whose contributions are summed, once all have been announced."""
@@ -91,8 +91,8 @@ class Voting:
         if verdict.void:
             vote = Vote(False, reason=verdict.reason)
             self.cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
-        unshown, state.unshown = state.unshown, {}
-        for sender, said in unshown.items():
+        premature, state.premature = state.premature, {}
+        for sender, said in premature.items():
             self.count(state, sender, said)
         took_back = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
         self.conduct.count("missed", took_back)
@@ -102,7 +102,7 @@ class Voting:
         """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
         too_often = self.conduct.note(spoilers) - {self._rules.replica}
         if too_often:
-            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_words(too_often, reason)))
+            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
         """Count whose vote made a round void that this rank had nothing against; of a disputed one it was counted."""
@@ -123,21 +123,21 @@ class Voting:
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
         vote = vote.signed(self.view.id, self._rules.secret)
-        self.tell(vote.to_message(self.view.id))
+        self.broadcast(vote.to_message(self.view.id))
         if state.committed is not None:
             state.votes[self._rules.rank] = vote.vote
             return
         self.count(state, self._rules.rank, vote)
         if state.committed is None:
             state.voted_s = self._outbox.now_s
-            self.wait_for_votes(state)
+            self.await_votes(state)
 
     def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
         """Count a vote; the one that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or state.committed is not None or sender in state.votes:
             return
         if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
-            state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
+            state.premature.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
             return
         state.votes[sender] = said.vote
         mine = state.votes.get(self._rules.rank)
@@ -154,14 +154,14 @@ class Voting:
         if said_by_now.disputed and not state.disputed:
             state.disputed, state.against = True, sender
             self.conduct.count("against", {self._rules.replica_of(sender)})
-            words = disputed_words(state.id, said_by_now.reason)
+            words = disputed_reason(state.id, said_by_now.reason)
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
         """Whether a rank has cast this vote on a round of which this rank knows."""
         if state is None or vote.rank not in state.headers:
             return False
-        words = vote_words(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
+        words = vote_text(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
         return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
@@ -213,21 +213,21 @@ class Voting:
         if state.begun is not None:
             self._outbox.actions += [CancelTimer(self.timer("expire", state)), CancelTimer(self.timer("look", state))]
 
-    def tell(self, message: Mapping[str, object]) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         """Send a message to all other ranks of the view."""
         self._outbox.send((rank for rank in self.ranks if rank != self._rules.rank), message)
 
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """As `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
-        absent, silent, unheard = state.look(self.ranks, self._rules, self._words)
+        absent, silent, unheard = state.look(self.ranks, self._rules, self._message_counts)
         self.conduct.count("late", absent | silent)
         return absent, silent, unheard
 
-    def wait_for_votes(self, state: RoundState) -> frozenset[int]:
+    def await_votes(self, state: RoundState) -> frozenset[int]:
         """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        late = state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        late = state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
         self.conduct.count("late", late)
         return late
