@@ -64,7 +64,7 @@ def test_of_two_members_one_vote_against_is_enough() -> None:
     """Nobody else is there who could have committed."""
     assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(False, reason="late")}, me=0) == Tally(False, "late")
     assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0) == Tally(
-        False, "1 holds another average than 0"
+        False, "rank 1 holds a different average than rank 0"
     )
 
 
@@ -75,7 +75,7 @@ def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
     assert tally(range(4), shards, me=0, groups=positions) == Tally(True)
     assert tally(range(4), shards, me=0).disputed
     mixed = shards | {3: Vote(True, "odd")}
-    wanted = Tally(None, "3 holds another average than 1", disputed=True)
+    wanted = Tally(None, "rank 3 holds a different average than rank 1", disputed=True)
     assert tally(range(4), mixed, me=0, groups=positions) == wanted
 
 

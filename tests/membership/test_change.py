@@ -241,7 +241,7 @@ def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     agree(three, told(1, gone=frozenset({2}), left=frozenset({(2, 7)})))
     following = three.outcome()
     assert following is not None
-    assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 go on")
+    assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 continue")
 
 
 KEY = (0, 1)
@@ -280,7 +280,7 @@ def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes(
     theirs.absorb(ours.mine)
     for each in (ours, theirs):
         assert each.mine.behind >= {(each.mine.rank, 2)}
-        assert each.why == "; replica 2 voted one way and another on a round"
+        assert each.why == "; replica 2 cast two different votes on one round"
     ours.absorb(theirs.mine)
     assert ours.staying == (0, 1), "two of three say so"
     for _ in range(2):

@@ -108,11 +108,11 @@ def test_the_last_of_a_run_goes_on_only_if_the_others_are_known_to_have_ended() 
 @pytest.mark.parametrize(
     ("lost", "gone", "joining", "reason"),
     [
-        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 go on"),
-        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 go on"),
-        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 go on"),
-        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 go on"),
-        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be going on without replica 2, which is the "
+        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 continue"),
+        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 continue"),
+        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 continue"),
+        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 continue"),
+        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be continuing without replica 2, which is the "
          "smaller side"),
     ],
 )  # fmt: skip
@@ -145,9 +145,9 @@ def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_ask
 
 def test_who_leaves_is_never_silent() -> None:
     decision = decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={0, 1})
-    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 goes on")
+    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 continues")
     both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
-    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 goes on")
+    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 continues")
     assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
 
 
@@ -168,16 +168,16 @@ def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, lea
     if not ended:
         assert "needed: when one is lost, the others stop." in words
     elif silent == ended:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others go on.")
+        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue.")
     else:
         assert words.startswith(f"Of {num_replicas} replicas, {ended} may end at once, or ")
-        assert (f"or {silent} become unreachable" in words) == (silent > 0)
+        assert (f"or {silent} may become unreachable" in words) == (silent > 0)
         assert ("lowest-numbered" in words) == (lucky > silent)
         assert lucky == silent or f"or {lucky} " in words
     sides = [(set(range(cut)), set(range(cut, num_replicas))) for cut in range(1, num_replicas)]
     two = any(goes_on(one, set()) and goes_on(other, set()) for one, other in sides)
     assert ("two histories" in words) == two
-    assert ("one history at most" in words) == (not two)
+    assert ("at most one history" in words) == (not two)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

@@ -411,7 +411,7 @@ def test_who_votes_one_way_and_another_is_shown_to_and_put_out(replicas: int, li
         for each in honest(network, liar):
             assert liar not in each.view.members
             assert list(each.outcomes.values()).count(False) <= 1
-            assert f"replica {liar} voted one way and another on a round" in each.machine.views.contributions.reason
+            assert f"replica {liar} cast two different votes on one round" in each.machine.views.contributions.reason
 
 
 @settings(max_examples=60, deadline=None)

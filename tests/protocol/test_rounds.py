@@ -169,7 +169,7 @@ def test_averages_that_differ_end_the_view(member: Member) -> None:
     ended = member.vote(2, digest="another")
     assert not of(Commit, ended)
     (report,) = {each["why"] for each in said("change", ended).values()}
-    assert report == "fragment 0, outer step 4 is disputed: 2 holds another average than 0"
+    assert report == "fragment 0, outer step 4 is disputed: rank 2 holds a different average than rank 0"
 
 
 @pytest.mark.parametrize("others", ["d", "another"])

@@ -201,7 +201,7 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
     for number in (0, 1):
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)
-        assert change.reason == "replica 2 has left; replicas 0, 1 go on"
+        assert change.reason == "replica 2 has left; replicas 0, 1 continue"
         assert rank(network, number).machine.views.contributions.reason.startswith("replica 2 left after step 0; ")
         assert rank(network, number).averages[1].contributors == (0, 1)
 

@@ -117,8 +117,8 @@ def spoilt_reason(spoilers: frozenset[int], reason: str) -> str:
 def disputed_reason(round_id: RoundId, reason: str) -> str:
     """Why a view ends of which some may have committed a round, and some may not.
 
-    >>> disputed_reason(RoundId(0, 3), "2 holds another average than 0")
-    'fragment 0, outer step 3 is disputed: 2 holds another average than 0'
+    >>> disputed_reason(RoundId(0, 3), "rank 2 holds a different average than rank 0")
+    'fragment 0, outer step 3 is disputed: rank 2 holds a different average than rank 0'
     """
     return f"{round_id} is disputed: {reason}"
 
