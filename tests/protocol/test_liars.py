@@ -281,7 +281,7 @@ def check_put_out(network: Network, liar: int, words: str = "") -> None:
         assert liar not in each.view.members
         assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST_SPOILT
         why = each.machine.views.contributions.reason
-        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: {words}")
+        assert why.startswith(f"replica {liar} has spoilt at least 3 recent rounds: {words}")
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
@@ -308,7 +308,7 @@ def test_who_has_spoilt_rounds_stays_out_for_a_time_that_grows_and_may_come_back
             network.return_whole(2)
             explore(network, [])
             assert rank(network, 0).view.members == (0, 1)
-            assert rank(network, 2).left.startswith("refused: replica 2 has spoilt rounds, and may come back in ")
+            assert rank(network, 2).left.startswith("refused: replica 2 has spoilt rounds and may rejoin in ")
         for each in honest(network, 2):
             each.now_s += 1.0
             each.STEPS = each.step + 12

@@ -160,7 +160,7 @@ def test_a_contribution_that_comes_twice_is_refused_and_told_of(member: Member) 
     member.vote(1)
     (commit,) = of(Commit, member.vote(2))
     assert "a contribution of replica 1" in commit.average.note
-    assert "it had contributed to it before" in commit.average.note
+    assert "it had contributed already" in commit.average.note
 
 
 def test_averages_that_differ_end_the_view(member: Member) -> None:

@@ -32,7 +32,7 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
         assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
     outcome = rank(network, 1).errors[1]
     assert not isinstance(outcome, ViewChangedError), "which would be handed in again"
-    assert str(outcome) == "fragment 1, outer step 0 is void: somebody voted against it before the view changed."
+    assert str(outcome) == "fragment 1, outer step 0 is void: a replica voted against it before the view changed."
 
 
 def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
@@ -74,7 +74,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
     rank(network, 0).suffer("timers", 1)
     explore(network, [])
-    words = "replica 2 is late: no contribution to fragment 1, outer step 0 came within 5 s"
+    words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
@@ -121,7 +121,9 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
     if says == "nothing":
         late = mine.said("change")[-1]
         assert late["unheard"] == [[0, 2]]
-        assert late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
+        assert (
+            late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
+        )
     else:
         assert not mine.said("change")
     explore(network, [])
@@ -197,7 +199,7 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
     begin(network, 0, 1)
     rank(network, 2).suffer("leaves", 0)
     explore(network, [])
-    assert rank(network, 2).left == "replica 2 left after step 0; it takes part no more."
+    assert rank(network, 2).left == "replica 2 left after step 0."
     for number in (0, 1):
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)

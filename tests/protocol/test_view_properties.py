@@ -168,4 +168,4 @@ def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> Non
     explore(network, [])
     (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]
     assert isinstance(left, Rank)
-    assert left.left.startswith("rank 0 of replica 0 is lost: simulated. It takes part in no more rounds;")
+    assert left.left.startswith("rank 0 of replica 0 is lost: simulated. Replica 0 takes part in no more rounds;")

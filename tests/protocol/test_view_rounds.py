@@ -68,7 +68,7 @@ def test_a_second_contribution_of_a_member_is_refused_and_told_of() -> None:
     rank(network, 0).handle(Received(1, header.to_message(0)))
     explore(network, [])
     assert rank(network, 0).averages[1].note == (
-        "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed to it before"
+        "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed already"
     )
     assert not rank(network, 1).averages[1].note
 

@@ -22,7 +22,7 @@ class Looker:
 
 
 class Lookers:
-    """The other replicas that are looking, as told from their heartbeats.
+    """The other replicas that are looking, as far as their beats show.
 
     The announcement of a replica that has ended may stay visible for half an hour, and waiting for it would be in vain.
     A looking replica therefore announces itself repeatedly, each time with another beat. Changes of the beat are timed

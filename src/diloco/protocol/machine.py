@@ -1,7 +1,7 @@
-"""The state machine of one rank: events and a time in, actions out.
+"""The state machine of one rank: events and a time go in, actions come out.
 
-It owns no thread, clock, socket, future or callback. Its owner tells it what happens, one event at a time, and carries
-out the actions that it returns, in order. What one part causes in another is handled before `handle` returns.
+It owns no thread, clock, socket, future or callback. Its owner passes it one event at a time and carries out the
+returned actions in order. What an event causes in another part of the machine is handled before `handle` returns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from diloco.protocol.views import ViewManager
 __all__ = ["Machine"]
 
 Answer = tuple[Mapping[str, Any], Mapping[int, int]]
-"""A message, and rank -> connection as it was when the message came."""
+"""A message, and rank -> connection at the time when the message was received."""
 
 _MEMBERS_ONLY = ("meet", "introduce", "excluded", "replaced", "speed")
 
@@ -46,26 +46,28 @@ class Machine:
     def __init__(self, rules: Rules, policies: Policies) -> None:
         self.rules = rules
         self.policies = policies
-        self.roster = Roster(rules)  # connected ranks and members
-        self.barriers = Barriers()  # numbers that ranks tell each other
-        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' loops
-        self.speeds: Mapping[int, float] = {}  # replica -> inner steps per second, of other members that have told it
+        self.roster = Roster(rules)  # the connected ranks, and the members
+        self.barriers = Barriers()  # the numbers that ranks exchange
+        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' training loops
+        # replica -> inner steps per second, for other members that have reported them
+        self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the present view and its rounds
-        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # why the present view ends
-        self.answers: dict[int, Answer] = {}  # to this rank's request to join, the last one of each rank that was asked
-        self._asked: frozenset[int] = frozenset()  # ranks that this one has asked to let it join
+        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the current view and its rounds
+        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # ends the current view
+        self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
+        self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
         self._held_back = HoldBackQueue()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about ``event``, in order.
+        """Handle ``event``, and return the actions to carry out, in order.
 
         Args:
-            now_s: when, by a monotonic clock.
+            event: what happened.
+            now_s: the current time of a monotonic clock.
 
         Raises:
-            ValueError: the event is a message that is not of this protocol. The state has not changed.
+            ValueError: the event is a message that does not conform to this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -78,12 +80,12 @@ class Machine:
         return actions
 
     def take_answer(self) -> Answer | None:
-        """The answer to this rank's request to join: a welcome if there is one, else the last answer."""
+        """Return the answer to this rank's request to join: a welcome if there is one, else the last answer."""
         answers, self.answers = list(self.answers.values()), {}
         return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
 
     def present(self) -> set[int]:
-        """Connected ranks of the view, and this one."""
+        """Return the connected ranks of the view, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
@@ -141,16 +143,16 @@ class Machine:
             case events.Close(failure):
                 views.close(failure)
                 if self._stops_together and self.policies.go_on:
-                    views.hang_up_on_others()  # the others go on: only the ranks of this replica are to stop
+                    views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
             case events.Say(message):
                 self._announce(message)
 
     @property
     def _stops_together(self) -> bool:
-        """Whether all ranks stop at one step when one has to."""
+        """Whether all ranks stop at the same step when one has to."""
         return self.policies.together and not self.policies.raise_on_loss
 
-    # What this rank says.
+    # Announcements of this rank.
 
     def _announce(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
@@ -175,21 +177,21 @@ class Machine:
             self._outbox.send(there, {"kind": "meet", "name": name, "value": value})
 
     def _stop(self) -> None:
-        """Tell the others, once, how many inner steps this rank has begun to synchronise.
+        """Announce, once, how many inner steps this rank has begun to synchronise.
 
         All ranks can stop one step after the greatest of these numbers, whatever each of them is waiting for.
         """
         if not self.barriers.stopping:
-            self.barriers.stopping = True  # before the step is read, so that training begins at most one more step
+            self.barriers.stopping = True  # set before the step is read, so that training begins at most one more step
             self._join_barrier("stop", self.views.contributions.step)
 
-    # What this rank hears.
+    # Received messages.
 
     def _receive(self, sender: int, message: Mapping[str, Any], num_bytes: int) -> None:
         kind = message["kind"]
         self.roster.note_message(sender, self._outbox.now_s)
         if kind in _MEMBERS_ONLY and not self._is_member(sender):
-            return  # only members have a say
+            return
         if kind == "beat":
             pass
         elif kind == "meet":
@@ -210,10 +212,10 @@ class Machine:
             if self._began:
                 self._process(held)
             elif not self._held_back.keep(held):
-                raise ValueError("it says too much to somebody who is not ready")
+                raise ValueError("the sender exceeded the hold-back limit before this rank was ready")
 
     def _process(self, held: HeldMessage) -> None:
-        """A message that needs a view."""
+        """Process a message that needs a view."""
         sender, message, views = held.sender, held.message, self.views
         kind = message["kind"]
         if kind == "speed":
@@ -223,43 +225,43 @@ class Machine:
         elif kind == "join":
             entry, connected = Entry.from_message(message), frozenset(Fields(message).ranks("connected"))
             if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
-                raise ValueError("it wants to join in the name of another one")
+                raise ValueError("the request to join names another rank or address than the sender's")
             self._outbox.actions.append(Register(entry))
             self.ends.receive_join(sender, connected)
         elif kind == "excluded":
             if Fields(message).integer("view") >= views.view.id:
                 views.receive_parting(sender, Fields(message).words("reason"))
         elif kind == "replaced":
-            views.receive_parting(sender, "another process has come in its place")
+            views.receive_parting(sender, "another process has taken its place")
         else:
             self._process_view_message(held)
 
     def _process_view_message(self, held: HeldMessage) -> None:
-        """A message about a round or a view; if it is malformed, its sender is given up."""
+        """Process a message about a round or a view. A malformed message drops its sender."""
         sender, views, ends = held.sender, self.views, self.ends
         is_from_member = self.roster.is_from_member(sender, held.connection)
         try:
             view_id, said = read(sender, held.message, views.view)
         except ValueError as error:
             if is_from_member or not self.roster.has(sender):
-                words = f"replica {self.rules.replica_of(sender)} sent what is no message of this protocol: {error}"
+                words = f"replica {self.rules.replica_of(sender)} sent a malformed message: {error}"
                 ends.drop(sender, words)
             return
         rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
         match said:
-            case Leaving() if is_from_member:  # takes effect at once, whatever view its sender is in
+            case Leaving() if is_from_member:  # takes effect at once, whatever view the sender is in
                 ends.receive_leaving(sender, said)
             case _ if view_id > views.view.id:
                 self._hold_back(held)
             case Header() | RoundVote() if rounds is None:
                 self._hold_back(held)
-            case _ if not is_from_member:  # only members have a say
+            case _ if not is_from_member:
                 if view_id < views.view.id and not self.roster.has(sender) and rounds is not None:
                     views.send_excluded(sender)
             case Header() | RoundVote() if (
                 rounds is not None and of_this_view and rounds.exceeds_early_limit(sender, said.round)
             ):
-                ends.drop(sender, f"rank {sender} sent too much about rounds that nobody has begun")
+                ends.drop(sender, f"rank {sender} sent messages about too many rounds that this rank has not begun")
             case Header() if rounds is not None and of_this_view:
                 rounds.receive_header(sender, said)
             case RoundVote() if rounds is not None and of_this_view:
@@ -271,25 +273,25 @@ class Machine:
 
     def _hold_back(self, held: HeldMessage) -> None:
         if not self._held_back.keep(held):
-            words = f"rank {held.sender} sent too much about views that are not there"
+            words = f"rank {held.sender} exceeded the hold-back limit with messages about later views"
             self.ends.drop(held.sender, words)
 
     def _release_held(self) -> None:
-        """A view has begun: read what was held back; messages about later views are held back again."""
+        """Process the messages that were held until this view began; those about later views are held again."""
         for held in self._held_back.release():
             if held.message["kind"] in _MEMBERS_ONLY and not self._is_member(held.sender):
                 continue
             try:
                 self._process(held)
             except ValueError as error:
-                words = f"replica {self.rules.replica_of(held.sender)} sent what is no message: {error}"
+                words = f"replica {self.rules.replica_of(held.sender)} sent a malformed message: {error}"
                 self.ends.drop(held.sender, words)
 
     def _can_refuse(self, sender: int) -> bool:
-        """Whether a rank that was asked decides on who joins: others are joining themselves, if a member was asked."""
+        """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""
         members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
         return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
 
     def _is_member(self, sender: int) -> bool:
-        """Whether a rank is a member, as far as is known: before there are views, anybody may be."""
+        """Return whether a rank is a member, as far as is known: before there are views, any rank may be."""
         return not self._began or self.rules.replica_of(sender) in self.views.view.members

@@ -1,4 +1,4 @@
-"""The change to the next view, as seen by one rank: what it knows is told to the others as it grows."""
+"""The change to the next view as seen by one rank, which reports what it knows as its knowledge grows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from diloco.protocol.rules import Policies, Rules
 
 __all__ = ["ViewChange"]
 
-_LONGEST = 4  # times `settle_s`: after that a change is hurried, even if something new still comes
-_JOIN_WINDOW = 0.2  # times `settle_s`: for so long others may join by a change that has begun
+# times `settle_s`: after that this rank stops waiting for answers, even if the change still makes progress
+_LONGEST = 4
+_JOIN_WINDOW = 0.2  # times `settle_s`: how long others may still join by a change that has begun
 
 
 class ViewChange:
-    """Idle until something happens to the view; from then on the rounds of the view are frozen.
+    """A view change, idle until something happens to the view. From then on the rounds of the view are frozen.
 
-    What this rank knows is told to all at first, when it is ready, and when it has grown; but not before everybody who
-    stays, and had not said as much, has answered what this rank told last. So one message to each other rank holds what
-    many have said. Nobody waits for one who waits for it: who had heard before it spoke is not waited for.
-    `stop_waiting` ends the waiting, as somebody may never answer.
+    This rank sends its report to all when the change begins, when it is ready, and when it has learned more. Before it
+    sends more, it waits until every staying member that had not reported as much has answered its last report. So one
+    message to each other rank combines what many have reported. Members never wait for each other in a cycle: a member
+    whose report already held as much is not waited for. `stop_waiting` ends the waiting, as a member may never answer.
     """
 
     def __init__(
@@ -42,28 +43,29 @@ class ViewChange:
         self._roster = roster
         self._contributions = contributions
         self._outbox = outbox
-        self._received: dict[int, Report] = {}  # rank -> its last report, as it came
-        self._unsettled: set[int] = set()  # ranks of whose last report not all is believed yet
-        self._sent: Report | None = None  # what this rank has said last
-        self._awaited: set[int] = set()  # ranks that are to answer before it says more
+        self._received: dict[int, Report] = {}  # rank -> its last report, as received
+        self._unsettled: set[int] = set()  # ranks whose last report is not yet believed as a whole
+        self._sent: Report | None = None  # the last report that this rank has sent
+        self._awaited: set[int] = set()  # ranks that are to answer before this rank sends more
         self._stopped_waiting = False
-        self._began_s = self._news_s = 0.0  # when the change began, and when it last got on
+        self._began_s = self._news_s = 0.0  # when the change began, and when it last made progress
 
     @property
     def accepts_joiners(self) -> bool:
-        """Whether who asks to join may do so by this change, if there is one: each one more prolongs it for all."""
+        """Whether replicas may still join by the current change, if there is one; each one more prolongs it for all."""
         return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
 
     def patience_s(self) -> float:
-        """How much longer a change is waited for that gets on; 0 or less: somebody may be holding it up."""
+        """Return for how many more seconds to wait for a change that makes progress; 0 or less if a member may hold it
+        up."""
         until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
         return until_s - self._outbox.now_s
 
     def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
-        """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
+        """Record what happened and begin the change, or do nothing if this rank takes part in no view.
 
         Returns:
-            What to adopt now, if anything.
+            What to adopt now, or None.
         """
         rounds = self._contributions.rounds
         if self._contributions.failure is not None or rounds is None:
@@ -74,9 +76,9 @@ class ViewChange:
         return self._settle(change)
 
     def absorb(self, said: ChangeReport) -> NextView | None:
-        """Another rank reports what it knows; returns what to adopt now, if anything.
+        """Merge another rank's report. Return what to adopt now, or None.
 
-        What it says of its own steps and rounds never changes, so the first of it stands.
+        A rank's own steps and rounds never change during a change, so those of its first report stand.
         """
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
@@ -93,22 +95,24 @@ class ViewChange:
         return self._settle(change)
 
     def stop_waiting(self) -> bool:
-        """Wait for nobody's answer any more, as the change takes long; False if this rank does not wait already."""
+        """Stop waiting for answers, as the change takes long. Return False if this rank stopped before, or no change
+        runs."""
         if self.known is None or self._stopped_waiting:
             return False
-        self._stopped_waiting, self._sent = True, None  # who has told others something else is to be found
+        # so that the report is sent once more, which shows whether a member sent others a different report
+        self._stopped_waiting, self._sent = True, None
         self._send(self.known)
         return True
 
     def blame(self) -> frozenset[int]:
-        """Replicas that keep the change from its end, which has taken too long."""
+        """Return the replicas that keep the change from ending, which has taken too long."""
         if self.known is None:
             return frozenset()
         change = self.known
         return blamed_replicas(change.mine, change.reports_of_staying(), change.unproven, me=self._rules.replica)
 
     def end(self) -> None:
-        """The change is over."""
+        """Reset, as the change has ended."""
         if self.known is not None:
             self._outbox.actions.append(CancelTimer(Timer("settle", self.known.view.id)))
         self.known = self._sent = None
@@ -131,9 +135,9 @@ class ViewChange:
         return self.known
 
     def _evaluate(self, change: Change) -> None:
-        """Take in what has been said, as far as it is believed by now.
+        """Merge the received reports, as far as this rank believes them by now.
 
-        What is known only grows, so what was believed stays so: a report that was, as a whole, is not weighed again.
+        What is known only grows, so a report that was believed as a whole is not evaluated again.
         """
         rounds, rules = self._contributions.rounds, self._rules
         assert rounds is not None
@@ -154,7 +158,7 @@ class ViewChange:
                 *told.values(), in_part={rank for rank in told if told[rank].known != self._received[rank].known}
             )
             self._unsettled = {rank for rank in told if told[rank] != self._received[rank]}
-            # what others say, and this rank sees as well
+            # accusations by others that this rank's own observation supports
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}
             if late:
@@ -166,14 +170,14 @@ class ViewChange:
                 change.extend(behind=frozenset(late), unheard=frozenset(unheard))
 
     def _is_connected(self, replica: int) -> bool:
-        """Whether all ranks of a replica are connected: the members, where they are some."""
+        """Return whether all ranks of a replica are connected; if they are members, as the members' processes."""
         return all(
             self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
             for rank in self._rules.ranks((replica,))
         )
 
     def _settle(self, change: Change) -> NextView | None:
-        """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
+        """Return what to adopt once all staying members are ready, or once this left-out rank hears none of them."""
         self._evaluate(change)
         self._send(change)
         following = change.outcome()
@@ -181,11 +185,11 @@ class ViewChange:
             following = change.alone()
         in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if self._roster.has(rank)}
         if following is not None and following.view is None and in_doubt - change.mine.gone:
-            return None  # one whose process turns out to have ended is no side that could be larger
+            return None  # a replica whose process turns out to have ended is no side that could be larger
         return following
 
     def _send(self, change: Change) -> None:
-        """Say what this rank knows to all who may be there, if it is news and no answers are awaited."""
+        """Send this rank's report to all ranks that may be running, if it is new and no answers are awaited."""
         mine, rules = change.mine, self._rules
         if mine == self._sent:
             return

@@ -1,4 +1,4 @@
-"""From the headers of all to a decision that is the same for all members: a verdict, votes, and their count."""
+"""The decisions on rounds, from the headers of all ranks to a verdict, votes and an outcome that all members share."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from diloco.protocol.signing import is_signed
 __all__ = ["Voting"]
 
 _MOST_REPORTED = 8
-"""Refused headers that are reported with the next average."""
+"""Most refused headers that are reported with the next average."""
 
 
 class Voting:
     """One rank's part in the decisions of a view.
 
     Args:
-        message_counts: rank -> number of messages that have come from it; kept up to date by the roster.
-        void: rounds of earlier views that others have found void.
+        view: the current view.
+        rules: the settings of this rank.
+        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
+        outbox: receives actions and events.
+        void: rounds of earlier views that others have decided void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: what members have done to rounds; rounds add to it.
+        conduct: the faults of members in rounds; rounds add to it.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Voting:
     ) -> None:
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self.ranks = rules.ranks(view.members)
-        self.decided = Decided(void)  # what was committed lately, and what is void
+        self.decided = Decided(void)  # the recently committed rounds, and the void ones
         self.has_state_of = has_state_of
         self.conduct = conduct
         self.view = view
@@ -60,7 +63,7 @@ class Voting:
         self._refused: list[str] = []
 
     def freeze(self, states: Collection[RoundState]) -> Report:
-        """As `RoundTable.freeze`, with the rounds of which this rank knows."""
+        """Stop voting and deciding. Return this rank's report on ``states``, the rounds that it knows."""
         self.frozen = True
         rank = self._rules.rank
         undecided = [state for state in states if state.committed is None and rank in state.votes]
@@ -75,11 +78,11 @@ class Voting:
         )
 
     def note_refusal(self, refusal: str) -> None:
-        """A header was refused, as ``refusal`` says; told with the next average."""
+        """Record why a header was refused, to be reported with the next average."""
         self._refused = [*self._refused, refusal][-_MOST_REPORTED:]
 
     def judge(self, state: RoundState) -> None:
-        """Decide whose contributions are summed, once all have been announced."""
+        """Decide whose contributions are summed, once all headers have been received."""
         if self.frozen or state.begun is None or state.verdict is not None:
             return
         if len(state.headers) < len(self.ranks):
@@ -99,18 +102,19 @@ class Voting:
         self.note_spoilers(verdict.refused, verdict.reason)
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
-        """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
+        """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
         too_often = self.conduct.note(spoilers) - {self._rules.replica}
         if too_often:
             self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
-        """Count whose vote made a round void that this rank had nothing against; of a disputed one it was counted."""
+        """Count the replica whose vote made a round void against which this rank found nothing, unless it was counted
+        before."""
         if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
             self.conduct.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
-        """Tell the round's exchange, if payloads are still moving."""
+        """Pass the verdict to the round's exchange, if that is still running."""
         state.verdict = verdict
         if state.exchanging:
             weights = state.weights(verdict.contributors, self._rules)
@@ -119,7 +123,8 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Vote and sign, unless this rank has voted or may not; also on a round that is void here, for the others."""
+        """Sign and send a vote, unless this rank has voted or may not vote; a void round gets one as well, for the
+        others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
         vote = vote.signed(self.view.id, self._rules.secret)
@@ -133,21 +138,21 @@ class Voting:
             self.await_votes(state)
 
     def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
-        """Count a vote; the one that decides the round ends it, and one that leaves it in doubt ends the view."""
+        """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or state.committed is not None or sender in state.votes:
             return
         if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
-            state.premature.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
+            state.premature.setdefault(sender, said)  # the missing headers will show whether this rank has diverged
             return
         state.votes[sender] = said.vote
         mine = state.votes.get(self._rules.rank)
         agrees = said.vote.ok and sender != self._rules.rank and (mine is None or mine.digest == said.vote.digest)
         if agrees and len(state.votes) < len(self.ranks):
-            return  # nothing follows from it before all have voted
+            return  # nothing follows before all have voted
         said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
         if said_by_now.committed is False and self._rules.rank not in state.votes:
             state.against = sender
-            # for whom it names as diverged, a vote that follows it has to wait for the headers as well
+            # a replica named as diverged must wait for the headers with this vote as well
             self.cast(replace(said, vote=Vote(False, reason=said_by_now.reason)), state)
         if said_by_now.committed is not None and state.committed is None:
             self.decide(state, said_by_now.committed, said_by_now.reason)
@@ -158,14 +163,14 @@ class Voting:
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
-        """Whether a rank has cast this vote on a round of which this rank knows."""
+        """Return whether a rank has cast this vote on a round known to this rank."""
         if state is None or vote.rank not in state.headers:
             return False
         words = vote_text(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
         return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
-        """The round is committed, or void for ``reason``; ``failure``: what this rank gets in that case."""
+        """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
         state.committed, state.reason = committed, reason
         self.stop_timers(state)
         if committed:
@@ -205,7 +210,7 @@ class Voting:
         state.free()
 
     def timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
-        """A timer of a round."""
+        """Return a timer of a round."""
         return Timer(kind, self.view.id, state.id)
 
     def stop_timers(self, state: RoundState) -> None:
@@ -218,14 +223,14 @@ class Voting:
         self._outbox.send((rank for rank in self.ranks if rank != self._rules.rank), message)
 
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """As `RoundState.look`, and set the timer for the next look."""
+        """Call `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
         absent, silent, unheard = state.look(self.ranks, self._rules, self._message_counts)
         self.conduct.count("late", absent | silent)
         return absent, silent, unheard
 
     def await_votes(self, state: RoundState) -> frozenset[int]:
-        """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
+        """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
         late = state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
