@@ -199,7 +199,7 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
     begin(network, 0, 1)
     rank(network, 2).suffer("leaves", 0)
     explore(network, [])
-    assert rank(network, 2).left == "replica 2 left after step 0."
+    assert rank(network, 2).left == "replica 2 left after step 0 and takes part in no more rounds."
     for number in (0, 1):
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)

@@ -53,7 +53,7 @@ class Contributions:
         return self.step + max(_LEAST_LEAD_STEPS, _LEAD_WINDOWS * widest) if widest else math.inf
 
     def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
-        """Begin the rounds of ``view``, unless this rank takes part no more, and release the held contributions.
+        """Begin the rounds of ``view``, unless this rank no longer takes part, and release the held contributions.
 
         Args:
             view: the new view.

@@ -165,7 +165,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Close:
-    """This rank takes part no more; rounds in flight end with ``failure``."""
+    """This rank no longer takes part; rounds in flight end with ``failure``."""
 
     failure: TransportError
 
