@@ -99,16 +99,16 @@ class Change:
         there = (member for member in self.view.members if member not in self.mine.gone)
         return tuple(rank for rank in self._ranks(there) if rank != self.mine.rank)
 
-    def absorb(self, *told: Report, in_part: Collection[int] = ()) -> bool:
+    def absorb(self, *reports: Report, in_part: Collection[int] = ()) -> bool:
         """Merge reports of other ranks. Return True if `mine` changed and must be sent to all again.
 
         Args:
-            told: the reports, reduced to what this rank believes.
+            reports: the parts of the reports that this rank believes.
             in_part: ranks whose report is only partly believed. Their knowledge differs from `mine`, so they can't be
                 ready with this rank.
         """
-        before, whole = self.mine, [report for report in told if report.rank not in in_part]
-        for report in told:
+        before, whole = self.mine, [report for report in reports if report.rank not in in_part]
+        for report in reports:
             self._reports.pop(report.rank, None)
             self._differing.append(report.rank)
             self._unready.append(report.rank)
@@ -150,23 +150,23 @@ class Change:
         reason = f"{names_of(self.staying)} can't be reached and may be continuing without replica {self._replica}"
         return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
 
-    def _merge(self, told: Report) -> None:
+    def _merge(self, other: Report) -> None:
         mine, members = self.mine, self._members
-        if mine.covers(told) and told.shown <= mine.shown:  # true of most reports once all have been received
+        if mine.covers(other) and other.shown <= mine.shown:  # true of most reports once all have been received
             return
-        left = mine.left | frozenset(each for each in told.left if each[0] in members)
-        joining = mine.joining | (told.joining - members)
+        left = mine.left | frozenset(each for each in other.left if each[0] in members)
+        joining = mine.joining | (other.joining - members)
         known = members | joining
         self.mine = replace(
             mine,
-            unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
-            behind=mine.behind | frozenset(pair for pair in told.behind if members.issuperset(pair)),
-            unsteady=mine.unsteady | frozenset(pair for pair in told.unsteady if members.issuperset(pair)),
-            gone=mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left),
+            unheard=mine.unheard | frozenset(pair for pair in other.unheard if known.issuperset(pair)),
+            behind=mine.behind | frozenset(pair for pair in other.behind if members.issuperset(pair)),
+            unsteady=mine.unsteady | frozenset(pair for pair in other.unsteady if members.issuperset(pair)),
+            gone=mine.gone | (other.gone & known) | frozenset(replica for replica, _ in left),
             joining=joining,
             left=left,
-            left_commits=mine.left_commits | told.left_commits,
-            shown=proofs.minimal_votes(mine.shown | told.shown),
+            left_commits=mine.left_commits | other.left_commits,
+            shown=proofs.minimal_votes(mine.shown | other.shown),
         )
 
     def _advance(self, before: Report, whole: Collection[Report]) -> bool:
@@ -211,12 +211,12 @@ class Change:
         apart = (pair for pair in mine.unheard - before.unheard if pair[0] in stayed and pair[1] in stayed)
         return same and self._replica in stayed and not any(apart)
 
-    def _all(self, ranks: list[int], says: Callable[[Report], bool]) -> bool:
-        """Return whether ``says`` holds for each staying rank's report of ``ranks``; remove the ranks that pass."""
+    def _all(self, ranks: list[int], passes: Callable[[Report], bool]) -> bool:
+        """Return whether each staying rank of ``ranks`` has a report that ``passes``; remove the ranks that pass."""
         staying = self.staying
         while ranks:
             report = self._reports.get(ranks[-1])
-            if (report is None or not says(report)) and ranks[-1] // self._ranks_per_replica in staying:
+            if (report is None or not passes(report)) and ranks[-1] // self._ranks_per_replica in staying:
                 return False
             ranks.pop()
         return True
@@ -231,11 +231,11 @@ class Change:
     @property
     def unproven(self) -> frozenset[int]:
         """The staying replicas that claim a commit without proof that all staying members voted for the round."""
-        told = [report for _, report in self.reports_of_staying() if report is not None]
-        return frozenset(rank // self._ranks_per_replica for rank in self._unproven(told))
+        reports = [report for _, report in self.reports_of_staying() if report is not None]
+        return frozenset(rank // self._ranks_per_replica for rank in self._unproven(reports))
 
-    def _unproven(self, told: Collection[Report]) -> frozenset[int]:
-        claims, held = {each.rank: each.claims for each in told}, {each.rank: each.held for each in told}
+    def _unproven(self, reports: Collection[Report]) -> frozenset[int]:
+        claims, held = {each.rank: each.claims for each in reports}, {each.rank: each.held for each in reports}
         return proofs.unproven(claims, held, self.mine.shown, self._ranks_per_replica)
 
     def reports_of_staying(self) -> list[tuple[int, Report | None]]:

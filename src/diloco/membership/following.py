@@ -43,19 +43,19 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
     return largest_set(order, mine.unheard)
 
 
-def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
+def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
     """Return what follows ``view``.
 
     Args:
         view: the view that ends.
-        told: the reports of all staying ranks; they are equal in `Report.known`.
+        reports: the reports of all staying ranks; they are equal in `Report.known`.
         staying: the result of `staying_members`.
         policy: decides which survivors may continue.
     """
-    known, lost = told[0], frozenset(view.members).difference(staying)
+    known, lost = reports[0], frozenset(view.members).difference(staying)
     left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(known.left_commits)}
-    commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in told)}
-    for report in told:
+    commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in reports)}
+    for report in reports:
         commits.update(report.claims)
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     joining: set[int] = set()
@@ -64,19 +64,19 @@ def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy
             joining.add(each)
     left = {replica: step for replica, step in sorted(known.left)}  # two of its ranks may have named different steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
-    agreed = [report.agreed for report in told if report.agreed is not None]
-    supported = _supported(agreed, more_than_could_lie(len(told)))
+    agreed = [report.agreed for report in reports if report.agreed is not None]
+    supported = _supported(agreed, more_than_could_lie(len(reports)))
     if supported and decision.members is not None:  # else others may have agreed on a different view since
         return max(supported, key=lambda each: each.known).following
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
     return NextView(
         view=None if members is None else view.followed_by(view.id + 1, members, joined),
         previous=view,
-        from_step=max(report.step for report in told) + 1,
+        from_step=max(report.step for report in reports) + 1,
         commits=commits,
         reason=decision.reason,
         joined=joined,
-        void=frozenset().union(*(report.void for report in told)) - commits.keys(),
+        void=frozenset().union(*(report.void for report in reports)) - commits.keys(),
         left=tuple(left.items()),
     )
 

@@ -31,10 +31,10 @@ class SignedVote:
 
 def minimal_votes(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
     """Return at most two of the ``votes`` for each rank and round; two different ones already prove a fault."""
-    said: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
+    distinct: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
     for vote in sorted(votes):
-        said[vote.rank, vote.round].setdefault((vote.ok, vote.digest), vote)
-    return frozenset(vote for different in said.values() for vote in [*different.values()][:2])
+        distinct[vote.rank, vote.round].setdefault((vote.ok, vote.digest), vote)
+    return frozenset(vote for votes_of_one in distinct.values() for vote in [*votes_of_one.values()][:2])
 
 
 def equivocators(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
@@ -81,9 +81,9 @@ def unproven(
             claimants[rank % ranks_per_replica, key, digest].append(rank)
     found: set[int] = set()
     for (position, key, digest), claiming in claimants.items():
-        for rank, theirs in held.items():
-            said = {theirs.get(key), *votes.get((rank, key), ())} - {None}
-            if digest not in said and (rank % ranks_per_replica == position or not said):
+        for rank, own in held.items():
+            digests = {own.get(key), *votes.get((rank, key), ())} - {None}
+            if digest not in digests and (rank % ranks_per_replica == position or not digests):
                 found.update(claiming)
                 break
     return frozenset(found)

@@ -38,7 +38,7 @@ class Barriers:
         Raises:
             ValueError: the rank has named too many barriers.
         """
-        if name not in self._values and sum(rank in told for told in self._values.values()) >= _MOST_BARRIERS:
+        if name not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_BARRIERS:
             raise ValueError(f"the sender has named more than {_MOST_BARRIERS} barriers")
         self.record(rank, name, value)
 

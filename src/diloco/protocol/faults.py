@@ -44,11 +44,11 @@ def read_faults(message: Mapping[str, Any]) -> dict[int, Faults]:
     >>> read_faults(faults_message({1: Faults(late=2), 2: Faults(spoilt=3)}, me=1))
     {2: Faults(spoilt=3, missed=0, against=0, late=0)}
     """
-    told = {name: dict(sorted(Fields(message).pairs(name))) for name in Faults._fields}
-    replicas = sorted(set().union(*told.values()))
+    reported = {name: dict(sorted(Fields(message).pairs(name))) for name in Faults._fields}
+    replicas = sorted(set().union(*reported.values()))
     if len(replicas) > _MOST_REPORTED or (replicas and replicas[-1] > MOST_RANK):
         raise ValueError(f"the faults must concern at most {_MOST_REPORTED} replicas, numbered up to {MOST_RANK}")
-    return {each: Faults(*(told[name].get(each, 0) for name in Faults._fields)) for each in replicas}
+    return {each: Faults(*(reported[name].get(each, 0) for name in Faults._fields)) for each in replicas}
 
 
 def faults_seen(replica: int, statuses: Mapping[int, Mapping[str, Any]]) -> Faults | None:
@@ -58,22 +58,22 @@ def faults_seen(replica: int, statuses: Mapping[int, Mapping[str, Any]]) -> Faul
         replica: the replica whose faults are returned.
         statuses: replica -> the status that it reports; malformed ones are ignored.
 
-    >>> told = {"members": [0, 1, 2], "faults": faults_message({2: Faults(against=5)}, me=0)}
-    >>> faults_seen(2, {0: told, 1: told}), faults_seen(0, {1: told}), faults_seen(1, {})
+    >>> reported = {"members": [0, 1, 2], "faults": faults_message({2: Faults(against=5)}, me=0)}
+    >>> faults_seen(2, {0: reported, 1: reported}), faults_seen(0, {1: reported}), faults_seen(1, {})
     (Faults(spoilt=0, missed=0, against=5, late=0), Faults(spoilt=0, missed=0, against=0, late=0), None)
     """
-    others = (_faults_in(replica, status) for teller, status in statuses.items() if teller != replica)
-    told = [faults for faults in others if faults is not None]
-    if not told:
+    others = (_faults_in(replica, status) for reporter, status in statuses.items() if reporter != replica)
+    reported = [faults for faults in others if faults is not None]
+    if not reported:
         return None
-    enough = min(more_than_could_lie(len(told) + 1), len(told))
-    return Faults(*(sorted(counts)[-enough] for counts in zip(*told, strict=True)))
+    enough = min(more_than_could_lie(len(reported) + 1), len(reported))
+    return Faults(*(sorted(counts)[-enough] for counts in zip(*reported, strict=True)))
 
 
 def _faults_in(replica: int, status: Mapping[str, Any]) -> Faults | None:
     """Return the faults of a member as a status of the same view reports them, or None if the status is malformed."""
     try:
-        members, told = Fields(status).ranks("members"), read_faults(Fields(status).message("faults"))
+        members, reported = Fields(status).ranks("members"), read_faults(Fields(status).message("faults"))
     except ValueError:
         return None
-    return told.get(replica, Faults()) if replica in members else None
+    return reported.get(replica, Faults()) if replica in members else None

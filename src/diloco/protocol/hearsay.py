@@ -105,8 +105,10 @@ def blamed_replicas(
             continue
         between: set[int] = set()
         if report is not None:
-            said = (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind) | (mine.unsteady ^ report.unsteady)
-            between |= {speaker for speaker, _ in said}
+            differing = (
+                (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind) | (mine.unsteady ^ report.unsteady)
+            )
+            between |= {speaker for speaker, _ in differing}
             between |= (mine.gone ^ report.gone) | (mine.joining ^ report.joining)
             between |= {each for each, _ in mine.left ^ report.left}
             if mine.left_commits != report.left_commits:
@@ -120,5 +122,7 @@ def blamed_replicas(
                 blamed.add(replica if about == me else about)
     if not blamed:
         same = mine.agreed.following if mine.agreed is not None else None
-        blamed = {one for one, told in reports if told is None or told.agreed is None or told.agreed.following != same}
+        blamed = {
+            one for one, report in reports if report is None or report.agreed is None or report.agreed.following != same
+        }
     return frozenset(blamed - {me})

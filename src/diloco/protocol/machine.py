@@ -241,16 +241,16 @@ class Machine:
         sender, views, ends = held.sender, self.views, self.ends
         is_from_member = self.roster.is_from_member(sender, held.connection)
         try:
-            view_id, said = read(sender, held.message, views.view)
+            view_id, parsed = read(sender, held.message, views.view)
         except ValueError as error:
             if is_from_member or not self.roster.has(sender):
                 words = f"replica {self.rules.replica_of(sender)} sent a malformed message: {error}"
                 ends.drop(sender, words)
             return
         rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
-        match said:
+        match parsed:
             case Leaving() if is_from_member:  # takes effect at once, whatever view the sender is in
-                ends.receive_leaving(sender, said)
+                ends.receive_leaving(sender, parsed)
             case _ if view_id > views.view.id:
                 self._hold_back(held)
             case Header() | RoundVote() if rounds is None:
@@ -259,17 +259,17 @@ class Machine:
                 if view_id < views.view.id and not self.roster.has(sender) and rounds is not None:
                     views.send_excluded(sender)
             case Header() | RoundVote() if (
-                rounds is not None and of_this_view and rounds.exceeds_early_limit(sender, said.round)
+                rounds is not None and of_this_view and rounds.exceeds_early_limit(sender, parsed.round)
             ):
                 ends.drop(sender, f"rank {sender} sent messages about too many rounds that this rank has not begun")
             case Header() if rounds is not None and of_this_view:
-                rounds.receive_header(sender, said)
+                rounds.receive_header(sender, parsed)
             case RoundVote() if rounds is not None and of_this_view:
-                rounds.receive_vote(sender, said)
+                rounds.receive_vote(sender, parsed)
             case ChangeReport():
-                ends.receive_change(sender, view_id, said)
+                ends.receive_change(sender, view_id, parsed)
             case Adopted() if of_this_view:
-                views.receive_adopted(sender, said.following)
+                views.receive_adopted(sender, parsed.following)
 
     def _hold_back(self, held: HeldMessage) -> None:
         if not self._held_back.keep(held):

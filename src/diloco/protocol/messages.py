@@ -133,20 +133,20 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, View
     """
     fields = Fields(message)
     kind, view_id = fields.text("kind"), fields.integer("view")
-    said: ViewMessage
+    parsed: ViewMessage
     if kind == "header":
-        said = Header.from_message(message)
+        parsed = Header.from_message(message)
     elif kind == "vote":
-        said = RoundVote.from_message(message)
+        parsed = RoundVote.from_message(message)
     elif kind == "change":
-        said = ChangeReport(_report_of(sender, fields, view), fields.words("why"))
+        parsed = ChangeReport(_report_of(sender, fields, view), fields.words("why"))
     elif kind == "adopted":
-        said = Adopted(next_view(message, view))
+        parsed = Adopted(next_view(message, view))
     elif kind == "leaving":
-        said = Leaving(fields.integer("step"), fields.digests("commits"))
+        parsed = Leaving(fields.integer("step"), fields.digests("commits"))
     else:
         raise ValueError(f"the message kind {kind!r:.80} is unknown")
-    return view_id, said
+    return view_id, parsed
 
 
 def change_message(mine: Report, why: str) -> dict[str, Any]:

@@ -160,10 +160,10 @@ class RoundTable:
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """Process a member's vote on a round to which it has contributed."""
-        state, said = self._rounds.get(vote.round), vote.vote
+        state, cast = self._rounds.get(vote.round), vote.vote
         if state is None or sender not in state.headers or state.committed is not None:
             return
-        if not self._voting.is_vote(state, SignedVote(sender, state.key, said.ok, said.digest, said.signature)):
+        if not self._voting.is_vote(state, SignedVote(sender, state.key, cast.ok, cast.digest, cast.signature)):
             unsigned = f"the vote of replica {self._rules.replica_of(sender)} is not signed with its key"
             vote = RoundVote(vote.round, Vote(False, reason=unsigned))
         self._voting.count(state, sender, vote)

@@ -75,23 +75,23 @@ class ViewChange:
             self._news_s = self._outbox.now_s
         return self._settle(change)
 
-    def absorb(self, said: ChangeReport) -> NextView | None:
+    def absorb(self, received: ChangeReport) -> NextView | None:
         """Merge another rank's report. Return what to adopt now, or None.
 
         A rank's own steps and rounds never change during a change, so those of its first report stand.
         """
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
-        change = self._begin(said.why)
-        self._awaited.discard(said.report.rank)
-        before = self._received.get(said.report.rank)
-        if before is None or (before.ready, before.known) != (said.report.ready, said.report.known):
+        change = self._begin(received.why)
+        self._awaited.discard(received.report.rank)
+        before = self._received.get(received.report.rank)
+        if before is None or (before.ready, before.known) != (received.report.ready, received.report.known):
             self._news_s = self._outbox.now_s
-        first = before or said.report
-        self._received[said.report.rank] = replace(
-            said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
+        first = before or received.report
+        self._received[received.report.rank] = replace(
+            received.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
         )
-        self._unsettled.add(said.report.rank)
+        self._unsettled.add(received.report.rank)
         return self._settle(change)
 
     def stop_waiting(self) -> bool:
@@ -148,16 +148,19 @@ class ViewChange:
 
         before = None
         while before != change.mine:
-            before, told = change.mine, dict[int, Report]()
+            before, accepted = change.mine, dict[int, Report]()
             for rank in sorted(self._unsettled):
                 report = self._received[rank]
                 if report.shown:
                     report = replace(report, shown=frozenset(filter(rounds.is_vote, report.shown)))
-                told[rank] = believed(report, before, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard)
+                accepted[rank] = believed(
+                    report, before, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard
+                )
             change.absorb(
-                *told.values(), in_part={rank for rank in told if told[rank].known != self._received[rank].known}
+                *accepted.values(),
+                in_part={rank for rank in accepted if accepted[rank].known != self._received[rank].known},
             )
-            self._unsettled = {rank for rank in told if told[rank] != self._received[rank]}
+            self._unsettled = {rank for rank in accepted if accepted[rank] != self._received[rank]}
             # accusations by others that this rank's own observation supports
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}

@@ -41,26 +41,26 @@ class ViewEnds:
         self._ended_early: set[int] = set()  # replicas that ended before this rank was a member
         self._broken_link = ""  # why the view is to be replaced by one of the same members
 
-    def receive_change(self, sender: int, view_id: int, said: ChangeReport) -> None:
+    def receive_change(self, sender: int, view_id: int, received: ChangeReport) -> None:
         """Process a member's report on the end of a view."""
-        views, last, step = self._views, self._views.adopted_last, said.report.step
+        views, last, step = self._views, self._views.adopted_last, received.report.step
         if last is not None and view_id == last.previous.id:
             self._outbox.send([sender], adopted_message(last))  # the sender is still in the view that has ended here
         elif view_id == views.view.id and step > views.contributions.greatest_step:
             words = f"replica {self._rules.replica_of(sender)} reports step {step}"
             self.drop(sender, f"{words}, but no member can be past step {views.contributions.greatest_step}")
         elif view_id == views.view.id:
-            views.receive_change(said)
+            views.receive_change(received)
 
-    def receive_leaving(self, sender: int, said: Leaving) -> None:
+    def receive_leaving(self, sender: int, leaving: Leaving) -> None:
         """Process a member's announcement that it leaves."""
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
             # and announce it, in case this rank's connections end before the other rank's message arrives
-            self._views.leave(said.step)
+            self._views.leave(leaving.step)
         else:
-            words, left = f"replica {replica} left after step {said.step}", frozenset({(replica, said.step)})
-            self._views.end(words, left=left, left_commits=said.left_commits)
+            words, left = f"replica {replica} left after step {leaving.step}", frozenset({(replica, leaving.step)})
+            self._views.end(words, left=left, left_commits=leaving.left_commits)
 
     def lose(self, rank: int, loss: Loss) -> None:
         """Handle the loss of the connection to a rank."""

@@ -122,9 +122,9 @@ class ViewManager:
         """End the current view for the reason ``why``; ignored if this rank takes no part in it."""
         self._follow(self.change.extend(why, **news))
 
-    def receive_change(self, said: ChangeReport) -> None:
+    def receive_change(self, received: ChangeReport) -> None:
         """Process a member's report that the current view ends."""
-        self._follow(self.change.absorb(said))
+        self._follow(self.change.absorb(received))
 
     def receive_adopted(self, sender: int, following: NextView) -> None:
         """Process a member's message that it has adopted what follows the current view.

@@ -95,10 +95,10 @@ class Voting:
             vote = Vote(False, reason=verdict.reason)
             self.cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
         premature, state.premature = state.premature, {}
-        for sender, said in premature.items():
-            self.count(state, sender, said)
-        took_back = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
-        self.conduct.count("missed", took_back)
+        for sender, round_vote in premature.items():
+            self.count(state, sender, round_vote)
+        withdrawn = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
+        self.conduct.count("missed", withdrawn)
         self.note_spoilers(verdict.refused, verdict.reason)
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
@@ -137,29 +137,35 @@ class Voting:
             state.voted_s = self._outbox.now_s
             self.await_votes(state)
 
-    def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
+    def count(self, state: RoundState, sender: int, round_vote: RoundVote) -> None:
         """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or state.committed is not None or sender in state.votes:
             return
-        if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
-            state.premature.setdefault(sender, said)  # the missing headers will show whether this rank has diverged
+        if self._rules.replica in round_vote.diverged and state.begun is not None and state.verdict is None:
+            state.premature.setdefault(
+                sender, round_vote
+            )  # the missing headers will show whether this rank has diverged
             return
-        state.votes[sender] = said.vote
+        state.votes[sender] = round_vote.vote
         mine = state.votes.get(self._rules.rank)
-        agrees = said.vote.ok and sender != self._rules.rank and (mine is None or mine.digest == said.vote.digest)
+        agrees = (
+            round_vote.vote.ok
+            and sender != self._rules.rank
+            and (mine is None or mine.digest == round_vote.vote.digest)
+        )
         if agrees and len(state.votes) < len(self.ranks):
             return  # nothing follows before all have voted
-        said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
-        if said_by_now.committed is False and self._rules.rank not in state.votes:
+        tallied = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
+        if tallied.committed is False and self._rules.rank not in state.votes:
             state.against = sender
             # a replica named as diverged must wait for the headers with this vote as well
-            self.cast(replace(said, vote=Vote(False, reason=said_by_now.reason)), state)
-        if said_by_now.committed is not None and state.committed is None:
-            self.decide(state, said_by_now.committed, said_by_now.reason)
-        if said_by_now.disputed and not state.disputed:
+            self.cast(replace(round_vote, vote=Vote(False, reason=tallied.reason)), state)
+        if tallied.committed is not None and state.committed is None:
+            self.decide(state, tallied.committed, tallied.reason)
+        if tallied.disputed and not state.disputed:
             state.disputed, state.against = True, sender
             self.conduct.count("against", {self._rules.replica_of(sender)})
-            words = disputed_reason(state.id, said_by_now.reason)
+            words = disputed_reason(state.id, tallied.reason)
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
