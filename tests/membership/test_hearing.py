@@ -1,4 +1,4 @@
-"""A largest set of those who hear each other, against trying all sets."""
+"""The largest set of members that hear each other, compared with trying all sets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_la
 
 
 def test_many_bad_pairs_of_many_members_take_no_time() -> None:
-    """Whether each member has one bad pair, all of two halves can't hear each other, or all of a ring."""
+    """Whether each member has one bad pair, two halves can't hear each other, or neighbours in a ring can't."""
     pairs = [(m, m + 1) for m in range(0, 64, 2)]
     assert largest_set(range(64), pairs) == tuple(range(0, 64, 2))
     halves = [(one, other) for one in range(32) for other in range(32, 64)]

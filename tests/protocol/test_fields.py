@@ -1,4 +1,4 @@
-"""The parser of what others say: every value in its range, and nothing raised but the refusal."""
+"""The parser of messages from other processes: every value is in its range, and only `ValueError` is raised."""
 
 from __future__ import annotations
 

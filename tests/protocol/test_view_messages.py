@@ -1,4 +1,4 @@
-"""Who has a say in a view, and what becomes of what is no message of its protocol; on the simulated network."""
+"""Which senders count in a view, and how malformed messages are handled; on the simulated network."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["kind"])
 @pytest.mark.parametrize("view_id", [0, 1])
 def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any], view_id: int) -> None:
-    """Not in the present one, nor in the next one if it is no member of that."""
+    """Neither in the current view, nor in the next one if it is no member of that."""
     network = simulated(3, Limits(ends=1), strangers=1)
     begin(network, 0, 1)
-    if message["kind"] == "adopted":  # which counts only while there is something to adopt
+    if message["kind"] == "adopted":  # it counts only while there is something to adopt
         rank(network, 0).lose(2, gone=False)
     assert not rank(network, 0).handle(Received(3, message | {"view": view_id}))
     network.happen("ends", 2, 0, 0)
@@ -84,7 +84,7 @@ def test_messages_say_what_was_meant() -> None:
 
 
 def test_what_many_members_agree_on_is_read_as_it_was_said() -> None:
-    """Else nobody could be ready for what the others are."""
+    """Otherwise no rank could be ready for what the others are ready for."""
     view = View(0, tuple(range(1 << 30, (1 << 30) + 64)))
     decision = decide(view, lost=view.members[:20], gone=(), joining=range(20), policy=Policy())
     assert decision.members is not None
@@ -105,7 +105,7 @@ JSON = st.recursive(
 
 
 def is_what_it_should_be(name: str, value: Any) -> bool:
-    """Whether ``value`` would do as the field ``name`` of a message, so that the message is not malformed by it."""
+    """Return whether ``value`` is valid as the field ``name`` of a message."""
     try:
         for message in MESSAGES:
             if name in message:
@@ -118,7 +118,7 @@ def is_what_it_should_be(name: str, value: Any) -> bool:
 
 @st.composite
 def malformed(draw: st.DrawFn) -> dict[str, Any]:
-    """A message with a field that is missing or is something else, or any object at all."""
+    """Return a message with a missing or wrong field, or an arbitrary object."""
     message = dict(draw(st.sampled_from(MESSAGES)))
     name = draw(st.sampled_from(sorted(message)))
     if draw(st.booleans()):
@@ -126,7 +126,7 @@ def malformed(draw: st.DrawFn) -> dict[str, Any]:
         return message
     value = draw(JSON)
     if is_what_it_should_be(name, value):
-        value = [[None]]  # which no field should be
+        value = [[None]]  # valid for no field
     if draw(st.booleans()):
         return message | {name: value}
     return {"kind": draw(st.sampled_from(["header", "vote", "change", "adopted", "leaving", "?"])), name: value}
@@ -146,25 +146,25 @@ def test_what_is_no_message_names_its_field_and_raises_nothing_else(message: dic
 def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
     numbers: list[int], replicas: int, limits: Limits, garbage: list[dict[str, Any]], size: int
 ) -> None:
-    """Property: nothing raises, and who goes on commits every round."""
+    """Property: nothing raises, and the ranks that continue commit every round."""
     limits = Limits(limits.ends, limits.machines, limits.cuts, own={"garbage": 2})
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, garbage=garbage), whole=True)
 
 
 @pytest.mark.parametrize(
-    ("quorum", "members"), [(Policy(), (0, 1)), (Policy(min_replicas=3), None)], ids=["two go on", "nobody goes on"]
+    ("quorum", "members"), [(Policy(), (0, 1)), (Policy(min_replicas=3), None)], ids=["two continue", "none continues"]
 )
 def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     quorum: Policy, members: tuple[int, ...] | None
 ) -> None:
-    """Also where nobody went on, so that the one who asks is in no other view than the one who answers."""
+    """Also if none continues, so that both the asking and the answering rank are still in that view."""
     network = simulated(3, quorum=quorum)
     begin(network, 0, 1, 2)
     through, asking = rank(network, 0), rank(network, 1)
     for each in (through, asking):
         network.hang_up(each.rank, 2)
         each.lose(2, gone=False)
-    while not through.changes:  # who asks is the last to hear anything
+    while not through.changes:  # the asking rank receives everything last
         network.happen(*max(network.choices(), key=lambda choice: choice[2] == through.rank), 0)
     assert asking.changes == []
     (following,) = through.changes
