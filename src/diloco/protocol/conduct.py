@@ -71,7 +71,7 @@ class Conduct:
         self.faults = {**self.faults, **more}
 
     def may_be_spoiler(self, member: int) -> bool:
-        """Return whether a report that a member has spoilt `MOST_SPOILT` rounds may be true; its sender may be a round
+        """Return whether a member may have spoilt `MOST_SPOILT` rounds, as a report says whose sender may be a round
         ahead."""
         return self._spoilt(member) >= self.MOST_SPOILT - 1
 

@@ -152,8 +152,8 @@ class HandedIn:
 
 @dataclass(frozen=True)
 class Say:
-    """This rank is to announce something: a message of kind ``meet``, ``facts``, ``speed`` or ``join``, as others
-    receive it."""
+    """This rank is to announce a message of kind ``meet``, ``facts``, ``speed`` or ``join``, given as others receive
+    it."""
 
     message: Mapping[str, Any]
 
@@ -180,8 +180,7 @@ class ViewBegan:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """Internal: the view is to end for ``reason``, because ``replicas`` have spoilt too many rounds, or a round is
-    disputed."""
+    """Internal: the view is to end, because ``replicas`` have spoilt too many rounds, or a round is disputed."""
 
     view_id: int
     replicas: frozenset[int]

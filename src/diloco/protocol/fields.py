@@ -235,7 +235,7 @@ class Fields:
         return found
 
     def numbered_texts(self, name: str, greatest: int, most: int) -> list[tuple[int, str]]:
-        """Return a list of ``[integer, string]`` with integers up to ``greatest`` and strings of at most ``most``
+        """Return a list of ``[integer, string]``, the integers up to ``greatest`` and the strings of at most ``most``
         characters."""
         values = _list(name, self._of(name))
         if wrong := [value for value in values if len(_list(name, value)) != 2]:

@@ -71,8 +71,7 @@ class RoundState:
         return self.begun is not None or self.concluded
 
     def sealed_digest(self, digest: str) -> str:
-        """Return a digest over the digest of an average and the signing keys of all ranks, so that a vote covers the
-        keys."""
+        """Return a digest of an average's digest and the signing keys of all ranks, so that a vote covers the keys."""
         keys = (self.headers[rank].key for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *keys)).encode(), digest_size=16).hexdigest()
 
@@ -152,8 +151,7 @@ class RoundState:
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
-        """Return the verdict that follows from the headers of all ranks of ``members``. Set `donor` and `fault` as
-        well."""
+        """Return the verdict that follows from the headers of all ranks of ``members``; also set `donor` and `fault`."""
         assert self.begun is not None
         verdict = judge_headers(
             self.headers,

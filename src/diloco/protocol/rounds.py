@@ -185,8 +185,7 @@ class RoundTable:
         return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
 
     def late_contributors(self) -> frozenset[int]:
-        """Return the replicas whose contribution this rank has awaited, since its own, for half of ``late_s`` or
-        longer."""
+        """Return the replicas whose contribution this rank has awaited, since its own, for at least ``late_s / 2``."""
         half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
         waited_for = (
             state
@@ -196,8 +195,7 @@ class RoundTable:
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
     def late_voters(self) -> frozenset[int]:
-        """Return the replicas whose vote this rank has awaited, since its own, for half of ``round_timeout_s`` or
-        longer."""
+        """Return the replicas whose vote this rank has awaited, since its own, for at least ``round_timeout_s / 2``."""
         waited = (
             state
             for state in self._rounds.values()
@@ -259,8 +257,7 @@ class RoundTable:
         return (late, missing_votes_reason(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """Return the late replicas that still send something, the silent ones, and the reason, or None if there are
-        none."""
+        """Return the late replicas that still send something, the silent ones, and the reason; None if there are none."""
         state, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None

@@ -56,8 +56,7 @@ class ViewChange:
         return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
 
     def patience_s(self) -> float:
-        """Return for how many more seconds to wait for a change that makes progress; 0 or less if a member may hold it
-        up."""
+        """Return how many more seconds to wait for a change that makes progress; 0 or less if a member may hold it up."""
         until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
         return until_s - self._outbox.now_s
 
@@ -95,8 +94,7 @@ class ViewChange:
         return self._settle(change)
 
     def stop_waiting(self) -> bool:
-        """Stop waiting for answers, as the change takes long. Return False if this rank stopped before, or no change
-        runs."""
+        """Stop waiting for answers, as the change takes long; return False if there is nothing to stop."""
         if self.known is None or self._stopped_waiting:
             return False
         # so that the report is sent once more, which shows whether a member sent others a different report

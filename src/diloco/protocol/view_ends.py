@@ -109,8 +109,8 @@ class ViewEnds:
             self._views.end(self._broken_link)
 
     def settle(self, view_id: int) -> None:
-        """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that hold it
-        up."""
+        """Push a long view change to its end: stop waiting for answers first, then exclude the replicas that obstruct
+        it."""
         change, timer = self._views.change, Timer("settle", view_id)
         if view_id != self._views.view.id:
             return
@@ -206,7 +206,7 @@ class ViewEnds:
         return all(there in reach.get(here, ()) or here in reach.get(there, ()) for here, there in pairs)
 
     def _lose_unreachable(self, mine: Report, unheard: frozenset[int]) -> None:
-        """Lose members that were lost before this view was agreed on, as they have no connection whose end would be
+        """Lose members that were lost before this view was agreed on; they have no connection whose end would be
         noticed."""
         me, members = self._rules.replica, frozenset(self._views.view.members)
         left = frozenset(each for each in mine.left if each[0] in members)

@@ -90,11 +90,8 @@ class ViewManager:
             commits = self.contributions.rounds.freeze().commits if self.contributions.rounds is not None else {}
             self._outbox.send(self.others(), Leaving(step, commits).to_message(self.view.id))
             # the others hang up once they have received it
-            self.close(
-                TransportError(
-                    f"replica {self._rules.replica} left after step {step} and takes part in no more rounds."
-                )
-            )
+            me = self._rules.replica
+            self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
 
     def close(self, failure: TransportError) -> None:
         """Take part in no more rounds. Those in flight end with ``failure``."""

@@ -108,8 +108,7 @@ class Voting:
             self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
-        """Count the replica whose vote made a round void against which this rank found nothing, unless it was counted
-        before."""
+        """Count the replica whose vote made a round void to which this rank had no objection, unless counted before."""
         if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
             self.conduct.count("against", {self._rules.replica_of(state.against)})
 
@@ -123,8 +122,7 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Sign and send a vote, unless this rank has voted or may not vote; a void round gets one as well, for the
-        others."""
+        """Sign and send a vote, unless this rank has voted or may not; a void round gets one as well, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
         vote = vote.signed(self.view.id, self._rules.secret)
