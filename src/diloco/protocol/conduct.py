@@ -71,8 +71,7 @@ class Conduct:
         self.faults = {**self.faults, **more}
 
     def may_be_spoiler(self, member: int) -> bool:
-        """Return whether a member may have spoilt `MOST_SPOILT` rounds, as a report says whose sender may be a round
-        ahead."""
+        """Return whether a member may have spoilt `MOST_SPOILT` rounds, as others report that may be a round ahead."""
         return self._spoilt(member) >= self.MOST_SPOILT - 1
 
     def _spoilt(self, member: int) -> int:

@@ -54,7 +54,7 @@ class Pulse:
         self._beat_s = now_s
 
     def beat(self, now_s: float) -> bool:
-        """Record a beat. Return True if this process was suspended since the last one, so that its peers get more time."""
+        """Record a beat. Return True if this process was suspended since the last one, so peers need more time."""
         stood_s, self._beat_s = now_s - self._beat_s, now_s
         if stood_s > self._timing.silence_s - self._timing.heartbeat_s:
             self._woke_s = now_s

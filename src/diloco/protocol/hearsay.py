@@ -46,24 +46,24 @@ def believed(
     if mine.covers(report):  # the report holds nothing new
         return report if agreed is report.agreed else replace(report, agreed=agreed)
 
-    def speaks_of(replica: int) -> bool:
+    def may_report_on(replica: int) -> bool:
         return replica == sender or (replica != me and not hears(replica))
 
     unheard = frozenset(
         pair
         # any member may report that two joiners don't hear each other: at worst they join one after the other
         for pair in report.unheard
-        if pair in mine.unheard or speaks_of(pair[0]) or mine.joining.issuperset(pair)
+        if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
     )
     fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is forwarded to all members
-    left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
+    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
     whole = fits and left and left == report.left
     ended = mine.gone | {replica for replica, _ in left}
     return replace(
         report,
         unheard=unheard,
-        behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
-        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or speaks_of(pair[0])),
+        behind=frozenset(pair for pair in report.behind if pair in mine.behind or may_report_on(pair[0])),
+        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or may_report_on(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
         left=left,
         left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,

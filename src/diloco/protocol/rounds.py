@@ -257,7 +257,7 @@ class RoundTable:
         return (late, missing_votes_reason(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """Return the late replicas that still send something, the silent ones, and the reason; None if there are none."""
+        """Return the late replicas that still send something, the silent ones, and the reason; None if none is late."""
         state, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None

@@ -56,7 +56,7 @@ class ViewChange:
         return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
 
     def patience_s(self) -> float:
-        """Return how many more seconds to wait for a change that makes progress; 0 or less if a member may hold it up."""
+        """Return how many more seconds to wait for a change that makes progress; 0 or less if it may be held up."""
         until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
         return until_s - self._outbox.now_s
 
