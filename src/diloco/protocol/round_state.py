@@ -151,7 +151,7 @@ class RoundState:
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
-        """Return the verdict that follows from the headers of all ranks of ``members``; set `donor` and `fault`, too."""
+        """Return the verdict on the headers of all ranks of ``members``; set `donor` and `fault`, too."""
         assert self.begun is not None
         verdict = judge_headers(
             self.headers,
