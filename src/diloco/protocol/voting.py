@@ -122,7 +122,7 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Sign and send a vote, unless this rank has voted or may not; void rounds get votes as well, for the others."""
+        """Sign and send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
         vote = vote.signed(self.view.id, self._rules.secret)
