@@ -1,8 +1,8 @@
-"""An asynchronous network in plain data: whoever holds the numbers decides what happens next, and what gets lost.
+"""An asynchronous network in plain data: a list of numbers decides what happens next, and what gets lost.
 
 Ranks send each other messages over connections that keep their order, as TCP does. A rank may end at any moment, also
-when a broadcast has reached some and not yet others; a connection may go silent. What was on its way then arrives up to
-some message and no further. Both ends notice, each in its own time.
+when a broadcast has reached only some receivers, and a connection may go silent. A prefix of the messages in transit
+then still arrives. Both ends notice, each in its own time.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ class Node(Protocol):
     """One rank's side of a protocol."""
 
     def act(self) -> bool:
-        """Do the next thing of one's own accord; False if there is nothing."""
+        """Do the node's next pending thing; return False if there is none."""
 
     def heard(self, sender: int, message: Any) -> None:
-        """A message came in."""
+        """Receive a message."""
 
     def lose(self, rank: int, *, gone: bool) -> None:
-        """The connection to ``rank`` is no more; ``gone``: since its process has ended."""
+        """Handle the end of the connection to ``rank``; ``gone``: its process has ended."""
 
     def may(self, what: str) -> bool:
-        """Whether one of `Limits`' things of its own can befall it now."""
+        """Return whether one of the node's own faults, see `Limits`, can happen to it now."""
 
     def suffer(self, what: str, number: int) -> None:
-        """Let it happen; ``number`` decides what it leaves open."""
+        """Let such a fault happen; ``number`` decides open details."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What may go wrong, at most so often."""
+    """The faults that may happen, and how often at most."""
 
     ends: int = 0
     machines: int = 0
-    """Ranks that end with their machine, so that nobody can tell them from silent ones."""
+    """Ranks that end with their machine, so that others can't tell them from silent ones."""
     cuts: int = 0
     abrupt: bool = False
-    """Whether a rank that hangs up takes along what it had sent before."""
+    """Whether a rank that hangs up loses what it had sent before."""
     returns: int = 0
-    """Ranks that are started again after they have ended; `Network.make` makes their nodes."""
+    """Ranks that are restarted after they have ended; `Network.make` makes their nodes."""
     deaf: int = 0
-    """Ways between two ranks, in one direction, on which nothing arrives any more."""
+    """Links between two ranks on which, in one direction, nothing arrives any more."""
     own: Mapping[str, int] = field(default_factory=dict)
-    """What else may befall a node, by the name that `Node.may` and `Node.suffer` know it by."""
+    """Further faults of a node, by the name that `Node.may` and `Node.suffer` use."""
 
 
 NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
-"""For `explore`."""
+"""The numbers for `explore`."""
 
 LIMITS = st.builds(
     Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans(), deaf=st.integers(0, 3)
@@ -67,9 +67,9 @@ class Network:
     """The connections between ``ranks``.
 
     Attributes:
-        ranks: all of them.
-        alive: those that have not ended.
-        make: gives the node of a rank that is started again.
+        ranks: all ranks.
+        alive: the ranks that have not ended.
+        make: returns the node of a restarted rank.
     """
 
     make: Callable[[int], Node]
@@ -86,7 +86,7 @@ class Network:
         self._ends_up = set(self.on_the_way)
         self._connections = dict.fromkeys(self.on_the_way, 0)
         self._cut: set[tuple[int, int]] = set()
-        self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing of b reaches a any more
+        self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing from b reaches a any more
         self._unreachable: set[int] = set()
         self._sends_left: dict[int, int] = {}
         self._number = 0
@@ -94,7 +94,7 @@ class Network:
     # For the nodes.
 
     def send(self, sender: int, receiver: int, message: Any) -> None:
-        """Put a message on its way; a rank that is to end in the middle of a broadcast ends here."""
+        """Send a message; a rank that is to end in the middle of a broadcast ends here."""
         if sender not in self.alive:
             return
         if self._sends_left.get(sender) == 0:
@@ -106,19 +106,19 @@ class Network:
             self.on_the_way[sender, receiver].append(message)
 
     def hang_up(self, rank: int, other: int) -> None:
-        """``rank`` ends its connection to ``other``, which notices in its own time."""
+        """End the connection of ``rank`` to ``other``, which notices in its own time."""
         if (rank, other) in self._ends_up:
             self._ends_up.remove((rank, other))
             self.on_the_way[other, rank].clear()
 
     def connection(self, rank: int, other: int) -> int | None:
-        """A number for the connection of ``rank`` to ``other``, of its own for each; None where there is none."""
+        """Return the unique number of the connection of ``rank`` to ``other``, or None if there is none."""
         return self._connections[rank, other] if (rank, other) in self._ends_up else None
 
-    # For who decides what happens next.
+    # For the code that decides what happens next.
 
     def can(self, what: str, a: int, b: int) -> bool:
-        """Whether a message is there to be delivered, or an end of a connection to be noticed."""
+        """Return whether a message can be delivered, or the end of a connection can be noticed."""
         if what == "deliver":
             return bool(self.on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
         if a not in self.alive or (a, b) not in self._ends_up:
@@ -127,13 +127,13 @@ class Network:
         return b not in self.alive or hung_up or (a, b) in self._unheard
 
     def choices(self) -> list[tuple[str, int, int]]:
-        """What can happen next by itself."""
+        """Return what can happen next without a fault."""
         some = [pair for pair, messages in self.on_the_way.items() if messages]
         found = [("deliver", a, b) for a, b in some if self.can("deliver", a, b)]
         return found + [("notice", a, b) for a, b in self.on_the_way if self.can("notice", a, b)]
 
     def trouble(self) -> list[tuple[str, int, int]]:
-        """What can go wrong next."""
+        """Return the faults that can happen next."""
         found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
         if self._left["cuts"]:
             pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and (a, b) not in self._cut]
@@ -148,7 +148,7 @@ class Network:
         return found
 
     def happen(self, what: str, a: int, b: int, number: int) -> None:
-        """Let one of the choices happen; ``number`` decides what it leaves open."""
+        """Let one of the choices happen; ``number`` decides open details."""
         if what == "deliver":
             self.nodes[b].heard(a, self.on_the_way[a, b].popleft())
         elif what == "notice":
@@ -179,7 +179,7 @@ class Network:
                 self.end(a)
 
     def return_whole(self, rank: int) -> None:
-        """``rank`` looks again, its ways to all who live carry everything, and nobody ends any more."""
+        """Restart ``rank`` with intact links to all live ranks, and let no rank end any more."""
         self._return(rank)
         self._sends_left.clear()
 
@@ -190,7 +190,8 @@ class Network:
                 self._lose_some(a, b, self._number)
 
     def _return(self, rank: int) -> None:
-        """A new process in the place of the one that ended: its connections are new, and the old ones are forgotten."""
+        """Start a new process in the place of the one that ended; its connections are new, and the old ones are
+        forgotten."""
         self.alive.add(rank)
         self._sends_left.pop(rank, None)
         self._unreachable.discard(rank)
@@ -212,10 +213,10 @@ class Network:
 
 
 def explore(network: Network, numbers: Sequence[int], most: int = 1000) -> None:
-    """Let things happen as ``numbers`` say; when they are used up, let all that is under way come to its end.
+    """Let things happen as ``numbers`` say, and then let everything that is under way finish.
 
     Raises:
-        AssertionError: if it does not come to an end.
+        AssertionError: it does not come to an end.
     """
 
     def options() -> list[tuple[str, int, int]]:

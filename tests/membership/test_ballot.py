@@ -1,4 +1,4 @@
-"""Votes: applied by all or by none, whatever order they come in."""
+"""Votes: a round is applied by all or by none, in whatever order votes arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOTES = st.one_of(
 def test_no_two_members_decide_differently_whatever_order_votes_come_in(
     votes: dict[int, Vote], data: st.DataObject
 ) -> None:
-    """Property: each has decided once all votes are in, and stays so, or knows that it is disputed."""
+    """Property: once all votes are in, each member has a final decision, or knows that the round is disputed."""
     voters, taken = sorted(votes), set()
     for me in voters:
         order = data.draw(st.permutations(voters))
@@ -33,7 +33,7 @@ def test_no_two_members_decide_differently_whatever_order_votes_come_in(
 
 @given(st.dictionaries(st.integers(0, 7), VOTES, min_size=2, max_size=6), st.integers(0, 7), st.data())
 def test_what_a_liar_tells_each_makes_no_two_outcomes(honest: dict[int, Vote], liar: int, data: st.DataObject) -> None:
-    """Property: who has committed has seen a vote of each honest one that can't call the round void, or does not."""
+    """Property: if one honest member commits, no other one can declare the round void."""
     honest.pop(liar, None)
     voters = sorted({*honest, liar})
     told = {me: tally(voters, {**honest, liar: data.draw(VOTES)}, me=me) for me in honest}
@@ -55,33 +55,33 @@ def test_one_vote_against_is_enough_for_who_has_not_voted_and_gives_the_reason(
     against, me = data.draw(st.permutations(sorted(voters)))[:2]
     come = {against: Vote(False, reason="its link ended")}
     assert tally(voters, come, me=me) == Tally(False, "its link ended")
-    everybody = dict.fromkeys(voters, Vote(True, "a")) | come
-    assert tally(voters, everybody, me=me) == Tally(None, "its link ended", disputed=True)
-    assert tally(voters, everybody, me=against) == Tally(False, "its link ended")
+    all_votes = dict.fromkeys(voters, Vote(True, "a")) | come
+    assert tally(voters, all_votes, me=me) == Tally(None, "its link ended", disputed=True)
+    assert tally(voters, all_votes, me=against) == Tally(False, "its link ended")
 
 
 def test_of_two_members_one_vote_against_is_enough() -> None:
-    """Nobody else is there who could have committed."""
+    """No third member could have committed."""
     assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(False, reason="late")}, me=0) == Tally(False, "late")
     assert tally([0, 1], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0) == Tally(
-        False, "1 holds another average than 0"
+        False, "rank 1 holds a different average than rank 0"
     )
 
 
 def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
-    """Two replicas of two ranks: those at the same position hold the same shard."""
+    """Two replicas of two ranks: ranks at the same position hold the same shard."""
     positions = {0: 0, 1: 1, 2: 0, 3: 1}
     shards = {0: Vote(True, "first"), 1: Vote(True, "second"), 2: Vote(True, "first"), 3: Vote(True, "second")}
     assert tally(range(4), shards, me=0, groups=positions) == Tally(True)
     assert tally(range(4), shards, me=0).disputed
     mixed = shards | {3: Vote(True, "odd")}
-    wanted = Tally(None, "3 holds another average than 1", disputed=True)
+    wanted = Tally(None, "rank 3 holds a different average than rank 1", disputed=True)
     assert tally(range(4), mixed, me=0, groups=positions) == wanted
 
 
 def test_votes_of_strangers_count_for_nothing() -> None:
     ours = {0: Vote(True, "a"), 1: Vote(True, "a")}
-    strangers = {5: Vote(False, reason="I am none of you"), 6: Vote(True, "b")}
+    strangers = {5: Vote(False, reason="I am no member"), 6: Vote(True, "b")}
     assert tally([0, 1], ours | strangers, me=0) == Tally(True)
     assert tally([0, 1], {0: Vote(True, "a"), 5: Vote(True, "a")}, me=0) == Tally(None)
 

@@ -1,4 +1,4 @@
-"""How members agree on the next view, report by report; on networks in `tests/protocol/test_view_properties.py`."""
+"""Agreement on the next view, report by report; `tests/protocol/test_view_properties.py` tests it on networks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.membership.view import View
 
 
 def told(rank: int, **known: Any) -> Report:
-    """Of a rank that knows replica 2 to have ended, unless it knows something else."""
+    """Return the report of a rank that knows replica 2 to have ended, unless other knowledge is given."""
     something = known.keys() & {"unheard", "left", "joining"}
     return Report(rank, 0, **({} if something else {"gone": frozenset({2})}), **known)
 
@@ -35,7 +35,7 @@ def change(
 
 
 def agree(ours: Change, *reports: Report) -> bool:
-    """These ranks say the same, and then that they are ready for what follows; whether the last of it was news."""
+    """Absorb equal reports, and then readiness for what follows; return whether the latter was news."""
     for report in reports:
         ours.absorb(report)
     return any([ours.absorb(replace(report, ready=True, agreed=ours.mine.agreed)) for report in reports])
@@ -52,11 +52,11 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
     ours = change(step=4)
     assert ours.staying == (0, 1)
     assert ours.outcome() is None
-    assert not ours.absorb(told(1, unheard=frozenset(), step=7)), "nothing that I did not know"
+    assert not ours.absorb(told(1, unheard=frozenset(), step=7)), "it holds nothing new"
     assert not ours.mine.ready, "replica 1 does not know yet that 2 has ended"
-    assert ours.absorb(told(1, step=7)), "I am ready now"
+    assert ours.absorb(told(1, step=7)), "this rank is ready now"
     assert ours.mine.ready
-    assert ours.outcome() is None, "replica 1 may not have heard of me"
+    assert ours.outcome() is None, "replica 1 may not have received the report"
     assert not agree(ours, told(1, step=7))
     following = ours.outcome()
     assert following is not None
@@ -65,13 +65,13 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
 
 @pytest.mark.parametrize("replicas", [3, 4])
 def test_what_was_agreed_before_stands_for_those_who_may_go_on(replicas: int) -> None:
-    """A smaller side can't know whether the others, some of whom have ended since, agreed on something else."""
+    """A smaller side can't know whether the others, some of which have ended since, agreed on something else."""
     ours, others = change(replicas=replicas), range(replicas)
     stays = [other for other in others if other != 2]
     agree(ours, *(told(other) for other in stays[1:]))
     agreed = ours.outcome()
     assert agreed is not None
-    assert ours.absorb(told(1, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news, for all"
+    assert ours.absorb(told(1, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news for all"
     assert ours.staying == tuple(other for other in stays if other != 1)
     agree(ours, *(replace(ours.mine, rank=other) for other in ours.staying[1:]))
     following = ours.outcome()
@@ -107,7 +107,7 @@ def test_a_joiner_that_is_lost_again_neither_joins_nor_counts_as_a_loss() -> Non
     agree(ours, *(told(rank, joining=frozenset({3})) for rank in (1, 2)))
     assert members_of(ours) == (0, 1, 2, 3)
     ours = change(joining=frozenset({3}))
-    assert ours.extend(unheard=frozenset({3})), "the others must hear of it"
+    assert ours.extend(unheard=frozenset({3})), "the others must be told"
     assert ours.outcome() is None
     agree(ours, *(told(rank, joining=frozenset({3}), unheard=frozenset({(0, 3)})) for rank in (1, 2)))
     assert members_of(ours) == (0, 1, 2)
@@ -126,7 +126,7 @@ def test_whoever_is_left_out_itself_adopts_nothing() -> None:
 
 @pytest.mark.parametrize("accuser", [0, 3])
 def test_one_that_accuses_two_others_is_the_one_to_go(accuser: int) -> None:
-    """Whatever its number, and though the fourth one hears all."""
+    """Whatever its number, and though the fourth member hears all."""
     others = tuple(each for each in range(4) if each != accuser)
     ours = change(rank=others[2], replicas=4, unheard=frozenset())
     ours.absorb(Report(accuser, 0, unheard=frozenset((accuser, other) for other in others[:2])))
@@ -136,12 +136,12 @@ def test_one_that_accuses_two_others_is_the_one_to_go(accuser: int) -> None:
 
 
 def test_a_single_bad_pair_costs_the_one_that_came_later_or_has_the_higher_number() -> None:
-    """Whichever of the two says so."""
+    """Whichever of the two reports it."""
     for rank, other in ((0, 2), (2, 0)):
         ours = change(rank=rank, unheard=frozenset())
         ours.extend(unheard=frozenset({other}))
         assert ours.staying == (0, 1)
-        for order in ((1, 2, 0), (2, 0, 1)):  # also where another one has come since
+        for order in ((1, 2, 0), (2, 0, 1)):  # also if another replica has joined since
             assert change(rank=rank, order=order, unheard=ours.mine.unheard).staying == (1, 2)
 
 
@@ -157,7 +157,7 @@ def test_the_order_in_which_they_came_is_kept() -> None:
 
 
 def test_those_who_join_together_have_a_way_to_each_other() -> None:
-    """Of two that have none the one with the lower number joins, whoever of the members knows it."""
+    """Of two unconnected joiners, the one with the lower number joins, whichever member knows of it."""
     ours = change(joining=frozenset({4, 5, 6}), unheard=frozenset())
     assert ours.extend(apart=frozenset({(5, 4)}))
     agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
@@ -165,11 +165,11 @@ def test_those_who_join_together_have_a_way_to_each_other() -> None:
 
 
 def test_who_is_behind_goes_where_the_others_are_enough() -> None:
-    """And where more say so than could lie."""
+    """Only if more than f members report it."""
     for behind, staying in (({2}, (0, 1)), ({1, 2}, (0, 1, 2)), ({0, 2}, (0, 1, 2))):
         ours = change(unheard=frozenset())
         ours.extend(behind=frozenset(behind))
-        assert ours.staying == (0, 1, 2), "that is one of three who says so"
+        assert ours.staying == (0, 1, 2), "only one of three reports it"
         ours.absorb(told(1, unheard=frozenset(), behind=frozenset((1, other) for other in behind)))
         assert ours.staying == staying
     ours = change(unheard=frozenset(), policy=Policy(1, split="go-on"))
@@ -185,7 +185,7 @@ def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     for rank in (1, 3):
         ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(rank, 1): "a"}, voted=voted))
     assert ours.mine.ready
-    assert ours.outcome() is None, "replica 1 does not say that it is ready"
+    assert ours.outcome() is None, "replica 1 does not report that it is ready"
     ours.extend(unheard=frozenset({3}))
     assert ours.staying == (0, 1)
     agree(ours, told(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(1, 1): "a"}))
@@ -195,11 +195,11 @@ def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     assert following.commits == {(1, 1): "a", (3, 1): "a"}
     theirs = change(rank=1, replicas=4, unheard=frozenset({(0, 2), (1, 2), (0, 3)}))
     agree(theirs, ours.mine)
-    assert theirs.outcome() == following, "also for one that was never ready for it itself"
+    assert theirs.outcome() == following, "also for a rank that was never ready for it itself"
 
 
 def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
-    """Whoever heard of the leaving from another survivor only does not know what the leaver had committed."""
+    """A rank that learned of the leaving only from another survivor does not know what the leaver had committed."""
     left, commits = frozenset({(2, 7)}), frozenset({(0, 1, "a")})
     voted = {(0, 1): "a", (1, 1): "b"}
     ours = change(unheard=frozenset(), voted=voted)
@@ -231,7 +231,7 @@ def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unle
 def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     ours = change(unheard=frozenset(), replicas=2)
     assert ours.extend(left=frozenset({(1, 7)}))
-    assert (ours.lost, ours.mine.gone) == ({1}, {1})
+    assert (ours.staying, ours.mine.gone) == ((0,), {1})
     ours.extend(left=frozenset({(1, 8)}))  # another rank of it
     assert members_of(ours) == (0,), "as agreed before the other rank left"
     three = change()
@@ -241,7 +241,7 @@ def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     agree(three, told(1, gone=frozenset({2}), left=frozenset({(2, 7)})))
     following = three.outcome()
     assert following is not None
-    assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 go on")
+    assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 continue")
 
 
 KEY = (0, 1)
@@ -250,7 +250,7 @@ MEAN = {KEY: "a"}
 
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 def test_nobody_is_ready_before_it_is_known_that_all_have_voted_for_what_one_has_committed(replicas: int) -> None:
-    """Rank 1 does not say so; its signed vote does."""
+    """Rank 1 does not report its vote; its signature shows it."""
     known: dict[str, Any] = {"joining": frozenset({9})}
     ours, last = change(replicas=replicas, voted=MEAN, **known), replicas - 1
     others = [told(rank, voted=MEAN, **known) for rank in range(2, last)]
@@ -266,7 +266,7 @@ def test_nobody_is_ready_before_it_is_known_that_all_have_voted_for_what_one_has
 
 
 def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes() -> None:
-    """Rank 2 told rank 0 that it was for the round, and rank 1 that it was against it."""
+    """Rank 2 sent rank 0 a vote for the round, and rank 1 a vote against it."""
     mine, denied, no = (
         SignedVote(rank, KEY, ok, "a" if ok else "", "s") for rank, ok in ((0, True), (2, True), (2, False))
     )
@@ -280,9 +280,9 @@ def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes(
     theirs.absorb(ours.mine)
     for each in (ours, theirs):
         assert each.mine.behind >= {(each.mine.rank, 2)}
-        assert each.why == "; replica 2 voted one way and another on a round"
+        assert each.why == "; replica 2 cast two different votes on one round"
     ours.absorb(theirs.mine)
-    assert ours.staying == (0, 1), "two of three say so"
+    assert ours.staying == (0, 1), "two of three report it"
     for _ in range(2):
         theirs.absorb(ours.mine)
         ours.absorb(theirs.mine)
@@ -294,4 +294,4 @@ def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes(
 
 def test_many_votes_of_one_liar_are_no_more_than_two() -> None:
     votes = [SignedVote(2, KEY, True, digest, "s") for digest in "abcd"]
-    assert len(proofs.least([*votes, replace(votes[0], signature="t")])) == 2
+    assert len(proofs.minimal_votes([*votes, replace(votes[0], signature="t")])) == 2

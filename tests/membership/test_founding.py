@@ -1,4 +1,4 @@
-"""Who founds a view, of those who look for one: one at most, and nobody while others may be going on."""
+"""Which of the looking replicas founds a view: at most one, and none while others may be continuing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def founds(me: Looker, *others: Looker, policy: Policy | None = None, waited_s: 
 
 @st.composite
 def lookers(draw: st.DrawFn) -> list[Looker]:
-    """That have lost views of one history, each in its own time."""
+    """Return replicas that have lost views of one history at different times."""
     numbers = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True))
     views = [View(0, tuple(range(7)))]
     for _ in range(draw(st.integers(0, 3))):
@@ -31,7 +31,7 @@ def lookers(draw: st.DrawFn) -> list[Looker]:
 
 @given(lookers())
 def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: list[Looker]) -> None:
-    """Property: of those who all hear each other."""
+    """Property: among replicas that all hear each other."""
     founded = {each.number: founds(each, *(other for other in looking if other is not each)) for each in looking}
     views = [view for view in founded.values() if view is not None]
     assert len(views) <= 1
@@ -50,7 +50,7 @@ def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
     assert founds(Looker(1, 10, view)) is None
     assert founds(Looker(1, 10, view), Looker(2, 10, view)) == View(5, (1,))
-    assert founds(Looker(1, 10, view), Looker(2, 10, View(5, (0, 2)))) is None, "0 may go on without them"
+    assert founds(Looker(1, 10, view), Looker(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
     assert founds(Looker(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))
 
 
@@ -58,7 +58,7 @@ def test_one_that_was_started_again_counts_as_the_member_that_it_was() -> None:
     mine = Looker(1, 30, View(4, (0, 1)))
     assert founds(mine) is None
     assert founds(mine, Looker(0, 20)) == View(5, (1,))
-    assert founds(Looker(0, 20), mine) is None, "the other one is further"
+    assert founds(Looker(0, 20), mine) is None, "the other one is ahead"
     assert founds(Looker(0, 40), mine) == View(5, (0,))
 
 

@@ -1,4 +1,4 @@
-"""Until when stragglers are waited for: by the published formula, never before a quorum, whatever anybody says."""
+"""The grace period for stragglers: the published formula, never before a quorum, whatever replicas report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ speeds = st.floats(1e-9, 1e9)
 def test_with_equal_speeds_it_is_the_published_formula(
     arrivals_s: list[float], step_s: float, overlap_steps: int, sync_s: float
 ) -> None:
-    """`gamma (tau step_s - quorum_s - sync_s)` after the quorum (Decoupled DiLoCo), worked out on its own."""
+    """`gamma (tau step_s - quorum_s - sync_s)` after the quorum (Decoupled DiLoCo), computed independently."""
     heard_s, quorum = dict(enumerate(arrivals_s, start=1)), 3
     quorum_at_s = sorted(arrivals_s)[2]
     grace_s = SHARE * (overlap_steps * step_s - (quorum_at_s - min(arrivals_s)) - sync_s)
@@ -63,7 +63,7 @@ def test_nobody_is_hurried_before_a_quorum_has_contributed_nor_waited_for_after_
 def test_who_lies_hurries_nobody_who_is_ahead_of_the_honest(
     honest_s: list[float], lying_s: float, lying_speed: float
 ) -> None:
-    """Of four, one may lie; the straggler is the fourth. It goes by at least one of the honest."""
+    """Of four replicas, one may be faulty; the straggler is the fourth. Its due time depends on an honest one."""
     quorum = more_than_could_lie(4)
     heard_s = {1: honest_s[0], 2: honest_s[1], 3: lying_s}
     due = due_s(heard_s, {1: 1.0, 2: 1.0, 3: lying_speed}, quorum=quorum, overlap_steps=5, sync_s=0.0)
@@ -90,7 +90,7 @@ def test_what_an_exchange_takes_is_counted_from_the_last_contribution_to_it_and_
         return due / SHARE
 
     grace.learn(0, took_s=60.0, late_s={1: 0.0, 2: 1.0})
-    assert grace_s() == pytest.approx(10), "a round without its own contribution tells it nothing"
+    assert grace_s() == pytest.approx(10), "a round without its own contribution shows nothing"
     grace.learn(0, took_s=6.0, late_s={0: 1.0, 1: 5.0, 2: 0.0})
     assert grace_s() == pytest.approx(8)
     grace.learn(0, took_s=3.0, late_s={0: 5.0, 1: 5.0, 2: 0.0})

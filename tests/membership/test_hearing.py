@@ -1,4 +1,4 @@
-"""A largest set of those who hear each other, against trying all sets."""
+"""The largest set of members that hear each other, compared with trying all sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.following import largest_set, who_stays, within_reach
+from diloco.membership.following import largest_set, reachable_from, staying_members
 from diloco.membership.quorum import Policy
 from diloco.membership.reports import Report
 from diloco.membership.view import View
@@ -48,12 +48,12 @@ def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_la
 ) -> None:
     said = frozenset((replica, 0) for replica in range(1, 1 + sayers))
     report = Report(1, 0, unheard=frozenset({(3, 0)}), unsteady=said | {(0, 3), (0, 1), (0, 2)})
-    staying = who_stays(View.of(replicas), report, 1, Policy())
+    staying = staying_members(View.of(replicas), report, 1, Policy())
     assert staying == tuple(replica for replica in range(replicas) if replica != goes)
 
 
 def test_many_bad_pairs_of_many_members_take_no_time() -> None:
-    """Whether each member has one bad pair, all of two halves can't hear each other, or all of a ring."""
+    """Whether each member has one bad pair, two halves can't hear each other, or neighbours in a ring can't."""
     pairs = [(m, m + 1) for m in range(0, 64, 2)]
     assert largest_set(range(64), pairs) == tuple(range(0, 64, 2))
     halves = [(one, other) for one in range(32) for other in range(32, 64)]
@@ -64,5 +64,5 @@ def test_many_bad_pairs_of_many_members_take_no_time() -> None:
 
 @given(st.sets(st.integers(0, 7), min_size=1), PAIRS)
 def test_whoever_is_within_reach_reaches_back(members: set[int], unheard: set[tuple[int, int]]) -> None:
-    reach = {member: within_reach(member, members, unheard) for member in members}
+    reach = {member: reachable_from(member, members, unheard) for member in members}
     assert all(member in reach[other] for member in members for other in reach[member])

@@ -1,4 +1,4 @@
-"""Who counts as late: after so many looks in a row at which nothing had changed."""
+"""Which replicas count as late: those unchanged for several consecutive looks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEEN = st.lists(st.dictionaries(st.integers(0, 2), st.integers(0, 1)), max_size=
 
 @given(SEEN)
 def test_who_has_not_changed_since_so_many_looks_is_late(looks: list[dict[int, int]]) -> None:
-    """Reference: the last looks all together."""
+    """Reference: a comparison of all the last looks."""
     lateness = Lateness()
     for number, seen in enumerate(looks, 1):
         last = looks[max(0, number - Lateness.LOOKS - 1) : number]
@@ -26,4 +26,4 @@ def test_who_stood_still_itself_accuses_nobody_at_its_first_look() -> None:
     assert not lateness.look({1: 5})
     assert not lateness.look({1: 5}), "however long after"
     for _ in range(10):
-        assert not lateness.look({}), "its words have been read"
+        assert not lateness.look({}), "its messages have been read"

@@ -1,4 +1,4 @@
-"""Who may go on: never two sides that might not know of each other, and never fewer than were asked for."""
+"""Which side may continue: never two that might not know of each other, and never fewer replicas than required."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.membership.view import View
 
 @dataclass(frozen=True)
 class Split:
-    """A view that fell apart: its members by the side they are on, and what each side knows of those that ended."""
+    """A partitioned view: its members by side, and which of the ended ones each side knows."""
 
     view: View
     sides: tuple[frozenset[int], ...]
@@ -29,7 +29,7 @@ class Split:
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    """Every member is on a side, or has ended and each side may know it, or lives on neither; one or two sides."""
+    """Return splits in which every member is on one of two sides, lives elsewhere, or has ended, as a side may know."""
     members = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=9)))
     where = {member: draw(st.sampled_from(["left", "right", "ended", "elsewhere"])) for member in members}
     ended = [member for member in members if where[member] == "ended"]
@@ -41,7 +41,7 @@ def splits(draw: st.DrawFn) -> Split:
 
 @given(splits())
 def test_two_sides_never_both_go_on(split: Split) -> None:
-    """Property: whatever each of them knows, as long as it is true that whoever counts as gone has ended."""
+    """Property: whatever each side knows, as long as only members that have ended count as gone."""
     going_on = [side for side in range(len(split.sides)) if split.decision(side).members is not None]
     assert len(going_on) <= 1
 
@@ -62,7 +62,7 @@ def test_more_than_half_go_on_and_so_does_who_knows_that_all_others_have_ended(s
 
 
 def test_who_has_ended_may_have_gone_on_with_a_silent_one_before() -> None:
-    """Replica 1 ended, but when? 2 may have formed a view with it that leaves 0 out."""
+    """Replica 1 has ended at an unknown time. Replica 2 may have formed a view with it that leaves out 0."""
     assert decide(View.of(3), lost={1, 2}, gone={1}, joining=(), policy=Policy()).members is None
     assert decide(View.of(3), lost={1, 2}, gone={1, 2}, joining=(), policy=Policy()).members == (0,)
     assert decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy()).members == (0, 1)
@@ -90,9 +90,9 @@ def test_joiners_are_added_and_count_for_min_replicas_but_make_no_majority(
     members: set[int], joining: set[int]
 ) -> None:
     view = View(0, tuple(sorted(members)))
-    everybody = tuple(sorted(members | joining))
-    whole = decide(view, lost=(), gone=(), joining=joining, policy=Policy(len(everybody)))
-    assert whole.members == everybody
+    all_members = tuple(sorted(members | joining))
+    whole = decide(view, lost=(), gone=(), joining=joining, policy=Policy(len(all_members)))
+    assert whole.members == all_members
     if len(members) > 2:
         alone = decide(view, lost=members - {max(members)}, gone=(), joining=joining, policy=Policy())
         assert alone.members is None
@@ -108,11 +108,11 @@ def test_the_last_of_a_run_goes_on_only_if_the_others_are_known_to_have_ended() 
 @pytest.mark.parametrize(
     ("lost", "gone", "joining", "reason"),
     [
-        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 go on"),
-        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 go on"),
-        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 go on"),
-        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 go on"),
-        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be going on without replica 2, which is the "
+        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 continue"),
+        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 continue"),
+        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 continue"),
+        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 continue"),
+        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be continuing without replica 2, which is the "
          "smaller side"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_the_reason_names_who_is_lost_and_who_goes_on(
 def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_asked_for(
     split: Split, least: int, joining: set[int]
 ) -> None:
-    """Property: also where others join one of them."""
+    """Property: also if others join one of them."""
     policy = Policy(least, split="go-on")
     going_on = []
     for side, members in enumerate(split.sides):
@@ -145,9 +145,9 @@ def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_ask
 
 def test_who_leaves_is_never_silent() -> None:
     decision = decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={0, 1})
-    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 goes on")
+    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 continues")
     both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
-    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 goes on")
+    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 continues")
     assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
 
 
@@ -155,7 +155,7 @@ def test_who_leaves_is_never_silent() -> None:
 @pytest.mark.parametrize("num_replicas", range(1, 8))
 @pytest.mark.parametrize("least", range(1, 8))
 def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, least: int) -> None:
-    """How many may be lost, known to have ended or merely silent, and whether two sides can go on."""
+    """How many may be lost, known to have ended or merely silent, and whether two sides can continue."""
     policy, words = Policy(least, split), consequences(Policy(least, split), num_replicas)
 
     def goes_on(lost: set[int], gone: set[int]) -> bool:
@@ -168,16 +168,16 @@ def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, lea
     if not ended:
         assert "needed: when one is lost, the others stop." in words
     elif silent == ended:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others go on.")
+        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue.")
     else:
         assert words.startswith(f"Of {num_replicas} replicas, {ended} may end at once, or ")
-        assert (f"or {silent} become unreachable" in words) == (silent > 0)
+        assert (f"or {silent} may become unreachable" in words) == (silent > 0)
         assert ("lowest-numbered" in words) == (lucky > silent)
         assert lucky == silent or f"or {lucky} " in words
     sides = [(set(range(cut)), set(range(cut, num_replicas))) for cut in range(1, num_replicas)]
     two = any(goes_on(one, set()) and goes_on(other, set()) for one, other in sides)
     assert ("two histories" in words) == two
-    assert ("one history at most" in words) == (not two)
+    assert ("at most one history" in words) == (not two)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

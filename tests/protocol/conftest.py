@@ -1,4 +1,4 @@
-"""For the simulated networks."""
+"""Fixtures for the simulated networks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from diloco.membership.lateness import Lateness
 
 @pytest.fixture(autouse=True, scope="module")
 def one_look() -> Iterator[None]:
-    """Who has done nothing from one look to the next is late: each time that is over says so."""
+    """Make a replica late after one look without a change, so that a single timer is enough."""
     with mock.patch.object(Lateness, "LOOKS", 1):
         yield

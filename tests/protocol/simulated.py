@@ -1,4 +1,4 @@
-"""Networks of simulated ranks, and what must hold of those who go on."""
+"""Networks of simulated ranks, and what must hold for the ranks that continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.protocol.simulated_rank import Rank, weight_of
 
 
 class Stranger:
-    """Somebody who is connected, says what the test wants, and is no member."""
+    """A connected rank that is no member; the test sends its messages."""
 
     def act(self) -> bool:
         return False
@@ -30,7 +30,7 @@ class Stranger:
 def simulated(
     replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
 ) -> Network:
-    """A network of replicas that have done nothing yet."""
+    """Return a network of replicas that have done nothing yet."""
     network = Network(range(replicas * size + strangers), limits or Limits())
     policies = Policies(quorum or Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     for rank in network.ranks:
@@ -51,7 +51,7 @@ def simulate(
     garbage: Sequence[Mapping[str, Any]] = (),
     ready: bool = True,
 ) -> list[Rank]:
-    """The ranks that have not ended, when all has come to rest; ``ready``: all have begun before anything happens."""
+    """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
     policies = Policies(quorum or Policy(), go_on=go_on, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     network = Network(range(replicas * size), limits)
 
@@ -72,9 +72,9 @@ def simulate(
 
 
 def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
-    """What must hold whatever happened; ``whole``: nothing made a round void.
+    """Check what must hold whatever happened; ``whole``: nothing made a round void.
 
-    Invariant 2: each round is committed by all who go on, from the same contributions, or void for all.
+    Invariant 2: each round is committed by all that continue, from the same contributions, or void for all.
     """
     going_on = [rank for rank in ranks if not rank.left]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
@@ -105,7 +105,7 @@ def rank(network: Network, number: int) -> Rank:
 
 
 def begin(network: Network, *numbers: int) -> None:
-    """These send their first contribution, and it arrives; nobody exchanges payloads or votes yet."""
+    """Let these ranks send their first contribution, and deliver it; none exchanges payloads or votes yet."""
     for number in numbers:
         while rank(network, number).step == 0 or rank(network, number).has_to_do:
             assert rank(network, number).act()
@@ -113,6 +113,6 @@ def begin(network: Network, *numbers: int) -> None:
 
 
 def settle(network: Network) -> None:
-    """Everything that was sent arrives, and every lost connection is noticed."""
+    """Deliver everything that was sent, and let every lost connection be noticed."""
     while choices := network.choices():
         network.happen(*choices[0], 0)

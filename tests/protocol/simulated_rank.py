@@ -1,7 +1,6 @@
-"""The machine of a rank on the network of `tests.membership.network`: its actions become messages and things to do.
+"""A rank's machine on the network of `tests.membership.network`: its actions become messages and pending things to do.
 
-What another thread would do later is a thing that the rank does next of its own accord, and a time is over when whoever
-holds the numbers says so.
+What another thread would do later is something that the rank does next. A timer fires when the test's numbers say so.
 """
 
 from __future__ import annotations
@@ -34,36 +33,36 @@ CODEC = make_codec("float32")
 PAYLOAD = CODEC.encode(torch.ones(2))
 LATE_S, TIMEOUT_S = 5.0, 10.0
 SOON_S = 1.0
-"""What is to happen within this time waits for nothing but the rank itself."""
+"""A timer of at most this delay waits for nothing but the rank itself."""
 
 
 class Rank:
-    """One rank that sends a fragment in each of its steps, the next one of a fragment when the last is decided.
+    """A rank that sends a fragment in each of its steps, and the next round of a fragment once the last is decided.
 
     Args:
-        joining: whether it comes to a run that is going on.
-        ready: whether it begins at once; else it is the first thing that it does.
+        joining: whether it joins a run in progress.
+        ready: whether it begins at once; else beginning is the first thing that it does.
         gradients: whether one of the three kinds of rounds is that of gradients.
-        garbage: messages that it may hear from anybody.
+        garbage: messages that it may receive from any rank.
         founded: the view of its own that it founds; None: it is one of ``replicas`` that begin, or joins.
-        step: inner steps that it has begun before.
+        step: the inner steps that it has begun earlier.
 
     Attributes:
-        digest: of its state.
-        now_s: its clock, which stands still unless a test moves it or a change of views takes long.
-        left: why it stopped by itself; "" where it did not.
-        timers: those that are set, and how long each was to be.
-        first_step: the first one that it takes part in.
-        averages: step -> what its committed round brought.
+        digest: the digest of its state.
+        now_s: its clock, which advances only when a test moves it or a view change takes long.
+        left: why it stopped by itself; "" if it did not.
+        timers: the timers that are set, with their delays.
+        first_step: the first step in which it takes part.
+        averages: step -> the average of its committed round.
         errors: step -> why its round was void.
         changes: the views that it adopted.
-        sent: its messages.
-        lie: what it sends to a rank instead of a message; the message itself, unless a test changes it.
-        finds_unusable: the replica whose values spoil every mean that it has a part in, as this rank finds; or None.
+        sent: the messages that it sent.
+        lie: maps a receiver and a message to the messages sent instead; the identity unless a test replaces it.
+        finds_unusable: the replica whose values, as this rank finds, spoil every mean that contains them; or None.
     """
 
     STEPS = 5
-    """Inner steps that it takes."""
+    """The number of its inner steps."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Rank:
         self.lie: Callable[[int, Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda receiver, message: (message,)
         self.finds_unusable: int | None = None
         self.gradients, self._garbage = gradients, garbage
-        self._known: dict[int, int] = {}  # connections that the machine has been told of
+        self._known: dict[int, int] = {}  # connections that the machine knows
         self._todo: deque[events.Event] = deque()
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
@@ -139,24 +138,24 @@ class Rank:
 
     @property
     def given(self) -> dict[int, RoundId]:
-        """Step -> the round that it contributed to."""
+        """Step -> the round to which the rank contributed."""
         return {step: contribution.round for step, contribution in self._given.items()}
 
     @property
     def exchanging(self) -> set[tuple[int, RoundId]]:
-        """View and round of exchanges that have not ended."""
+        """The view and round of exchanges that have not ended."""
         return set(self._exchanges)
 
     @property
     def has_to_do(self) -> bool:
-        """Whether it has something to do that nobody else needs to begin."""
+        """Whether it has something pending that needs no other rank."""
         return bool(self._todo)
 
     def said(self, kind: str) -> list[Mapping[str, Any]]:
-        """Its messages of one kind."""
+        """Return the messages of one kind that it sent."""
         return [message for message in self.sent if message["kind"] == kind]
 
-    # As `Node`.
+    # The interface of a `Node`.
 
     def act(self) -> bool:
         if self._todo:
@@ -187,10 +186,10 @@ class Rank:
         return not self.left and self._joins is None  # leaves, garbage
 
     def suffer(self, what: str, number: int) -> None:
-        """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
+        """Fire a timer, break a payload connection, leave, or receive a message that no correct rank sends."""
         if what == "timers":
             delay_s, timer = self.timers.pop(number % len(self.timers))
-            if timer.kind == "settle":  # which asks the clock whether anything has come meanwhile
+            if timer.kind == "settle":  # its handler checks the clock for progress
                 self.now_s += delay_s
             self.handle(events.TimerFired(timer))
         elif what == "breaks":
@@ -204,7 +203,7 @@ class Rank:
             self.hear_garbage(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
 
     def hear_garbage(self, sender: int, message: Mapping[str, Any]) -> None:
-        """What is no message at all ends the connection that it came over."""
+        """Receive a message that may be malformed, which ends its connection."""
         try:
             if not isinstance(message.get("kind"), str):
                 raise ValueError("no kind")
@@ -217,7 +216,7 @@ class Rank:
     # The machine.
 
     def handle(self, event: events.Event) -> list[actions.Action]:
-        """Tell the machine what happened, and first what became of connections; do what it wants."""
+        """Pass an event to the machine, after all changes of connections, and carry out its actions."""
         for other in self.network.ranks:
             connection = self.network.connection(self.rank, other) if other != self.rank else None
             if connection is None and self._known.pop(other, None) is not None:
@@ -268,7 +267,7 @@ class Rank:
             self.network.send(self.rank, rank, json.dumps(told))
 
     def _open_links(self, view: View) -> None:
-        """Payload connections work where control connections stand."""
+        """Open payload connections, which succeeds if control connections are open."""
         rules = self.machine.rules
         peers = [peer for peer in view.members if peer != self.replica]
         failed = tuple(peer for peer in peers if not self._known.keys() >= {*rules.ranks((peer,))})
@@ -276,7 +275,7 @@ class Rank:
             self._todo.append(events.LinksFailed(view.id, failed, "no connection"))
 
     def _finish(self, view_id: int, round_id: RoundId) -> None:
-        """What an exchange comes to: the mean over this view's contributions."""
+        """Finish an exchange with the mean over this view's contributions."""
         given = self._exchanges.pop((view_id, round_id))
         assert given is not None
         verdict: Verdict = given.verdict
@@ -287,22 +286,23 @@ class Rank:
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
             mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
-            digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"  # which tells the contributors
+            # the weight identifies the contributors
+            digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"
             self.handle(events.Computed(view_id, round_id, mean, digest))
         self.handle(events.ExchangeEnded(view_id, round_id))
 
-    # Its training.
+    # The training of the rank.
 
     def _join(self, entry: Entry) -> bool:
-        """As `connected.join` does, without waiting."""
+        """Do what `connected.join` does, without waiting."""
         answer = None if self.left else self.machine.take_answer()
         if answer is None:
             if not self.left and not self.machine.roster.connections:
-                self._leave("nobody answers")
+                self._leave("no rank answers")
             return False
         message, connections = answer
         if message["kind"] == "welcome":
-            assert message["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
+            assert message["note"]["from"] in self.network.ranks, "the member that sends the welcome adds a note"
             self._joins = None
             self.handle(events.Enter(next_view(message, self.view), connections))
             self.first_step = self.step + 1
@@ -317,7 +317,7 @@ class Rank:
         return all(step in self.outcomes for step in self._given if step % 3 == (self.step + 1) % 3)
 
     def _to_hand_in_again(self) -> int | None:
-        """As data-parallel training does with gradients."""
+        """Return a step to submit again, as data-parallel training does with gradients."""
         for step, error in self.errors.items():
             if self._given[step].round.fragment < 0 and isinstance(error, ViewChangedError):
                 return step
@@ -358,11 +358,14 @@ class Rank:
 
 
 def weight_of(replica: int, step: int) -> float:
-    """Of a contribution: the sum over any of forty replicas tells which they were, and is exact for sixty-four."""
-    # about alike, as nobody weighs more than eight full windows
+    """Return the weight of a contribution.
+
+    The sum over any of forty replicas identifies them, and is exact for up to sixty-four.
+    """
+    # nearly equal, as no weight may exceed eight full windows
     return (1 + 2.0 ** (replica % 40 - 42)) * (1 + step % 6)
 
 
 def secret_of(rank: int) -> bytes:
-    """What a rank signs its votes with."""
+    """Return the secret with which a rank signs its votes."""
     return sha256(f"secret of {rank}".encode()).digest()

@@ -1,4 +1,4 @@
-"""The parser of what others say: every value in its range, and nothing raised but the refusal."""
+"""The parser of messages from other processes: every value is in its range, and only `ValueError` is raised."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ READERS = (
 def test_a_field_is_what_it_should_be_or_is_named(value: Any) -> None:
     fields = Fields({"a": value})
     for reader in READERS:
-        refusal = "its 'a' is "
+        refusal = "field 'a' must be "
         try:
             getattr(fields, reader)("a")
         except ValueError as error:
             refusal = str(error)
-        assert refusal.startswith("its 'a' is "), reader
+        assert refusal.startswith("field 'a' must be "), reader
         assert refusal.isprintable(), reader
         assert len(refusal) < 300, reader
-        with pytest.raises(ValueError, match="it has no 'b'"):
+        with pytest.raises(ValueError, match="field 'b' is missing"):
             getattr(fields, reader)("b")
 
 

@@ -1,4 +1,4 @@
-"""What a machine makes of messages: what waits for views, who has a say, and in whose name somebody may speak."""
+"""How a machine treats messages: which ones wait for a view, and on whose behalf a sender may act."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from diloco.protocol.failure_detector import Loss
 from diloco.protocol.fields import json_object, room_bytes
 from diloco.protocol.headers import Header
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote, adopted, facts_message, next_view, speed_message
+from diloco.protocol.messages import RoundVote, adopted_message, facts_message, next_view, speed_message
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
-WELCOME = adopted(NextView(View(5, (0, 1, 2)), View(4, (1, 2)), 7, {}, "because", (0,))) | {
+WELCOME = adopted_message(NextView(View(5, (0, 1, 2)), View(4, (1, 2)), 7, {}, "because", (0,))) | {
     "kind": "welcome",
     "note": {},
 }
@@ -42,7 +42,7 @@ MEET = {"kind": "meet", "name": "end", "value": 7}
 
 
 class Rank:
-    """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; it does nothing of what it wants to do."""
+    """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
 
     def __init__(self) -> None:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
@@ -64,7 +64,7 @@ def rank() -> Rank:
 
 @pytest.fixture
 def member(rank: Rank) -> Rank:
-    """Of a view of replicas 0 and 1."""
+    """A member of a view of replicas 0 and 1."""
     assert rank.handle(Begin(VIEW, member=True)) == [OpenLinks(VIEW)]
     return rank
 
@@ -82,20 +82,20 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
 def test_what_waited_is_about_the_first_view_or_costs_its_sender_that_view(rank: Rank) -> None:
     rank.hear(2, {"kind": "join", "rank": "?"})
     sent = [each.message for each in rank.handle(Begin(VIEW, member=True)) if isinstance(each, SendMessage)]
-    assert "replica 1 sent what is no message" in sent[0]["why"]
+    assert "replica 1 sent a malformed message" in sent[0]["why"]
 
 
 def test_nobody_can_fill_the_memory_before_there_are_views(rank: Rank) -> None:
     for _ in range(1000):
         assert not rank.hear(2, {"kind": "vote"})
-    with pytest.raises(ValueError, match="too much to somebody who is not ready"):
+    with pytest.raises(ValueError, match="exceeded the hold-back limit"):
         rank.hear(2, {"kind": "vote"})
-    assert not rank.hear(3, {"kind": "vote"}), "that is another one's doing"
+    assert not rank.hear(3, {"kind": "vote"}), "the limit is per sender"
 
 
 @pytest.mark.parametrize("sender", [2, 3, 4, 5])
 def test_only_members_have_a_say(member: Rank, sender: int) -> None:
-    """Ranks 2 and 3 are replica 1's; 4 and 5 are of nobody who is a member."""
+    """Ranks 2 and 3 belong to replica 1; 4 and 5 to a replica that is no member."""
     has_a_say = sender < 4
     member.hear(sender, MEET)
     assert member.machine.barriers.said("end") == ({sender: 7} if has_a_say else {})
@@ -116,7 +116,7 @@ def test_what_others_did_in_a_view_that_is_over_excludes_nobody(member: Rank) ->
 
 
 def test_who_was_lost_while_all_began_is_told_so_when_it_begins_after_all(member: Rank) -> None:
-    """It was frozen then, say, and no connection to it stood that could end."""
+    """It was suspended then, say, and had no connection whose end it could notice."""
     told = {"kind": "excluded", "view": 3, "reason": ""}
     assert member.hear(4, HEADER | {"view": 2}) == [SendMessage(4, told)]
 
@@ -138,9 +138,9 @@ def test_who_does_not_know_all_members_is_to_look_again(member: Rank) -> None:
 
 @pytest.mark.parametrize("entry", [Entry(4, "host:5"), Entry(5, "elsewhere:5")])
 def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> None:
-    with pytest.raises(ValueError, match="in the name of another one"):
+    with pytest.raises(ValueError, match="names another rank or address"):
         member.hear(5, {"kind": "join", **entry.to_message(), "connected": []})
-    assert not member.hear(5, {"kind": "beat"}), "nothing is left to be done"
+    assert not member.hear(5, {"kind": "beat"}), "nothing is left to do"
 
 
 def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
@@ -150,7 +150,9 @@ def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
     assert not rank.hear(2, WELCOME)
     for reason in ("late", "later"):
         rank.hear(1, REFUSED | {"reason": reason})
-    assert rank.machine.take_answer() == (WELCOME, {1: 11, 2: 12, 4: 14, 5: 15}), "which counts more than a refusal"
+    assert rank.machine.take_answer() == (WELCOME, {1: 11, 2: 12, 4: 14, 5: 15}), (
+        "a welcome takes precedence over a refusal"
+    )
     assert rank.machine.take_answer() is None, "an answer is taken once"
     for reason in ("late", "later"):
         rank.hear(1, REFUSED | {"reason": reason})
@@ -188,7 +190,7 @@ def test_who_has_not_asked_hears_no_answers(rank: Rank) -> None:
 )
 def test_what_is_no_answer_is_refused(rank: Rank, answer: dict[str, Any]) -> None:
     rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
-    with pytest.raises(ValueError, match=r"^it has no|^its |^a view of|nobody is in"):
+    with pytest.raises(ValueError, match=r"^field '|^a view needs|without members"):
         rank.hear(2, answer)
     assert not rank.machine.answers
 
@@ -202,11 +204,11 @@ def test_the_reason_of_a_refusal_prints(rank: Rank) -> None:
     assert len(answer[0]["reason"]) == 500
 
 
-# What is kept of what others say, whoever they are.
+# Bounds on what is kept of others' messages.
 
 
 def heaviest(kept: object) -> int:
-    """Bytes of the memory that is held by an object, its machine and all that they hold."""
+    """Return the bytes of memory held by an object and everything that it refers to."""
     seen: set[int] = set()
     todo, num_bytes = [kept], 0
     while todo:
@@ -224,9 +226,9 @@ FLOODS: dict[str, Callable[[int], dict[str, Any]]] = {
     "meetings": lambda n: {"kind": "meet", "name": f"{n}".rjust(64), "value": n},
     "meetings with long names": lambda n: {"kind": "meet", "name": f"{n}" * 1000, "value": n},
     "changes of a view far away": lambda n: FAR,
-    "votes on rounds that nobody begins": lambda n: RoundVote(RoundId(0, n), Vote(False)).to_message(3),
-    "votes on fragments that nobody has": lambda n: RoundVote(RoundId(n, 0), Vote(False)).to_message(3),
-    "headers of rounds that nobody begins": lambda n: HEADER | {"round": [0, n]},
+    "votes on rounds that no rank begins": lambda n: RoundVote(RoundId(0, n), Vote(False)).to_message(3),
+    "votes on fragments that do not exist": lambda n: RoundVote(RoundId(n, 0), Vote(False)).to_message(3),
+    "headers of rounds that no rank begins": lambda n: HEADER | {"round": [0, n]},
     "facts": lambda n: facts_message(Entry(n, "host:2", {"x": "x" * 4000})),
     "speeds": lambda n: speed_message(1.0 + n),
 }
@@ -238,11 +240,11 @@ def test_nobody_can_fill_the_memory(member: Rank, flood: Callable[[int], dict[st
     before_bytes = heaviest(member.machine)
     began_s = time.process_time()
     with contextlib.suppress(ValueError):  # which ends the connection
-        for n in range(1500):  # 90 MB of the longest
+        for n in range(1500):  # 90 MB of the longest message
             text = json.dumps(flood(n)).encode()
             member.handle(Received(sender, json_object(text), num_bytes=room_bytes(text)))
             if sender not in member.machine.roster.connections:
-                break  # it was given up
+                break  # it was dropped
     assert heaviest(member.machine) - before_bytes < 64 << 20
     assert time.process_time() - began_s < 10.0
 
@@ -273,14 +275,14 @@ def test_no_number_of_a_rank_is_outside_of_the_range_at_any_door(rank: Rank, num
     )
     rank.handle(Begin(VIEW, member=True))
     for message in doors:
-        with pytest.raises(ValueError, match=r"^its '(rank|connected)' is "):
+        with pytest.raises(ValueError, match=r"^field '(rank|connected)' must be "):
             rank.hear(2, message)
 
 
 def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
     mine, theirs = Entry(0, "host:0", {"codec": "fp4"}), Entry(2, "host:2", {"codec": "int8"})
     told = facts_message(theirs)
-    assert not rank.hear(2, told), "it has nothing to say yet"
+    assert not rank.hear(2, told), "it has no facts of its own yet"
     assert len(rank.handle(Say(facts_message(mine)))) == 5
     (answer,) = rank.hear(2, told)
     assert answer == SendMessage(2, facts_message(mine, answer=True))
@@ -288,7 +290,7 @@ def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
     assert rank.machine.agreement.awaited({0, 1, 2}) == {1}
     words = "replica 0 (host:0) has codec = fp4 and replica 1 (host:2) has codec = int8"
     assert rank.machine.agreement.refusal({0, 1, 2}) == words
-    with pytest.raises(ValueError, match="the facts of another one"):
+    with pytest.raises(ValueError, match="the facts of another rank"):
         rank.hear(3, told)
 
 
@@ -306,7 +308,7 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
 
 
 def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
-    """Its process ends after an error of its training, say, before anybody has lost it."""
+    """Its process ends after an error in training, say, before any other rank has lost it."""
     ends = member.handle(Close(TransportError("it ends")))
     assert [each.rank for each in ends if isinstance(each, HangUp)] == [2, 3]
     told = [(each.rank, each.message) for each in ends if isinstance(each, SendMessage)]
@@ -315,7 +317,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
-    """Two of three end in one moment: the third is no smaller side of them, unless one may be going on."""
+    """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
     policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, bytes(32)), policies)
     for rank in (1, 2):

@@ -1,4 +1,4 @@
-"""Sixteen and more members: the same rounds, views and votes, and what each rank has to say."""
+"""Sixteen and more members: the same rounds, views and votes, and the number of messages that each rank sends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.protocol.simulated import check_agreement, simulate
 from tests.protocol.simulated_rank import LATE_S, Rank
 
 FEW = [1, 18, 25, 900, 77, 431, 1207]
-"""A beginning in which something goes wrong; the simulated network goes on in turn."""
+"""A beginning in which something goes wrong; afterwards the simulated ranks take turns."""
 
 
 @pytest.mark.parametrize("replicas", [16, 32])
 def test_every_round_is_committed_with_one_header_and_one_vote_to_each_other(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rank, "STEPS", 2)  # of 32 there are 1984 messages in each
+    monkeypatch.setattr(Rank, "STEPS", 2)  # with 32 replicas there are 1984 messages in each
     ranks = simulate(Limits(), FEW, replicas=replicas)
     check_agreement(ranks, whole=True)
     assert len(ranks) == replicas
@@ -34,19 +34,19 @@ def test_every_round_is_committed_with_one_header_and_one_vote_to_each_other(
         for kind in ("header", "vote"):
             # `sent` has a message once for each receiver
             assert len(rank.said(kind)) == rank.STEPS * (replicas - 1), kind
-        assert len(rank.sent) == 2 * rank.STEPS * (replicas - 1), "nothing else needs to be said"
+        assert len(rank.sent) == 2 * rank.STEPS * (replicas - 1), "no other message is needed"
 
 
 def test_sixteen_lose_some_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rank, "STEPS", 2)
     survivors = simulate(Limits(ends=3), FEW, replicas=16)
     check_agreement(survivors, whole=True)
-    assert 13 <= len(survivors) < 16, "nobody was lost"
+    assert 13 <= len(survivors) < 16, "no replica was lost"
     assert {rank.view.members for rank in survivors} == {tuple(sorted(rank.rank for rank in survivors))}
 
 
 def calls(phase: str, members: int) -> float:
-    """Functions that the machine of a member calls, in the mean, while its view changes."""
+    """Return the mean number of function calls in a member's machine during a view change or a round."""
     profile, handle = cProfile.Profile(), Machine.handle
 
     def profiled(*arguments: Any) -> Any:
@@ -64,12 +64,12 @@ def calls(phase: str, members: int) -> float:
 
 @pytest.mark.parametrize("phase", ["join", "kill", "round"])
 def test_what_a_member_does_for_a_change_of_views_or_a_round_grows_as_their_number(phase: str) -> None:
-    """And not as its square or cube, by weighing all reports again with each of them."""
+    """Not as its square or cube, as it would if each report led to an evaluation of all others."""
     assert calls(phase, 16) < 2.5 * calls(phase, 8)
 
 
 def pass_time(network: Counted, due_s: dict[tuple[int, Timer], float], chance: random.Random, seconds: float) -> None:
-    """Half of the ways carry what is on them, and timers whose time has come fire."""
+    """Deliver on half of the links, and fire the timers that are due."""
     arriving = [pair for pair, waiting in network.on_the_way.items() if waiting and chance.random() < 0.5]
     for number in network.alive:
         network.rank(number).now_s += seconds
@@ -92,7 +92,7 @@ def pass_time(network: Counted, due_s: dict[tuple[int, Timer], float], chance: r
 
 
 def test_nobody_loses_its_place_since_many_join_while_the_members_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one more prolongs the change."""
+    """Each further joiner prolongs the change."""
     monkeypatch.setattr(Rank, "STEPS", 0)
     network, due_s, chance = Counted(4, 12), dict[tuple[int, Timer], float](), random.Random(1)
     network.rest()
@@ -103,7 +103,7 @@ def test_nobody_loses_its_place_since_many_join_while_the_members_change(monkeyp
             network.rank(max(network.alive)).now_s = network.rank(0).now_s
         for number in sorted(network.alive):
             while (trip % 3 == 0 or network.rank(number).may("leaves")) and network.rank(number).act():
-                pass  # who joins asks again after a while
+                pass  # a joiner asks again after a while
         pass_time(network, due_s, chance, LATE_S / 25)
     assert [network.rank(number).left for number in network.ranks] == [""] * 16
     network.check(16)

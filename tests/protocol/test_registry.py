@@ -1,4 +1,4 @@
-"""Who takes part: everybody once, and all with the same facts, or a refusal that names both sides."""
+"""The registration of ranks: each once, all with the same facts, or a refusal that names both sides."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_what_is_no_entry_is_refused_and_its_field_named(fields: dict[str, objec
     message = entry(0).to_message()
     assert Entry.from_message(message) == entry(0)
     (name,) = fields
-    with pytest.raises(ValueError, match=f"^its '{name}' is .*, and should be "):
+    with pytest.raises(ValueError, match=f"^field '{name}' must be "):
         Entry.from_message(message | fields)
-    with pytest.raises(ValueError, match=f"^it has no '{name}'"):
+    with pytest.raises(ValueError, match=f"^field '{name}' is missing"):
         Entry.from_message({key: value for key, value in message.items() if key != name})
 
 
@@ -88,9 +88,9 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
         made.register(entry(0, seed="1"))
     assert str(caught.value) == (
         "replica 0 (10.0.0.0:29400) has codec = fp4 and replica 2 (10.0.0.2:29400) has codec = int8; both "
-        "sides need the same."
+        "sides need the same value."
     )
-    assert made.missing == (0, 1), "who was refused is not in"
+    assert made.missing == (0, 1), "a refused rank is not registered"
 
 
 def test_ranks_are_named_by_their_replica() -> None:
@@ -101,7 +101,7 @@ def test_ranks_are_named_by_their_replica() -> None:
 @given(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")),
        st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")))  # fmt: skip
 def test_there_is_a_difference_exactly_where_facts_differ(one: dict[str, str], other: dict[str, str]) -> None:
-    """Property: also where a fact is missing on either side, as between versions."""
+    """Property: also if a fact is missing on either side, as between versions."""
     assert bool(difference(Entry(0, "a:1", one), Entry(1, "b:1", other))) == (one != other)
 
 
@@ -149,7 +149,7 @@ def test_in_a_run_that_is_going_on_a_joiner_takes_the_place_of_its_rank() -> Non
 
 
 def test_a_joiner_is_not_compared_with_the_process_that_had_its_place() -> None:
-    """Alone in its run before, it may come back with other settings; nobody is there to differ from."""
+    """Alone in its run before, it may return with other settings; no other rank is there to differ from."""
     alone = Registry(1, entries=[entry(0)])
     alone.register(entry(0, codec="int8"))
     assert alone.entries[0].facts["codec"] == "int8"

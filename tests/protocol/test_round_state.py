@@ -1,4 +1,4 @@
-"""What follows from what is known of a round: who is late, whose state is another, what I get, what is remembered."""
+"""What follows from the state of a round: late replicas, diverged state, this rank's result, and what is remembered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES = Rules(2, 1, 2, None, 10.0, 1 << 19, bytes(32))
 
 
 def late_ones(state: RoundState, spoken: dict[int, int]) -> tuple[frozenset[int], ...]:
-    """After as many looks as it takes; ``spoken``: rank -> messages that come from it between two of them."""
+    """Look as often as it takes; ``spoken``: rank -> the messages that arrive from it between two looks."""
     for look in range(Lateness.LOOKS + 1):
         late = state.look(RANKS, RULES, {rank: look * words for rank, words in spoken.items()})
         assert look == Lateness.LOOKS or late == (frozenset(),) * 3
@@ -47,7 +47,7 @@ def test_who_has_not_contributed_and_says_nothing_is_not_heard() -> None:
 def test_who_falls_silent_before_it_contributes_is_not_called_late_before_it_is_not_heard(
     last_word: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called late, the replica would be put out; where it is not heard, who hears whom decides, maybe for the link."""
+    """A replica called late would be excluded; if it is not heard, the reports decide whether its link is at fault."""
     monkeypatch.setattr(Lateness, "LOOKS", 4)
     state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 3, 4], HEADER))
     state.votes.update(dict.fromkeys(range(4), Vote(True, "mean")))
@@ -56,7 +56,7 @@ def test_who_falls_silent_before_it_contributes_is_not_called_late_before_it_is_
         spoken = {rank: min(look, last_word) for rank in (4, 5)}
         found.append(state.look(RANKS, RULES, spoken))
     named = [late for late in found if late[0]]
-    if last_word <= 1:  # silent for so long, when it is late, that the next look tells
+    if last_word <= 1:  # silent for so long by the time it is late that the next look decides
         assert named == [(frozenset({2}), frozenset(), frozenset({2}))]
     else:
         assert named[0] == (frozenset({2}), frozenset(), frozenset())
@@ -64,7 +64,7 @@ def test_who_falls_silent_before_it_contributes_is_not_called_late_before_it_is_
 
 @pytest.mark.parametrize(("spoken", "late"), [({}, {0}), ({0: 1}, set()), ({1: 1}, {0}), ({5: 1}, {0})])
 def test_who_does_not_vote_is_late_when_it_says_nothing_at_all(spoken: dict[int, int], late: set[int]) -> None:
-    """Rank 0 has not voted. Its replica's rank 1 has: what that says shows nothing of rank 0."""
+    """Rank 0 has not voted. Rank 1 of its replica has: its messages show nothing about rank 0."""
     state = RoundState(ROUND, headers=dict.fromkeys(RANKS, HEADER))
     state.votes.update(dict.fromkeys(range(1, 6), Vote(True, "mean")))
     assert late_ones(state, spoken) == (frozenset(), frozenset(late), frozenset(late))
@@ -90,7 +90,7 @@ def test_another_rank_of_my_own_replica_is_the_others_business() -> None:
 def test_state_is_compared_with_that_of_the_first_one_that_has_it(
     taking_over: set[int], mine: str, donor: int | None
 ) -> None:
-    """At my own position: rank 1 holds another shard than rank 2, so it does not matter whether it has its own."""
+    """At this rank's position: rank 1 holds another shard than rank 2, so its state does not matter."""
     headers = {rank: replace(HEADER, taking_over=rank in taking_over) for rank in RANKS}
     headers |= {rank: replace(headers[rank], digest="another shard") for rank in (1, 3, 5)}
     headers[2] = replace(headers[2], digest=mine)
@@ -116,7 +116,7 @@ KEYS = st.tuples(st.integers(-1, 2), st.integers(0, 30))
 def test_what_is_remembered_is_the_newest_and_what_is_committed_is_not_void(
     decisions: list[tuple[tuple[int, int], bool]],
 ) -> None:
-    """Property, after every decision: other fragments stay as they were, and what was said last is known."""
+    """Property, after every decision: other fragments are unchanged, and the latest decision is known."""
     decided = Decided()
     for key, committed in decisions:
         fragment, outer_step = key

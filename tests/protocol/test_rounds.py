@@ -1,4 +1,4 @@
-"""Rounds of one rank, driven event by event: which votes count, what is said once a view ends, what time is left."""
+"""Rounds of one rank, driven event by event: which votes count, what it sends once a view ends, the remaining time."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def signing_header(rank: int, round_id: RoundId = ROUND, digest: str = "d") -> H
 
 
 class Member:
-    """Rank 0 of three replicas, in a view with the others; it does nothing of what it wants to do.
+    """Rank 0 of three replicas, in a view with the others; its actions are not carried out.
 
     Args:
-        joins: whether the others were in a view before, in which they have trained.
+        joins: whether the others were in an earlier view, in which they have trained.
     """
 
     def __init__(self, *, joins: bool = False) -> None:
@@ -79,9 +79,9 @@ class Member:
         return self.hear(rank, signing_header(rank, round_id, digest), now_s=now_s)
 
     def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
-        """As an honest rank would vote, whose mean has this digest."""
+        """Receive the vote of an honest rank whose mean has this digest."""
         state = RoundState(ROUND, headers={member: signing_header(member) for member in VIEW.members})
-        sealed = "" if reason else state.sealed(digest)
+        sealed = "" if reason else state.sealed_digest(digest)
         return self.hear(rank, RoundVote(ROUND, Vote(not reason, sealed, reason)).signed(VIEW.id, bytes([rank] * 32)))
 
     def hear(self, rank: int, said: Header | RoundVote, *, now_s: float = 0.0) -> list[Action]:
@@ -103,7 +103,7 @@ def said(kind: str, actions: list[Action]) -> dict[int, Any]:
 
 @pytest.fixture
 def member() -> Member:
-    """All have contributed to the round."""
+    """A member of a view in which all have contributed to the round."""
     member = Member()
     (start,) = of(StartExchange, member.hand_in())
     assert start.contribution.round == ROUND
@@ -140,7 +140,7 @@ def test_only_the_first_vote_of_a_rank_counts(member: Member) -> None:
 
 @pytest.mark.parametrize("failure", ["", "it was too large"])
 def test_once_a_view_ends_nothing_is_voted_for_any_more(member: Member, failure: str) -> None:
-    """What it has reported it holds to: the survivors may find the round void, whoever is lost may not commit it."""
+    """The rank must keep to its report: the survivors may find the round void, so a lost rank must not commit it."""
     ends = said("change", member.handle(Lost(2, Loss("silent", "nothing came"))))
     assert ends.keys() >= {1}
     late = member.handle(ExchangeEnded(VIEW.id, ROUND, failure)) if failure else member.compute()
@@ -160,7 +160,7 @@ def test_a_contribution_that_comes_twice_is_refused_and_told_of(member: Member) 
     member.vote(1)
     (commit,) = of(Commit, member.vote(2))
     assert "a contribution of replica 1" in commit.average.note
-    assert "it had contributed to it before" in commit.average.note
+    assert "it had contributed already" in commit.average.note
 
 
 def test_averages_that_differ_end_the_view(member: Member) -> None:
@@ -169,7 +169,7 @@ def test_averages_that_differ_end_the_view(member: Member) -> None:
     ended = member.vote(2, digest="another")
     assert not of(Commit, ended)
     (report,) = {each["why"] for each in said("change", ended).values()}
-    assert report == "fragment 0, outer step 4 is disputed: 2 holds another average than 0"
+    assert report == "fragment 0, outer step 4 is disputed: rank 2 holds a different average than rank 0"
 
 
 @pytest.mark.parametrize("others", ["d", "another"])
@@ -180,7 +180,7 @@ def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others(other
         member.header(rank, digest=others)
     again = said("header", member.hand_in(RoundId(0, 5)))[1]
     assert again["taking_over"] == (others != "d")
-    assert said("header", member.hand_in(RoundId(1, 4)))[1]["taking_over"], "of each fragment by itself"
+    assert said("header", member.hand_in(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
 
 
 def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_view_ends() -> None:
@@ -199,4 +199,4 @@ def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_vi
     member.hand_in(now_s=3.0, sent_s=3.0)
     assert waiting() == {(1, 4): {1: 2.0}}
     member.handle(Lost(2, Loss("silent", "nothing came")))
-    assert waiting() == {}, "nobody decides anything until the next view"
+    assert waiting() == {}, "nothing is decided until the next view"

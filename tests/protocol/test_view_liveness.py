@@ -1,4 +1,4 @@
-"""What a bad link costs, and that all who live are together again once the network is whole; on simulated networks."""
+"""What a bad link costs, and that all live ranks reunite once the network is whole; on simulated networks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.protocol.simulated_rank import Rank
 
 
 def members(network: Network) -> list[tuple[int, ...]]:
-    """Of the views of those who take part."""
+    """Return the members of each view that a running rank is in."""
     return [rank(network, number).view.members for number in sorted(network.alive) if not rank(network, number).left]
 
 
 @settings(max_examples=60, deadline=None)
 @given(NUMBERS, st.integers(3, 5), st.data())
 def test_a_bad_pair_costs_one_of_the_two(numbers: list[int], replicas: int, data: st.DataObject) -> None:
-    """Property: whether nothing gets through in one direction or in both, and whoever notices first."""
+    """Property: whether nothing gets through in one direction or in both, and whichever notices first."""
     one, other = data.draw(st.permutations(range(replicas)))[:2]
     kind = data.draw(st.sampled_from(["cuts", "deaf"]))
     network = simulated(replicas, Limits(cuts=1) if kind == "cuts" else Limits(deaf=1))
@@ -42,7 +42,7 @@ def test_a_bad_pair_costs_one_of_the_two(numbers: list[int], replicas: int, data
 def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
     numbers: list[int], replicas: int, data: st.DataObject
 ) -> None:
-    """Property: though it has been a member for longer, and itself has heard nothing of anybody for a while."""
+    """Property: though it has been a member for longer, and itself has received nothing for a while."""
     flapping, other = data.draw(st.permutations(range(replicas)))[:2]
     network = simulated(replicas, Limits(cuts=1))
     explore(network, [])
@@ -52,7 +52,7 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
             for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
                 if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
                     hearing.handle(events.Received(sender, {"kind": "beat"}))
-    for number in range(replicas):  # who has heard nothing of all the others blames none of them
+    for number in range(replicas):  # a rank that has received nothing from all the others blames none of them
         found = rank(network, number).machine.roster.unsteady(View.of(replicas), 4.5)
         assert found == ({(number, flapping)} if number != flapping else set())
     network.happen("cuts", flapping, other, 0)
@@ -67,7 +67,7 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
 def test_one_that_does_not_hear_two_others_is_the_one_to_go(
     numbers: list[int], replicas: int, data: st.DataObject
 ) -> None:
-    """Property: with whatever number, where the others hear each other. It gives up both with one beat of its heart."""
+    """Property: with whatever number, if the others hear each other. It declares both lost at one heartbeat."""
     deaf, one, other = data.draw(st.permutations(range(replicas)))[:3]
     network = simulated(replicas, Limits(deaf=2))
     for number in (one, other):
@@ -87,9 +87,9 @@ def test_one_that_does_not_hear_two_others_is_the_one_to_go(
 def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     numbers: list[int], replicas: int, limits: Limits, timers: int, split: str
 ) -> None:
-    """Property: those who have lost the others join those who go on, or one founds another view; in as many turns.
+    """Property: ranks that lost the others join those that continue, or one founds another view, in as many turns.
 
-    Who has ended for good may be needed, under ``split="stop"``: then nobody goes on, as it may be going on itself.
+    Under ``split="stop"``, a rank that has ended for good may be needed. Then none continues, as that rank might.
     """
     least = replicas // 2 + 1 if split == "go-on" else 1
     quorum = Policy(least, split)  # type: ignore[arg-type]  # one of the two
@@ -123,7 +123,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
             for me in said
         }
         founders = [number for number, view in founded.items() if view is not None]
-        if not founders:  # those who ended may be going on, as far as anybody knows
+        if not founders:  # the ended ranks may be continuing, as far as is known
             assert len(lookers) < replicas
             return
         (founder,) = founders

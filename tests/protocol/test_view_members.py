@@ -1,4 +1,4 @@
-"""What single members do when others give up a round, are late or leave; on the simulated network."""
+"""What single members do when others void a round, are late or leave; on the simulated network."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("views", [1, 2])
 def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_report(begun: bool, views: int) -> None:
-    """Invariant 2: also for who begins it only in the next view, or in the one after that."""
+    """Invariant 2: also for a rank that begins the round only in the next view, or in the one after that."""
     network = simulated(2 + views, Limits(ends=views))
     begin(network, 0, *([1] if begun else []))
-    rank(network, 0).suffer("timers", 0)  # its vote against is on the way
+    rank(network, 0).suffer("timers", 0)  # its vote against the round is in transit
     for lost in range(2, 2 + views):
         network.happen("ends", lost, 0, 0)
-        network.happen("notice", 1, lost, 0)  # before any vote has come
+        network.happen("notice", 1, lost, 0)  # before any vote has arrived
         settle(network)
     assert rank(network, 1).view == View(views, (0, 1))
     explore(network, [])
     for number in (0, 1):
         assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
     outcome = rank(network, 1).errors[1]
-    assert not isinstance(outcome, ViewChangedError), "which would be handed in again"
-    assert str(outcome) == "fragment 1, outer step 0 is void: somebody voted against it before the view changed."
+    assert not isinstance(outcome, ViewChangedError), "which would be submitted again"
+    assert str(outcome) == "fragment 1, outer step 0 is void: a replica voted against it before the view changed."
 
 
 def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
-    """Whoever sends it later than the others does not wait for them, though nobody joined its own view."""
+    """A rank that sends it later than the others does not wait for them, though no replica joined its own view."""
     network = simulated(3, Limits(ends=2, returns=1))
     network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
     begin(network, 0)
@@ -56,13 +56,13 @@ def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() ->
 
 
 def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
-    """Else who stops first says nothing more, and the others wait for it to say what it had not noticed yet."""
+    """The first one to stop sends nothing more, so the others would wait for a report that it has not made yet."""
     network = simulated(3, Limits(ends=1), quorum=Policy(3))
     begin(network, 0, 2)
     network.happen("ends", 1, 0, 0)
     network.happen("notice", 2, 1, 0)
     network.happen("deliver", 2, 0, 0)
-    assert not rank(network, 0).left, "it still hears the one that has ended, as 2 says"
+    assert not rank(network, 0).left, "it still hears the one that 2 reports as ended"
     settle(network)
     for number in (0, 2):
         assert "2 of at least 3 replicas are left" in rank(network, number).left
@@ -74,7 +74,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
     rank(network, 0).suffer("timers", 1)
     explore(network, [])
-    words = "replica 2 is late: no contribution to fragment 1, outer step 0 came within 5 s"
+    words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
@@ -83,7 +83,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard: bool) -> None:
-    """Those who are heard are waited for; who hears none of the others is itself the one to go."""
+    """It waits for those that it hears; if it hears none of the others, it is itself the one to go."""
     network = simulated(4)
     begin(network, 0)
     if heard:
@@ -121,7 +121,9 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
     if says == "nothing":
         late = mine.said("change")[-1]
         assert late["unheard"] == [[0, 2]]
-        assert late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
+        assert (
+            late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
+        )
     else:
         assert not mine.said("change")
     explore(network, [])
@@ -129,7 +131,7 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
 
 
 def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
-    """Also by one that had not heard of the others' votes when it heard of the leaving."""
+    """Also by a rank that had not received the others' votes when the leaver left."""
     network = simulated(3)
     begin(network, 0, 1, 2)
     for number in network.ranks:
@@ -149,7 +151,7 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
 
 
 def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
-    """The other replicas see to that."""
+    """The other replicas take care of that."""
     network = simulated(2, size=2)
     begin(network, 0, 2, 3)
     rank(network, 0).suffer("timers", 1)
@@ -176,8 +178,10 @@ def test_gradients_are_never_late() -> None:
 
 @pytest.mark.parametrize("changing_s", [0.0, 9.0])
 def test_a_round_has_one_time_in_all_the_views_that_it_takes(changing_s: float) -> None:
-    """Else it might outlast any time that somebody waits for it; whoever is late has a new time in each view. While
-    views change it could not go on, so that takes none of it."""
+    """Otherwise it might outlast any time-out of a waiting caller; lateness is timed anew in each view.
+
+    The time of view changes does not count, as the round can't make progress then.
+    """
     network = simulated(3, Limits(ends=1))
     begin(network, 0)
     rank(network, 0).now_s += 7.0
@@ -197,22 +201,22 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
     begin(network, 0, 1)
     rank(network, 2).suffer("leaves", 0)
     explore(network, [])
-    assert rank(network, 2).left == "replica 2 left after step 0; it takes part no more."
+    assert rank(network, 2).left == "replica 2 left after step 0 and takes part in no more rounds."
     for number in (0, 1):
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)
-        assert change.reason == "replica 2 has left; replicas 0, 1 go on"
+        assert change.reason == "replica 2 has left; replicas 0, 1 continue"
         assert rank(network, number).machine.views.contributions.reason.startswith("replica 2 left after step 0; ")
         assert rank(network, number).averages[1].contributors == (0, 1)
 
 
 def test_all_ranks_of_a_replica_say_that_they_leave() -> None:
-    """Else whoever notices the end of one's connections before the other one's words have come takes it for a loss."""
+    """Otherwise a rank that notices the end of one connection before the other rank's message takes it for a loss."""
     network = simulated(3, size=2)
     rank(network, 4).suffer("leaves", 0)
     network.happen("deliver", 4, 5, 0)
     assert rank(network, 5).left
-    assert not network.can("notice", 0, 5), "it has said something before it went"
+    assert not network.can("notice", 0, 5), "it has sent something before it left"
     network.happen("deliver", 5, 0, 0)
     explore(network, [])
     assert [rank(network, number).changes[-1].left for number in range(4)] == [((2, 0),)] * 4
@@ -235,6 +239,6 @@ def test_the_last_one_goes_on_when_all_others_leave() -> None:
 
 
 def hear_beats(network: Network, number: int, *others: int) -> None:
-    """A sign of life comes from each of the others."""
+    """Deliver a heartbeat from each of the others."""
     for other in others:
         rank(network, number).handle(Received(other, {"kind": "beat"}))

@@ -1,4 +1,4 @@
-"""Who has a say in a view, and what becomes of what is no message of its protocol; on the simulated network."""
+"""Which senders count in a view, and how malformed messages are handled; on the simulated network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, SendMessage
 from diloco.protocol.events import Received
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import Leaving, RoundVote, adopted, change_message, next_view, read
+from diloco.protocol.messages import Leaving, RoundVote, adopted_message, change_message, next_view, read
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.protocol.simulated_rank import Rank
@@ -31,7 +31,7 @@ CHANGE = change_message(
     "replica 2 is lost",
 )
 NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
-ADOPTED = adopted(NEXT)
+ADOPTED = adopted_message(NEXT)
 LEAVING = Leaving(3, {(1, 2): "d"}).to_message(0)
 MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 
@@ -39,10 +39,10 @@ MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["kind"])
 @pytest.mark.parametrize("view_id", [0, 1])
 def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any], view_id: int) -> None:
-    """Not in the present one, nor in the next one if it is no member of that."""
+    """Neither in the current view, nor in the next one if it is no member of that."""
     network = simulated(3, Limits(ends=1), strangers=1)
     begin(network, 0, 1)
-    if message["kind"] == "adopted":  # which counts only while there is something to adopt
+    if message["kind"] == "adopted":  # it counts only while there is something to adopt
         rank(network, 0).lose(2, gone=False)
     assert not rank(network, 0).handle(Received(3, message | {"view": view_id}))
     network.happen("ends", 2, 0, 0)
@@ -84,12 +84,12 @@ def test_messages_say_what_was_meant() -> None:
 
 
 def test_what_many_members_agree_on_is_read_as_it_was_said() -> None:
-    """Else nobody could be ready for what the others are."""
+    """Otherwise no rank could be ready for what the others are ready for."""
     view = View(0, tuple(range(1 << 30, (1 << 30) + 64)))
     decision = decide(view, lost=view.members[:20], gone=(), joining=range(20), policy=Policy())
     assert decision.members is not None
     following = NextView(View(1, decision.members), view, 7, {}, decision.reason, tuple(range(20)))
-    assert next_view(json.loads(json.dumps(adopted(following))), view) == following
+    assert next_view(json.loads(json.dumps(adopted_message(following))), view) == following
 
 
 JSON = st.recursive(
@@ -105,7 +105,7 @@ JSON = st.recursive(
 
 
 def is_what_it_should_be(name: str, value: Any) -> bool:
-    """Whether ``value`` would do as the field ``name`` of a message, so that the message is not malformed by it."""
+    """Return whether ``value`` is valid as the field ``name`` of a message."""
     try:
         for message in MESSAGES:
             if name in message:
@@ -118,7 +118,7 @@ def is_what_it_should_be(name: str, value: Any) -> bool:
 
 @st.composite
 def malformed(draw: st.DrawFn) -> dict[str, Any]:
-    """A message with a field that is missing or is something else, or any object at all."""
+    """Return a message with a missing or wrong field, or an arbitrary object."""
     message = dict(draw(st.sampled_from(MESSAGES)))
     name = draw(st.sampled_from(sorted(message)))
     if draw(st.booleans()):
@@ -126,7 +126,7 @@ def malformed(draw: st.DrawFn) -> dict[str, Any]:
         return message
     value = draw(JSON)
     if is_what_it_should_be(name, value):
-        value = [[None]]  # which no field should be
+        value = [[None]]  # valid for no field
     if draw(st.booleans()):
         return message | {name: value}
     return {"kind": draw(st.sampled_from(["header", "vote", "change", "adopted", "leaving", "?"])), name: value}
@@ -135,7 +135,9 @@ def malformed(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=100, deadline=None)
 @given(malformed())
 def test_what_is_no_message_names_its_field_and_raises_nothing_else(message: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^it has no '|^its 'kind' is|^its kind is|^its '.* should be |^a view of"):
+    with pytest.raises(
+        ValueError, match=r"^field '.*' (is missing|must be )|^the message kind .* is unknown|^a view needs"
+    ):
         read(1, message, View.of(3))
 
 
@@ -144,31 +146,31 @@ def test_what_is_no_message_names_its_field_and_raises_nothing_else(message: dic
 def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
     numbers: list[int], replicas: int, limits: Limits, garbage: list[dict[str, Any]], size: int
 ) -> None:
-    """Property: nothing raises, and who goes on commits every round."""
+    """Property: nothing raises, and the ranks that continue commit every round."""
     limits = Limits(limits.ends, limits.machines, limits.cuts, own={"garbage": 2})
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, garbage=garbage), whole=True)
 
 
 @pytest.mark.parametrize(
-    ("quorum", "members"), [(Policy(), (0, 1)), (Policy(min_replicas=3), None)], ids=["two go on", "nobody goes on"]
+    ("quorum", "members"), [(Policy(), (0, 1)), (Policy(min_replicas=3), None)], ids=["two continue", "none continues"]
 )
 def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     quorum: Policy, members: tuple[int, ...] | None
 ) -> None:
-    """Also where nobody went on, so that the one who asks is in no other view than the one who answers."""
+    """Also if none continues, so that both the asking and the answering rank are still in that view."""
     network = simulated(3, quorum=quorum)
     begin(network, 0, 1, 2)
     through, asking = rank(network, 0), rank(network, 1)
     for each in (through, asking):
         network.hang_up(each.rank, 2)
         each.lose(2, gone=False)
-    while not through.changes:  # who asks is the last to hear anything
+    while not through.changes:  # the asking rank receives everything last
         network.happen(*max(network.choices(), key=lambda choice: choice[2] == through.rank), 0)
     assert asking.changes == []
     (following,) = through.changes
     assert (following.view and following.view.members) == members
     answers = through.machine.handle(Received(asking.rank, asking.said("change")[-1]), 0.0)
-    assert answers == [SendMessage(asking.rank, adopted(following))]
+    assert answers == [SendMessage(asking.rank, adopted_message(following))]
     done = asking.machine.handle(Received(through.rank, answers[0].message), 0.0)
     assert [action.following.view for action in done if isinstance(action, Adopt)] == [following.view]
     assert (asking.failure is None) == (through.failure is None) == (members is not None)
@@ -179,7 +181,7 @@ def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
     begin(network, 0, 1)
     rank(network, 0).handle(Received(2, HEADER | {"numel": -1}))
     explore(network, [])
-    words = "replica 2 sent what is no message of this protocol: its 'numel' is -1, and should be an integer from 0 to"
+    words = "replica 2 sent a malformed message: field 'numel' must be an integer from 0 to"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}")
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
 
@@ -189,7 +191,7 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     for _ in range(1000):
         assert not rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
     rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
-    assert "rank 2 sent too much about views" in rank(network, 0).said("change")[0]["why"]
+    assert "rank 2 exceeded the hold-back limit" in rank(network, 0).said("change")[0]["why"]
     explore(network, [])
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
 
@@ -197,5 +199,5 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
 @pytest.mark.parametrize("stretch", [[3, 2], [0, 10], [-1, 2], [0], [0, 1, 2], "all", [0, 1.5], None])
 def test_a_residual_is_of_a_stretch_of_the_fragment(stretch: Any) -> None:
     message = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False).to_message(0)
-    with pytest.raises(ValueError, match="its 'residual' is"):
+    with pytest.raises(ValueError, match="field 'residual' must be"):
         read(1, message | {"residual": stretch}, View(0, (0, 1, 2)))

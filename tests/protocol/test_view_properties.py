@@ -1,4 +1,4 @@
-"""Views, rounds and votes of ranks that talk to each other, on a network that does what it likes."""
+"""Views, rounds and votes of ranks that exchange messages on an adversarial network."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def test_with_nothing_lost_every_round_is_committed(numbers: list[int], replicas
 def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
     numbers: list[int], replicas: int, ends: int, size: int, gradients: bool, ready: bool
 ) -> None:
-    """Property: wherever they end, also in the middle of a broadcast, or before they or others have begun; everybody
-    knows that they have ended."""
+    """Property: wherever they end, also in the middle of a broadcast, or before they or others have begun.
+
+    Every survivor knows that they have ended.
+    """
     survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
     check_agreement(survivors, whole=True)
-    for rank in survivors if size == 1 else ():  # ranks that live and leave with their replica look like cut ones
+    for rank in survivors if size == 1 else ():  # live ranks that leave with their replica look like cut-off ones
         assert not rank.left
         assert rank.view.members == tuple(sorted(each.rank for each in survivors))
 
@@ -42,7 +44,7 @@ def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
 def test_silent_machines_and_cut_connections_never_make_two_histories(
     numbers: list[int], replicas: int, limits: Limits, size: int, gradients: bool, ready: bool
 ) -> None:
-    """Property: who goes on agrees on the view and commits every round, as those who were lost take none along."""
+    """Property: the ranks that continue agree on the view and commit every round, as lost ranks take none along."""
     ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
     check_agreement(ranks, whole=True)
 
@@ -52,7 +54,7 @@ def test_silent_machines_and_cut_connections_never_make_two_histories(
 def test_rounds_go_on_over_payload_connections_that_are_made_anew(
     numbers: list[int], replicas: int, ends: int, breaks: int, size: int
 ) -> None:
-    """Property: a view of the same members follows, and commits what was on its way."""
+    """Property: a view of the same members follows, and commits what was in flight."""
     ranks = simulate(Limits(ends=ends, own={"breaks": breaks}), numbers, replicas=replicas, size=size)
     check_agreement(ranks, whole=True)
     if not ends:
@@ -60,24 +62,27 @@ def test_rounds_go_on_over_payload_connections_that_are_made_anew(
 
 
 @settings(max_examples=100, deadline=None)
-# it stops amid a round of gradients, which raises, and another one
+# it stops amid a round of gradients, which raises, and another round
 @example(numbers=[1, 15904], replicas=2, limits=Limits(1, 1), timers=1, breaks=0, size=1, gradients=True)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 6), st.integers(0, 2), st.integers(1, 2), st.booleans())
 def test_times_that_are_over_at_any_moment_make_no_two_histories(
     numbers: list[int], replicas: int, limits: Limits, timers: int, breaks: int, size: int, gradients: bool
 ) -> None:
-    """Property: of a round that is given up, and of a replica that counts as late, also where it isn't; a round that
-    somebody has voted against is void for all, also where others hear of it in a later view."""
+    """Property: for a round that times out, and a replica that counts as late, also if it isn't.
+
+    A round that a rank has voted against is void for all, also if others learn of the vote in a later view.
+    """
     limits = replace(limits, own={"timers": timers, "breaks": breaks})
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients))
 
 
 @settings(max_examples=100, deadline=None)
-# one hears of it from another one, before the leaver itself
+# one learns of it from another one before the leaver's own message arrives
 @example(numbers=[1504, 0, 0, 0, 12939, 0], replicas=3, leaves=1, size=1)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
 def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
-    """Property: all the others go on, were it only one, and commit every round; they know who left, and after what."""
+    """Property: all others continue, even if only one is left, and commit every round; they know who left at which
+    step."""
     ranks = simulate(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
     check_agreement(ranks, whole=True)
     stay = [rank for rank in ranks if not rank.left]
@@ -91,7 +96,7 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
         for each in ranks:
             for step, average in each.averages.items():
                 theirs = rank.averages[step].contributors if step in rank.averages else "void"
-                assert theirs == average.contributors, "what a leaver has applied, all have"
+                assert theirs == average.contributors, "all have applied what a leaver has applied"
         for replica, step in left.items():
             assert step in {each.step for each in ranks if each.replica == replica}
 
@@ -110,13 +115,13 @@ def test_leaving_amid_all_kinds_of_trouble_makes_no_two_histories(
 def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
     numbers: list[int], replicas: int, limits: Limits
 ) -> None:
-    """Property: what one of them committed, all have."""
+    """Property: what one of them has committed, all have."""
     ranks = simulate(limits, numbers, replicas=replicas, go_on=False)
     assert {bool(rank.left) for rank in ranks} <= {len(ranks) < replicas}
     for rank in ranks:
         both = rank.outcomes.keys() & ranks[0].outcomes.keys()
         assert {step: rank.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
-        assert rank.outcomes.keys() == set(range(1, rank.step + 1)), "who waits gets an answer"
+        assert rank.outcomes.keys() == set(range(1, rank.step + 1)), "every round gets an outcome"
 
 
 @settings(max_examples=50, deadline=None)
@@ -132,7 +137,7 @@ def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> Non
 def test_sides_that_go_on_make_one_history_where_more_than_half_are_asked_for(
     numbers: list[int], replicas: int, limits: Limits, returns: int
 ) -> None:
-    """Property: also where others come to one of the sides."""
+    """Property: also if others join one of the sides."""
     limits = replace(limits, returns=returns)
     quorum = Policy(replicas // 2 + 1, split="go-on")
     check_agreement(simulate(limits, numbers, replicas=replicas, quorum=quorum))
@@ -150,16 +155,17 @@ def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.booleans())
-@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2, True)  # again, before who it let in has begun
+# once more, before the replica that it admitted has begun
+@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2, True)
 def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
     numbers: list[int], replicas: int, returns: int, ready: bool
 ) -> None:
-    """Property: also before anybody has noticed that it had ended, or has begun, and while others end."""
+    """Property: also before any rank has noticed that it had ended, or has begun, and while others end."""
     check_agreement(simulate(Limits(ends=2, returns=returns), numbers, replicas=replicas, ready=ready))
 
 
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
-    """Also where nobody is left who could tell it."""
+    """Also if no other replica is left that could report it."""
     network = Network(range(2), Limits(ends=1))
     policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     for rank in range(2):
@@ -168,4 +174,4 @@ def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> Non
     explore(network, [])
     (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]
     assert isinstance(left, Rank)
-    assert left.left.startswith("rank 0 of replica 0 is lost: simulated. It takes part in no more rounds;")
+    assert left.left.startswith("rank 0 of replica 0 is lost: simulated. Replica 0 takes part in no more rounds;")

@@ -1,4 +1,4 @@
-"""What a rank does not do any more once a view ends, and what its owner is told of rounds; on the simulated network."""
+"""What a rank no longer does once a view ends, and what its owner learns about rounds; on the simulated network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUND = RoundId(1, 0)
 
 
 def test_who_has_reported_the_end_of_a_view_casts_no_vote_in_it() -> None:
-    """A report says what it has committed, and is a promise that nothing is added to it."""
+    """A report lists the committed rounds, and is a promise to commit no more of them."""
     network = simulated(3)
     begin(network, 0, 1, 2)
     rank(network, 0).lose(2, gone=False)
@@ -36,7 +36,7 @@ def test_who_has_reported_the_end_of_a_view_judges_no_round_of_it() -> None:
 
 
 def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
-    """And another one begins in the next view."""
+    """Another one begins in the next view."""
     network = simulated(3, Limits(ends=1))
     begin(network, 0)
     assert rank(network, 0).exchanging == {(0, ROUND)}
@@ -46,12 +46,12 @@ def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
     assert rank(network, 0).exchanging == {(1, ROUND)}
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(who: int) -> None:
-    """A payload connection stands still: TCP may wait for minutes before it tries again."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(number: int) -> None:
+    """A payload connection is stalled: TCP may wait for minutes before it retries."""
     network = simulated(2)
     begin(network, 0, 1)
-    mine = rank(network, who)
+    mine = rank(network, number)
     mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "expire"))
     settle(network)
     assert mine.act()
@@ -68,7 +68,7 @@ def test_a_second_contribution_of_a_member_is_refused_and_told_of() -> None:
     rank(network, 0).handle(Received(1, header.to_message(0)))
     explore(network, [])
     assert rank(network, 0).averages[1].note == (
-        "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed to it before"
+        "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed already"
     )
     assert not rank(network, 1).averages[1].note
 

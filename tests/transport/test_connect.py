@@ -95,7 +95,7 @@ def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() ->
         found = at_once([lambda: one(0), lambda: one(1)])
         late = at_once([lambda: one(2)])
     (words,) = {str(error) for error in [*found, *late]}
-    assert words.endswith("; both sides need the same.")
+    assert words.endswith("; both sides need the same value.")
     for side in ("replica 0 (127.0.0.1:", "has codec = fp4", "replica 1 (127.0.0.1:", "has codec = int8"):
         assert side in words
     assert diloco_threads() <= before
@@ -105,7 +105,7 @@ def test_two_processes_that_say_they_are_the_same_rank_are_refused() -> None:
     with rendezvous(2) as address:
         found = at_once([lambda: connect(place(1, 2, address), wire())] * 2)
     assert len(found) == 2
-    assert all("two processes say that they are rank 1" in str(error) for error in found), found
+    assert all("two processes claim rank 1" in str(error) for error in found), found
 
 
 def test_a_rank_that_did_not_come_is_named() -> None:

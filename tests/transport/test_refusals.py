@@ -36,7 +36,7 @@ def test_who_contributes_twice_is_named_and_the_first_one_stands(wires: Wires) -
         average.note,
         *(each.note for each in exchange([first, second], [contribution(m, outer_step=1) for m in (0, 1)])),
     ]
-    told = "a contribution of replica 1 to fragment 0, outer step 0 was refused: it had contributed to it before"
+    told = "a contribution of replica 1 to fragment 0, outer step 0 was refused: it had contributed already"
     assert told in notes, "with the round itself, or, if that was decided first, with the next"
 
 
@@ -47,7 +47,7 @@ def test_who_contributes_to_a_round_that_is_long_over_is_named(wires: Wires) -> 
     say_again(second, 0, 0)
     average, other = exchange([first, second], [contribution(m, outer_step=4) for m in (0, 1)])
     told = "a contribution of replica 1 to fragment 0, outer step 0 was refused: "
-    assert average.note in (told + "that round is long over", told + "it had contributed to it before")
+    assert average.note in (told + "that round ended long ago", told + "it had contributed already")
     assert other.note == ""
     assert exchange([first, second], [contribution(m, outer_step=5) for m in (0, 1)])[0].note == "", "told once"
 

@@ -44,7 +44,7 @@ def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
                 with suppress(RoundVoidError):
                     each.wait()
 
-    with pytest.raises(ReplicaLostError, match="replica 1 has spoilt 3 rounds or more lately: the mean has values up"):
+    with pytest.raises(ReplicaLostError, match="replica 1 has spoilt at least 3 recent rounds: the mean has values up"):
         contribute()
 
 

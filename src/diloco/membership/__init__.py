@@ -1,1 +1,1 @@
-"""Who takes part: views, as values. Time is an argument here, never read."""
+"""The membership of a run: views, votes and view changes, as pure values and functions. Times are arguments."""

@@ -1,8 +1,9 @@
-"""Votes: a round is applied by every replica of its view or by none.
+"""Votes that make every replica of a view apply a round, or none.
 
-A member commits once all have voted for the average that it holds itself. Whoever has not voted for it knows thus that
-nobody commits, and may call it void. Whoever has, and hears a vote against it, does not know what that voter has told
-others: that is found out by the change to the next view, whose reports say who has committed.
+A member commits a round once every member has voted for the average that the member itself holds. A member that has not
+voted for the round therefore knows that no other member can commit it, and may declare it void. A member that has voted
+for it and receives a vote against it can't know what that voter sent to the others. The view change settles the
+outcome: its reports say which members have committed the round.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ __all__ = ["Tally", "Vote", "tally"]
 
 @dataclass(frozen=True)
 class Vote:
-    """What one member says about a round, once and for good."""
+    """One member's final vote on a round."""
 
-    ok: bool  # whether it holds the average and is ready to apply it
-    digest: str = ""  # of the average it holds; "" when not ok
-    reason: str = ""  # why not; "" when ok
-    signature: str = ""  # by which others can be shown what it said; "" where there is none
+    ok: bool  # whether the voter holds the average and is ready to apply it
+    digest: str = ""  # of the average that the voter holds; "" if not ok
+    reason: str = ""  # why the voter is against the round; "" if ok
+    signature: str = ""  # proves the vote to third parties; "" if unsigned
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Where a round stands."""
+    """The state of a round, as far as one member can tell from the votes."""
 
-    committed: bool | None  # True: applied by all; False: void for all; None: not decided yet
+    committed: bool | None  # True: every member applies it; False: void for every member; None: undecided
     reason: str = ""
-    # this member has voted for it, others have voted against it, and again others may have committed it
+    # this member has voted for the round and others against it, while a third member may have committed it
     disputed: bool = False
 
 
 def tally(
     voters: Collection[int], votes: Mapping[int, Vote], *, me: int, groups: Mapping[int, int] | None = None
 ) -> Tally:
-    """What the votes that have come mean for one of ``voters``.
+    """Return what the votes received so far mean for the member ``me``.
 
     Args:
-        voters: everybody whose vote counts.
-        votes: those that have come.
-        me: who asks.
-        groups: voter -> the group within which digests must be equal (ranks at the same position of their replicas
-            hold the same shard); None: all are one group.
+        voters: the ranks whose votes count.
+        votes: the votes received so far, by voter.
+        me: the voter for which the votes are counted.
+        groups: voter -> the group within which digests must be equal (ranks at the same position of their replicas hold
+            the same shard). None: all voters form one group.
 
     >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "a")}, me=0)
     Tally(committed=None, reason='', disputed=False)
     >>> tally([0, 1, 2], {0: Vote(True, "a"), 1: Vote(True, "b")}, me=0)
-    Tally(committed=None, reason='1 holds another average than 0', disputed=True)
+    Tally(committed=None, reason='rank 1 holds a different average than rank 0', disputed=True)
     >>> tally([0, 1, 2], {1: Vote(False, reason="it is late")}, me=0)
     Tally(committed=False, reason='it is late', disputed=False)
     """
@@ -63,7 +64,7 @@ def tally(
         if voter in votes and votes[voter].ok:
             first = firsts.setdefault(groups[voter] if groups else 0, voter)
             if votes[first].digest != votes[voter].digest:
-                against[voter] = f"{voter} holds another average than {first}"
+                against[voter] = f"rank {voter} holds a different average than rank {first}"
     if not against:
         return Tally(True if all(voter in votes for voter in others) else None)
     reason = against[min(against)]

@@ -1,5 +1,7 @@
-"""What follows from the reports of a view that ends: who stays, also where some can't hear each other, and what they
-adopt. Pure: every survivor computes the same."""
+"""What follows from the reports on the end of a view: which members stay, and what they adopt. Pure.
+
+Every survivor computes the same, also if some can't hear each other.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,29 @@ from diloco.membership.quorum import Policy, decide, more_than_could_lie
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
-__all__ = ["largest_set", "next_view", "who_stays", "within_reach"]
+__all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
 
 
-def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
-    """Members of ``view`` that are to be members of the next one, ascending; maybe not ``me``.
+def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
+    """Return the members of ``view`` that stay in the next one, in ascending order; ``me`` may not be among them.
 
-    A largest set of those who hear each other, without those who are behind if the others are enough to go on. Of two
-    who don't hear each other the one goes of whom more than could lie have heard nothing for a while lately, else the
-    one that came later.
+    They are a largest set of members that all hear each other, without the late ones if the others are enough to
+    continue. If two members don't hear each other, the one to go is a member from which more than f members
+    (`more_than_could_lie`) have recently received nothing for a while, else the one that joined later.
 
     Args:
-        view: the one that ends.
-        mine: all that is known.
-        me: the replica that asks.
-        policy: who may go on.
+        view: the view that ends.
+        mine: all that this rank knows.
+        me: this rank's replica.
+        policy: decides which survivors may continue.
     """
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
-        there = within_reach(me, there, mine.unheard)
+        there = reachable_from(me, there, mine.unheard)
     needed = more_than_could_lie(len(view.members))
-    unsteady = _said_by(mine.unsteady, needed)
+    unsteady = _accused(mine.unsteady, needed)
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
-    late = _said_by(mine.behind, needed) & there
+    late = _accused(mine.behind, needed) & there
     if late:
         in_time = largest_set([each for each in order if each not in late], mine.unheard)
         lost = frozenset(view.members) - frozenset(in_time)
@@ -41,58 +43,57 @@ def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, .
     return largest_set(order, mine.unheard)
 
 
-def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
-    """What follows ``view``.
+def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:
+    """Return what follows ``view``.
 
     Args:
-        view: the one that ends.
-        told: the reports of all who stay; what every rank must know alike they say alike.
-        staying: as `who_stays` says.
-        policy: who may go on.
+        view: the view that ends.
+        reports: the reports of all staying ranks; they are equal in `Report.known`.
+        staying: the result of `staying_members`.
+        policy: decides which survivors may continue.
     """
-    known, lost = told[0], frozenset(view.members).difference(staying)
+    known, lost = reports[0], frozenset(view.members).difference(staying)
     left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(known.left_commits)}
-    commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in told)}
-    for report in told:
+    commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in reports)}
+    for report in reports:
         commits.update(report.claims)
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     joining: set[int] = set()
-    for each in sorted(wishing):  # two of them may not have a way to each other yet
+    for each in sorted(wishing):  # two joiners may not be connected to each other yet
         if joining.isdisjoint({one for pair in known.unheard if each in pair for one in pair}):
             joining.add(each)
-    left = {replica: step for replica, step in sorted(known.left)}  # two ranks of it may have named two steps
+    left = {replica: step for replica, step in sorted(known.left)}  # two of its ranks may have named different steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
-    agreed = [report.agreed for report in told if report.agreed is not None]
-    supported = _supported(agreed, more_than_could_lie(len(told)))
-    if supported and decision.members is not None:  # else others may have agreed on something else since
+    agreed = [report.agreed for report in reports if report.agreed is not None]
+    supported = _supported(agreed, more_than_could_lie(len(reports)))
+    if supported and decision.members is not None:  # else others may have agreed on a different view since
         return max(supported, key=lambda each: each.known).following
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
     return NextView(
         view=None if members is None else view.followed_by(view.id + 1, members, joined),
         previous=view,
-        from_step=max(report.step for report in told) + 1,
+        from_step=max(report.step for report in reports) + 1,
         commits=commits,
         reason=decision.reason,
         joined=joined,
-        void=frozenset().union(*(report.void for report in told)) - commits.keys(),
+        void=frozenset().union(*(report.void for report in reports)) - commits.keys(),
         left=tuple(left.items()),
     )
 
 
 def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """A largest set of ``members`` who all hear each other.
+    """Return a largest set of ``members`` that all hear each other.
 
-    Of several largest sets it is the one that holds the first of them. So a single bad pair costs one member, and one
-    that has lost sight of two goes itself; where they are in the order in which they came, one whose link comes and
-    goes has come late.
+    Of several largest sets, it is the one that holds the earliest members. So a single broken pair costs one member,
+    and a member that can't hear two others is the one to go. If the members are in join order, a replica whose link
+    flaps counts as a late one.
 
     Args:
-        members: to choose from, each once.
-        unheard: pairs of which one can't hear the other, in either order; pairs with others than members count for
-            nothing.
+        members: the candidates in order of preference, each once.
+        unheard: pairs of which one can't hear the other, in either order. Pairs with non-members are ignored.
 
     Returns:
-        The set, ascending.
+        The set, in ascending order.
 
     >>> largest_set(range(4), [(3, 0), (3, 1)])
     (0, 1, 2)
@@ -106,15 +107,16 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
         if one in apart and other in apart and one != other:
             apart[one].add(other)
             apart[other].add(one)
-    size = len(members)  # weights whose sums compare as the two rules do: no two sets weigh the same
+    # weights whose sums order sets by size, then by the earliest members; no two sets weigh the same
+    size = len(members)
     weight = {member: (1 << size) + (1 << (size - 1 - index)) for index, member in enumerate(members)}
     return tuple(sorted(_heaviest(frozenset(members), apart, weight, {})))
 
 
-def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """Those of ``members`` that ``member`` reaches over any number of others, itself included.
+def reachable_from(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
+    """Return the ``members`` that ``member`` reaches directly or through others, itself included.
 
-    >>> sorted(within_reach(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
+    >>> sorted(reachable_from(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
     [0, 1]
     """
     apart = {frozenset(pair) for pair in unheard}
@@ -128,7 +130,7 @@ def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[
 
 
 def _supported(agreed: Iterable[Agreed], needed: int) -> list[Agreed]:
-    """Those whose view at least ``needed`` of them name; most name the same."""
+    """Return the agreements on a view that at least ``needed`` of them name; most of them name the same."""
     alike: list[list[Agreed]] = []
     for each in agreed:
         same = next((others for others in alike if others[0].following == each.following), None)
@@ -139,8 +141,8 @@ def _supported(agreed: Iterable[Agreed], needed: int) -> list[Agreed]:
     return [each for others in alike if len(others) >= needed for each in others]
 
 
-def _said_by(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
-    """The second ones of ``pairs`` that stand behind at least ``needed`` first ones."""
+def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
+    """Return the second elements that are paired with at least ``needed`` different first ones."""
     return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
 
 
@@ -150,7 +152,7 @@ def _heaviest(
     weight: Mapping[int, int],
     known: dict[frozenset[int], frozenset[int]],
 ) -> frozenset[int]:
-    """The heaviest subset of ``members`` of whom no two are ``apart``; ``known``: what was found so far, by group."""
+    """Return the heaviest subset of ``members`` of which no two are ``apart``; ``known`` caches results by group."""
     chosen: frozenset[int] = frozenset()
     for group in _groups(members, apart):
         if len(group) > 1 and group not in known:
@@ -163,7 +165,7 @@ def _heaviest(
 
 
 def _groups(members: frozenset[int], apart: Mapping[int, set[int]]) -> list[frozenset[int]]:
-    """``members``, with those together who are apart from one another, directly or through others."""
+    """Partition ``members`` into the connected components of the graph ``apart``."""
     left, groups = set(members), []
     while left:
         group, waiting = set(), [left.pop()]

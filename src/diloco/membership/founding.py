@@ -1,4 +1,4 @@
-"""Who founds a view, of those who look for one at the same time. Pure: what they say and times in, a view out."""
+"""Which replica founds a view if several look for one at the same time. Pure: announcements and times in, views out."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Founding", "Looker", "Lookers"]
 
 @dataclass(frozen=True)
 class Looker:
-    """What one that looks for the others says of itself."""
+    """What a replica that looks for the others announces."""
 
-    number: int  # of its replica
-    held_step: int = -1  # the newest step that it could go on from; -1 for none
-    # the newest view that it was a member of, or had agreed to be; None: none since its process began
+    number: int  # the replica's number
+    held_step: int = -1  # the newest step that it could resume from; -1 for none
+    # the newest view that it was a member of or had agreed to; None: none since its process began
     last: View | None = None
 
 
 class Lookers:
-    """Those who look, too. One that has ended while it looked is forgotten: what it said may stay for half an hour, and
-    who waits for it would wait in vain.
+    """The other replicas that are looking, as far as their beats show.
 
-    Who looks says so again and again, with another beat each time. How often it changes is seen here, so no clock is
-    compared with another machine's.
+    The announcement of a replica that has ended may stay visible for half an hour, and waiting for it would be in vain.
+    A looking replica therefore announces itself repeatedly, each time with another beat. Changes of the beat are timed
+    here, so no clocks of two machines are compared.
 
     Args:
-        silence_s: one whose beat stays the same for so long has ended.
+        silence_s: a replica whose beat has not changed for this long counts as ended.
 
     >>> lookers = Lookers(silence_s=30.0)
     >>> [sorted(lookers.hear({"Qm": 7}, now_s)) for now_s in (0.0, 29.0, 31.0)]
@@ -38,10 +38,10 @@ class Lookers:
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._heard: dict[str, tuple[int, float]] = {}  # name -> its beat, and since when it is that
+        self._heard: dict[str, tuple[int, float]] = {}  # name -> its beat, and when that was first seen
 
     def hear(self, beats: Mapping[str, int], now_s: float) -> frozenset[str]:
-        """Names of those that look at ``now_s``, as far as is known; ``beats``: name -> what it says now."""
+        """Return the names of those that are looking at ``now_s``; ``beats``: name -> its current beat."""
         for name, beat in beats.items():
             if name not in self._heard or self._heard[name][0] != beat:
                 self._heard[name] = beat, now_s
@@ -50,24 +50,27 @@ class Lookers:
 
 @dataclass(frozen=True, kw_only=True)
 class Founding:
-    """What one of them brings to the question."""
+    """What one replica contributes to the decision on the founder."""
 
-    me: Looker  # what it says of itself
-    alone: bool  # it knows of nobody to ask
-    window_s: float  # so long it waits for others that look, too
-    policy: Policy  # who may go on
+    me: Looker  # its own announcement
+    alone: bool  # whether it knows no other replica to ask
+    window_s: float  # how long it waits for others that are looking, too
+    policy: Policy  # decides which survivors may continue
 
     def founds(self, others: Sequence[Looker], waited_s: float, *, had_members: bool = False) -> View | None:
-        """The view of this one alone that it is to found, for the others to join; None: it is not on this one.
+        """Return the view of this replica alone that it founds for the others to join, or None if it founds none.
 
-        It is on who holds the newest step, and of several such ones on the lowest. Who has lost its view founds another
-        one only if enough members of the newest view look, so that nobody else can be going on from it.
+        The founder is the replica with the newest step; of several, the one with the lowest number. A replica that has
+        lost its view founds a new one only if enough members of the newest view are looking, so that no others can be
+        continuing from it.
 
         Args:
-            others: those who look, too.
-            waited_s: from the moment at which others could know of it to that at which they were asked. Who waits less
-                than another one needs to tell of itself may not have heard of it.
-            had_members: whether anybody says that it was a member. A fresh start is no replacement for that.
+            others: the other replicas that are looking.
+            waited_s: from the moment at which others could see this replica's announcement to the moment at which they
+                were asked. If this is shorter than another replica needs to announce itself, that one may be unknown
+                here.
+            had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
+                founds none.
 
         >>> newest = Founding(me=Looker(2, 150), alone=False, window_s=3.0, policy=Policy())
         >>> newest.founds([Looker(1, 100)], 2.0), newest.founds([Looker(1, 100)], 3.0)

@@ -1,10 +1,11 @@
-"""Until when a straggler is waited for: as long as the overlap of those ahead lasts, and no longer (Decoupled DiLoCo).
+"""The grace period for a straggler (Decoupled DiLoCo): others wait for it only as long as their overlap lasts.
 
-`grace = SHARE * (tau * step_s - quorum_s - sync_s)` after a quorum has contributed. Whoever can finish its steps by
-then does. Whoever can't leaves out those that don't fit and contributes what it has trained, which weighs by that.
+`grace = SHARE * (tau * step_s - quorum_s - sync_s)` after a quorum has contributed. A replica that can finish its steps
+by then does so. One that can't leaves out those that don't fit and contributes what it has trained, with the weight of
+that work.
 
-Every replica decides about itself alone, from when it heard of the others' contributions. What follows from it is in
-the weight that its header tells, so it is the same for all who judge and vote on the round.
+Every replica decides only for itself, based on when it received the others' contributions. The consequence is the
+weight in its header, so every replica judges and votes on the same facts.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from diloco.membership.quorum import more_than_could_lie
 
 __all__ = ["SHARE", "Grace", "due_s"]
 
-SHARE = 0.9  # of the time that is left; the rest is for steps and exchanges that take longer than they did on average
+# the granted part of the remaining time; the rest is a margin for steps and exchanges that take longer than average
+SHARE = 0.9
 
 
 def due_s(
     heard_s: Mapping[int, float], steps_per_s: Mapping[int, float], *, quorum: int, overlap_steps: int, sync_s: float
 ) -> float | None:
-    """When a contribution has to be there, so that nobody stands still for it.
+    """Return when a contribution is due so that no replica has to stall for it.
 
-    Never before a quorum has contributed: replicas say themselves how fast they are, and one that lies may shorten the
-    time that others are given, but hurry nobody who is ahead of the quorum.
+    This is never before a quorum has contributed. Replicas report their own speeds, so a false report can shorten the
+    others' time, but can't hurry a replica that is ahead of the quorum.
 
     Args:
-        heard_s: replica -> when its contribution to the round was heard of, without one's own.
-        steps_per_s: replica -> its inner steps per second, where it has told them.
-        quorum: how many must have contributed.
-        overlap_steps: tau: so many steps each of them trains before it needs the average.
-        sync_s: how long a round takes once the last contribution to it is there.
+        heard_s: replica -> when its contribution to the round was received, without this replica's own.
+        steps_per_s: replica -> its inner steps per second, if it has reported them.
+        quorum: how many replicas must have contributed.
+        overlap_steps: tau, the steps that each of them trains before it needs the average.
+        sync_s: how long a round takes from its last contribution on.
 
     Returns:
-        By the clock of ``heard_s``; None: nobody is kept waiting yet, as far as is known.
+        A time on the clock of ``heard_s``, or None if no replica is known to be waiting yet.
 
     >>> speeds = {1: 2.0, 2: 2.0, 3: 1.0}
     >>> due_s({1: 100.0}, speeds, quorum=2, overlap_steps=4, sync_s=0.5) is None
@@ -53,7 +55,7 @@ def due_s(
 
 
 class Grace:
-    """Until when one replica is waited for, with what its own rounds tell: how long they take, for each fragment.
+    """The grace period of one replica, with the exchange times that it has measured for each fragment.
 
     >>> grace = Grace(0)
     >>> grace.learn(0, took_s=3.0, late_s={0: 0.5, 1: 0.0, 2: 2.5})   # 1 s after the last of them
@@ -61,18 +63,18 @@ class Grace:
     100.95
     """
 
-    KEPT: ClassVar[float] = 0.9  # what each round keeps of the mean before it: about the last ten count
+    KEPT: ClassVar[float] = 0.9  # decay of the moving average per round: about the last ten rounds count
 
     def __init__(self, replica: int) -> None:
         self._replica = replica
         self._sync_s: dict[int, float] = {}
 
     def learn(self, fragment: int, *, took_s: float, late_s: Mapping[int, float]) -> None:
-        """A round was committed.
+        """Record a committed round.
 
         Args:
             took_s: from this replica's contribution to the commit.
-            late_s: contributor -> how long after the first one it was heard of.
+            late_s: contributor -> how long after the first one its contribution was received.
         """
         if self._replica in late_s:
             sync_s = max(0.0, took_s - (max(late_s.values()) - late_s[self._replica]))
@@ -86,14 +88,14 @@ class Grace:
         members: int,
         overlap_steps: int,
     ) -> float | None:
-        """When the first of all rounds is due that others have contributed to and this replica has not.
+        """Return when the first of the rounds is due to which others have contributed and this replica has not.
 
         Args:
-            waiting: (fragment, outer step) -> contributor -> when it was heard of.
-            members: of the view; so many must have contributed as can't all lie.
+            waiting: (fragment, outer step) -> contributor -> when its contribution was received.
+            members: the number of members in the view. The quorum is `more_than_could_lie` of them.
 
         Returns:
-            By the clock of ``waiting``; None: nobody is kept waiting yet, as far as is known.
+            A time on the clock of ``waiting``, or None if no replica is known to be waiting yet.
         """
         quorum = more_than_could_lie(members)
         dues_s = [

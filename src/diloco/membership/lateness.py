@@ -1,4 +1,7 @@
-"""Who keeps a round waiting for too long. Counted in looks, not in seconds: one that stood still accuses nobody."""
+"""Which replicas keep a round waiting for too long.
+
+Lateness is counted in looks, not in seconds, so that a process that was suspended accuses no other.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ __all__ = ["Lateness"]
 
 
 class Lateness:
-    """Looks at those who are waited for, at regular times.
+    """Counts, at regular looks, how long each awaited replica has shown no change.
 
-    A process that was stopped for an hour and wakes has looked no oftener than before: what others sent meanwhile is
-    read before it looks again.
+    A process that was suspended for an hour has made no more looks than before. It reads what others sent meanwhile
+    before it looks again.
 
     >>> lateness = Lateness()
     >>> looks = [lateness.look({1: "nothing came", 2: words}) for words in range(5)]
@@ -20,16 +23,16 @@ class Lateness:
     (frozenset(), frozenset({1}))
     """
 
-    LOOKS: ClassVar[int] = 4  # who has done nothing from one look to the last of so many after it is late
+    LOOKS: ClassVar[int] = 4  # a replica is late if nothing has changed from one look to the last of this many after it
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[object, int]] = {}
 
     def look(self, seen: Mapping[int, object]) -> frozenset[int]:
-        """Those who are late.
+        """Look once, and return the replicas that are late.
 
         Args:
-            seen: replica that is waited for -> something that changes whenever it is not to be called late yet.
+            seen: awaited replica -> a value that changes whenever the replica shows progress.
         """
         before = self._seen
         self._seen = {
@@ -40,5 +43,5 @@ class Lateness:
 
     @property
     def doubtful(self) -> frozenset[int]:
-        """Those who have done nothing for more than half as many looks as make them late, and are not late yet."""
+        """The replicas unchanged for more than half as many looks as make one late, and not late yet."""
         return frozenset(one for one, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)

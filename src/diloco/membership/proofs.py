@@ -1,9 +1,9 @@
-"""Signed votes that members show to each other when a view ends, and what they prove. Pure.
+"""Signed votes that members show to each other when a view ends, and what the votes prove. Pure.
 
-A member says in its report which rounds it has committed, and nobody need believe it: that all have voted for a round
-is what those say who have, or what their signed votes show. A committed round is thus one that all honest members have
-voted for, and of which each can be convinced; and two different signed votes of one rank on one round are a proof
-against it.
+A member's report says which rounds it has committed, but a report alone proves nothing. That all have voted for a round
+is known from the voters' own reports or from their signed votes. So all honest members have voted for a committed
+round, and each of them can be convinced of that. Two different signed votes of one rank on one round prove that the
+rank is faulty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Commits", "SignedVote", "least", "liars", "to_show", "unproven"]
+__all__ = ["Commits", "SignedVote", "equivocators", "minimal_votes", "unproven", "votes_to_show"]
 
 Commits = Mapping[tuple[int, int], str]
 """(fragment, outer step) -> digest of an average."""
@@ -20,28 +20,32 @@ Commits = Mapping[tuple[int, int], str]
 
 @dataclass(frozen=True, order=True)
 class SignedVote:
-    """What a rank has said on a round, and signed."""
+    """A rank's signed vote on a round."""
 
     rank: int
     round: tuple[int, int]  # fragment and outer step
-    ok: bool  # whether it is for the round
-    digest: str  # of the average that it is for
-    signature: str  # with the key that the rank has told for this round
+    ok: bool  # whether the vote is for the round
+    digest: str  # of the average that the rank voted for
+    signature: str  # made with the key that the rank's header names for this round
 
 
-def least(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
-    """Those of ``votes`` that are enough: at most two of each rank on each round, whatever else it has signed."""
-    said: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
+def minimal_votes(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
+    """Return at most two of the ``votes`` for each rank and round; two different ones already prove a fault."""
+    distinct: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
     for vote in sorted(votes):
-        said[vote.rank, vote.round].setdefault((vote.ok, vote.digest), vote)
-    return frozenset(vote for different in said.values() for vote in [*different.values()][:2])
+        distinct[vote.rank, vote.round].setdefault((vote.ok, vote.digest), vote)
+    return frozenset(vote for votes_of_one in distinct.values() for vote in [*votes_of_one.values()][:2])
 
 
-def liars(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
-    """Replicas with a rank that has signed two different votes on one round; ``votes`` as `least` gives them.
+def equivocators(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
+    """Return the replicas with a rank that has signed two different votes on one round.
+
+    Args:
+        votes: the result of `minimal_votes`.
+        ranks_per_replica: S; rank r belongs to replica r // S.
 
     >>> no, yes = SignedVote(2, (0, 1), False, "", "s"), SignedVote(2, (0, 1), True, "mean", "t")
-    >>> sorted(liars([yes], 1)), sorted(liars([no, yes], 1))
+    >>> sorted(equivocators([yes], 1)), sorted(equivocators([no, yes], 1))
     ([], [2])
     """
     times = Counter((vote.rank, vote.round) for vote in votes)
@@ -54,12 +58,12 @@ def unproven(
     shown: Collection[SignedVote],
     ranks_per_replica: int,
 ) -> frozenset[int]:
-    """Ranks that say they have committed a round, of which it is not known that all have voted for it.
+    """Return the ranks that claim to have committed a round for which a vote of another rank is not proven.
 
     Args:
-        claims: rank -> what it says it has committed.
-        held: rank -> what it says it has committed or voted for; of all whose votes are needed.
-        shown: signed votes, as far as they are valid.
+        claims: rank -> the rounds that it claims to have committed.
+        held: rank -> the rounds that it says it has committed or voted for, for all ranks whose votes are needed.
+        shown: valid signed votes.
         ranks_per_replica: S; ranks at the same position of their replicas hold the same average.
 
     >>> mean = {(0, 1): "mean"}
@@ -71,34 +75,36 @@ def unproven(
     for vote in shown:
         if vote.ok:
             votes[vote.rank, vote.round].add(vote.digest)
-    claimants: dict[tuple[int, tuple[int, int], str], list[int]] = defaultdict(list)  # most claim the same
+    claimants: dict[tuple[int, tuple[int, int], str], list[int]] = defaultdict(list)  # most ranks claim the same
     for rank, commits in claims.items():
         for key, digest in commits.items():
             claimants[rank % ranks_per_replica, key, digest].append(rank)
     found: set[int] = set()
     for (position, key, digest), claiming in claimants.items():
-        for rank, theirs in held.items():
-            said = {theirs.get(key), *votes.get((rank, key), ())} - {None}
-            if digest not in said and (rank % ranks_per_replica == position or not said):
+        for rank, own in held.items():
+            digests = {own.get(key), *votes.get((rank, key), ())} - {None}
+            if digest not in digests and (rank % ranks_per_replica == position or not digests):
                 found.update(claiming)
                 break
     return frozenset(found)
 
 
-def to_show(
+def votes_to_show(
     votes: Mapping[tuple[int, int], Mapping[int, SignedVote]],
     claims: Commits,
     held: Mapping[int, Commits],
     shown: Collection[SignedVote],
 ) -> frozenset[SignedVote]:
-    """Of the votes that a rank holds, those that others need to see by now: for what it has committed, where the voter
-    does not say so; and those of which another one has been shown.
+    """Return the votes known to this rank that others need to see by now.
+
+    These are votes for a round that this rank has committed, if the voter does not report its vote, and votes that
+    contradict one that has been shown.
 
     Args:
-        votes: round -> rank -> its vote, as it came here.
-        claims: what this rank says it has committed.
-        held: as in `unproven`, of those that have reported.
-        shown: what has been shown by now.
+        votes: round -> rank -> its vote, as received here.
+        claims: the rounds that this rank claims to have committed.
+        held: as in `unproven`, for the ranks that have reported.
+        shown: the votes that have been shown so far.
     """
     claimed = [(vote, held[rank].get(key)) for key in claims for rank in held if (vote := votes.get(key, {}).get(rank))]
     other = [(vote, each) for each in shown if (vote := votes.get(each.round, {}).get(each.rank))]

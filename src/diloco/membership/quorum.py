@@ -1,4 +1,4 @@
-"""Who may go on when replicas are lost. Pure: every survivor computes the same from the same facts."""
+"""Which survivors may continue when replicas are lost. Pure: every survivor computes the same from the same facts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie"]
+__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie", "names_of"]
 
-_MOST_NAMED = 8  # members compare reasons, which travel as texts of bounded length
+_MOST_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When survivors may form a smaller view."""
+    """The conditions under which survivors may form a smaller view."""
 
-    min_replicas: int = 1  # where some are lost, fewer than this never go on; a view that grows may have fewer
-    # what a side does that merely lost sight of others, which may be going on without it. ``stop``: only the larger
-    # side goes on, or of two halves the one with the lowest-numbered member. ``go-on``: any side does that has
-    # ``min_replicas`` of the old members: above half of all replicas there are, that is one side at most.
+    min_replicas: int = 1  # the fewest replicas that may continue after a loss; a growing view may have fewer
+    # what a side of a partition does that can't reach members which may be continuing without it. ``stop``: only the
+    # larger side continues, or of two halves the one with the lowest-numbered member. ``go-on``: any side continues
+    # that has ``min_replicas`` of the old members. If that is more than half of all replicas, at most one side has
+    # them.
     split: Literal["stop", "go-on"] = "stop"
 
 
 class Decision(NamedTuple):
-    """The members of the next view, or None when this side may not go on; and why."""
+    """The members of the next view, or None if this side may not continue; and the reason."""
 
     members: tuple[int, ...] | None
     reason: str
@@ -40,21 +41,23 @@ def decide(
     policy: Policy,
     left: Collection[int] = (),
 ) -> Decision:
-    """The next view's members.
+    """Decide which members the next view has.
 
-    Where every lost replica is known to have ended (``gone``), the survivors are all there are, and go on. A side that
-    merely lost sight of some may, under ``split="stop"``, go on only with more than half of the view, or with half of
-    it and the lowest-numbered member: so a network that falls apart never makes two histories. Replicas that have ended
-    count for that as well, as they may have gone on with the silent ones before they did.
+    If every lost replica is known to have ended (``gone``), the survivors are all there are, and they continue. Under
+    ``split="stop"``, a side that merely can't reach some members continues only with more than half of the view, or
+    with half of it and the lowest-numbered member. So a network partition never makes two histories. Replicas that have
+    ended stay in the count, as they may have continued with the silent ones before they ended.
 
     Args:
+        view: the view that ends.
         lost: members that can't be reached, or have left.
-        gone: those of them that are known to have ended.
+        gone: the lost members that are known to have ended.
         joining: replicas that want to be members from the next view on.
-        left: those of the lost that said so themselves; they count as ended.
+        policy: the conditions to continue.
+        left: the lost members that announced their leaving; they count as ended.
 
     >>> decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy())
-    Decision(members=(0, 1), reason='replica 2 is lost; replicas 0, 1 go on')
+    Decision(members=(0, 1), reason='replica 2 is lost; replicas 0, 1 continue')
     >>> decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy()).members is None
     True
     >>> decide(View.of(3), lost={0, 1}, gone={0, 1}, joining=(), policy=Policy()).members
@@ -70,22 +73,30 @@ def decide(
     if silent and policy.split == "stop" and smaller:
         return Decision(
             None,
-            f"{_named(silent)} can't be reached and may be going on without {_named(survivors)}, which "
+            f"{names_of(silent)} can't be reached and may be continuing without {names_of(survivors)}, which "
             f"{'is' if len(survivors) == 1 else 'are'} the smaller side",
         )
-    # Joiners may be on one side only of a network that fell apart, so there they make up for nobody.
+    # Joiners may be on only one side of a partition, so they don't make up for lost members there.
     counted = survivors if silent and policy.split == "go-on" else members
     if lost and len(counted) < policy.min_replicas:
         return Decision(None, f"{len(counted)} of at least {policy.min_replicas} replicas are left")
     missed = [member for member in lost if member not in left]
-    words = [f"{_named(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
-    words += [f"{_named(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
-    words += [f"{_named(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
-    return Decision(members, "; ".join([*words, f"{_named(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+    words = [f"{names_of(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
+    words += [f"{names_of(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
+    words += [f"{names_of(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
+    return Decision(
+        members, "; ".join([*words, f"{names_of(members)} {'continues' if len(members) == 1 else 'continue'}"])
+    )
+
+
+def names_of(replicas: Collection[int]) -> str:
+    """Name replicas for a message, at most eight of them."""
+    names, more = ", ".join(map(str, sorted(replicas)[:_MOST_NAMED])), len(replicas) - _MOST_NAMED
+    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
 
 
 def more_than_could_lie(members: int) -> int:
-    """How many of ``members`` must say the same of another one before it counts: f + 1, with n > 2 f.
+    """Return how many of ``members`` must report the same of another one before it counts: f + 1, with n > 2 f.
 
     >>> [more_than_could_lie(members) for members in (1, 2, 3, 4, 5)]
     [1, 1, 2, 2, 3]
@@ -94,7 +105,7 @@ def more_than_could_lie(members: int) -> int:
 
 
 def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
-    """Whether the others of ``view`` may go on without members that are there, but of no use.
+    """Return whether the other members of ``view`` may continue without the ``lost`` ones, which may still be running.
 
     >>> enough_without(View.of(3), {2}, Policy()), enough_without(View.of(3), {1, 2}, Policy())
     (True, False)
@@ -103,23 +114,23 @@ def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
 
 
 def consequences(policy: Policy, num_replicas: int) -> str:
-    """What happens under ``policy`` when some of ``num_replicas`` replicas are lost at once, in plain sentences.
+    """Describe what happens under ``policy`` if some of ``num_replicas`` replicas are lost at once.
 
     >>> print(consequences(Policy(), 3))
-    Of 3 replicas, 2 may end at once, or 1 become unreachable: the others go on. A network that falls apart makes one \
-history at most: the smaller side stops.
+    Of 3 replicas, 2 may end at once, or 1 may become unreachable: the others continue. A network partition leaves at \
+most one history: the smaller side stops.
     >>> print(consequences(Policy(min_replicas=2), 4))
-    Of 4 replicas, 2 may end at once, or 1 become unreachable, or 2 if the lowest-numbered one is not among them: the \
-others go on. A network that falls apart makes one history at most: the smaller side stops.
+    Of 4 replicas, 2 may end at once, or 1 may become unreachable, or 2 if the lowest-numbered one is not among them: \
+the others continue. A network partition leaves at most one history: the smaller side stops.
     >>> print(consequences(Policy(min_replicas=3, split="go-on"), 5))
-    Of 5 replicas, 2 may be lost at once: the others go on. A network that falls apart makes one history at most: two \
+    Of 5 replicas, 2 may be lost at once: the others continue. A network partition leaves at most one history: two \
 sides can't both have 3 replicas.
     >>> print(consequences(Policy(min_replicas=2, split="go-on"), 4))
-    Of 4 replicas, 2 may be lost at once: the others go on. A network that falls apart can make two histories: two \
-sides can both have 2 replicas; min_replicas=3 would prevent it.
+    Of 4 replicas, 2 may be lost at once: the others continue. A network partition can make two histories: two sides \
+can both have 2 replicas; min_replicas=3 would prevent it.
     >>> print(consequences(Policy(min_replicas=2), 2))
-    All 2 replicas are needed: when one is lost, the others stop. A network that falls apart makes one history at \
-most: the smaller side stops.
+    All 2 replicas are needed: when one is lost, the others stop. A network partition leaves at most one history: the \
+smaller side stops.
     """
     least = max(1, policy.min_replicas)
     ended = max(0, num_replicas - least)
@@ -129,25 +140,20 @@ most: the smaller side stops.
         all_of_them = f"All {num_replicas} replicas are" if num_replicas > 1 else "The only replica is"
         lost = f"{all_of_them} needed: when one is lost, the others stop."
     elif policy.split == "go-on" or unreachable == ended:
-        lost = f"Of {num_replicas} replicas, {ended} may be lost at once: the others go on."
+        lost = f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue."
     else:
         ways = [f"{ended} may end at once"]
-        ways += [f"{unreachable} become unreachable"] if unreachable else []
-        if num_replicas % 2 == 0 and half <= ended:  # the half that is left has the lowest number then
+        ways += [f"{unreachable} may become unreachable"] if unreachable else []
+        if num_replicas % 2 == 0 and half <= ended:  # the remaining half then has the lowest number
             if unreachable:
                 ways.append(f"{half} if the lowest-numbered one is not among them")
             else:
-                ways.append(f"{half} become unreachable if it is not the lowest-numbered one")
-        lost = f"Of {num_replicas} replicas, {', or '.join(ways)}: the others go on."
+                ways.append(f"{half} may become unreachable if it is not the lowest-numbered one")
+        lost = f"Of {num_replicas} replicas, {', or '.join(ways)}: the others continue."
     if policy.split == "stop":
-        return f"{lost} A network that falls apart makes one history at most: the smaller side stops."
+        return f"{lost} A network partition leaves at most one history: the smaller side stops."
     if 2 * least > num_replicas:
         sides = f"two sides can't both have {least} replicas."
-        return f"{lost} A network that falls apart makes one history at most: {sides}"
+        return f"{lost} A network partition leaves at most one history: {sides}"
     sides = f"two sides can both have {least} replica{'s' if least > 1 else ''}; min_replicas={half + 1}"
-    return f"{lost} A network that falls apart can make two histories: {sides} would prevent it."
-
-
-def _named(replicas: Collection[int]) -> str:
-    names, more = ", ".join(map(str, sorted(replicas)[:_MOST_NAMED])), len(replicas) - _MOST_NAMED
-    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
+    return f"{lost} A network partition can make two histories: {sides} would prevent it."

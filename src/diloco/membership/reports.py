@@ -1,4 +1,4 @@
-"""What members tell each other when a view ends, and what they adopt. Pure values."""
+"""What members report to each other when a view ends, and what they adopt. Pure values."""
 
 from __future__ import annotations
 
@@ -18,97 +18,101 @@ Rounds = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class NextView:
-    """What all who stay adopt."""
+    """What all staying members adopt."""
 
-    view: View | None  # None when these survivors may not go on
-    previous: View  # the one that ended
-    # one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner step or
-    # later are the next view's, and earlier ones that were not decided are void.
+    view: View | None  # None if these survivors may not continue
+    previous: View  # the view that ended
+    # one more than the last inner step that any survivor has begun to synchronise. If replicas joined, rounds sent at
+    # this inner step or later belong to the next view, and earlier undecided rounds are void.
     from_step: int
     commits: Commits
     reason: str
     joined: tuple[int, ...] = ()  # replicas that were not members before
-    void: Rounds = frozenset()  # as for the rest see `carries_over`
-    # members of the old view that left of their own accord, and after which inner step; ascending
+    void: Rounds = frozenset()  # rounds that are void; `carries_over` decides about undecided ones
+    # members of the old view that left voluntarily, and the inner step after which each left; ascending
     left: tuple[tuple[int, int], ...] = ()
 
     @property
     def carries_over(self) -> bool:
-        """Whether rounds that are neither committed nor void go on in the next view; else they are void, too."""
+        """Whether rounds that are neither committed nor void continue in the next view; else they are void, too."""
         return self.view is not None and not self.joined
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a member has said it is ready for: it may have been adopted by others since."""
+    """What a member has declared itself ready for. Others may have adopted it since."""
 
-    known: int  # how much was known then; of two such numbers the greater one was agreed later
+    known: int  # how much the member knew then; of two agreements, the one with the greater number was made later
     following: NextView
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says when a view is to end."""
+    """One rank's report on the end of a view."""
 
     rank: int
     view_id: int
-    # pairs of replicas of which the first one can't hear the second one; of two that want to join, as others say
+    # pairs of replicas of which the first can't hear the second; for two joining replicas, as others report
     unheard: frozenset[tuple[int, int]] = frozenset()
-    # pairs of replicas of which the first one hears the second one, and waited for its contribution too long, or has
-    # seen that it lies
+    # pairs of replicas of which the first hears the second, and has waited too long for its contribution or has proof
+    # that it is faulty
     behind: frozenset[tuple[int, int]] = frozenset()
-    # pairs of replicas of which the first one hears the second one, and heard nothing of it for some beats lately
+    # pairs of replicas of which the first hears the second, but recently received nothing from it for several beats
     unsteady: frozenset[tuple[int, int]] = frozenset()
     gone: frozenset[int] = frozenset()  # replicas whose process is known to have ended
     joining: frozenset[int] = frozenset()  # replicas that want to be members of the next view
-    step: int = 0  # inner steps it has begun to synchronise
-    commits: Commits = field(default_factory=dict)  # the rounds that it has committed lately
-    void: Rounds = frozenset()  # the rounds that it has decided void lately
-    # rounds that it has voted for, and not committed; those that are disputed are ``void`` as well
+    step: int = 0  # the number of inner steps that the rank has begun to synchronise
+    commits: Commits = field(default_factory=dict)  # the rounds that the rank has committed recently
+    void: Rounds = frozenset()  # the rounds that the rank has decided void recently
+    # rounds that the rank has voted for and not committed; disputed ones are in ``void`` as well
     voted: Commits = field(default_factory=dict)
-    # replicas that have said that they leave, and after which inner step; they are gone as well
+    # replicas that have announced their leaving, and the inner step after which they leave; they are in ``gone`` as
+    # well
     left: frozenset[tuple[int, int]] = frozenset()
-    # the rounds that those have committed lately, as (fragment, outer step, digest)
+    # the rounds that the leaving replicas have committed recently, as (fragment, outer step, digest)
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
-    ready: bool = False  # whether it holds the same report of all who are to stay
-    agreed: Agreed | None = None  # what it is ready for, or was before it knew more; None: nothing yet
-    # rank -> digest of what that rank says of its own steps and rounds, as it came here
+    ready: bool = False  # whether the rank holds the same report from all that are to stay
+    agreed: Agreed | None = None  # what the rank is ready for, or was before it knew more; None: nothing yet
+    # rank -> `own_digest` of that rank's report, as received here
     heard: Mapping[int, str] = field(default_factory=dict)
-    # signed votes that made a round void or disputed, or that prove what the voter does not say; whoever has the keys
-    # checks them
+    # signed votes that made a round void or disputed, or that prove what the voter does not report; ranks that know the
+    # keys verify them
     shown: frozenset[SignedVote] = frozenset()
 
     @property
-    def of_itself(self) -> str:
-        """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
+    def own_digest(self) -> str:
+        """A digest of what the rank reports of its own steps and rounds, which never changes during a view change."""
         text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted.items())))
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def known(self) -> tuple[frozenset[object], ...]:
-        """All that every rank must know alike."""
+        """The part of the report in which all ranks must agree."""
         return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left, self.left_commits
 
     @property
     def held(self) -> Commits:
-        """Rounds that it has voted for, committed or not."""
+        """The rounds that the rank has voted for, committed or not."""
         return {**self.voted, **self.commits}
 
     @property
     def claims(self) -> Commits:
-        """The last round of each fragment that it has committed: all have decided the ones before."""
+        """The last round of each fragment that the rank has committed; all members have decided the earlier ones."""
         last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
         return {key: self.commits[key] for key in last.values()}
 
     def covers(self, other: Report) -> bool:
-        """Whether it says all that ``other`` says of what every rank must know alike."""
+        """Return whether this report contains everything of ``other`` in which all ranks must agree."""
         return all(more >= less for more, less in zip(self.known, other.known, strict=True))
 
 
 class News(TypedDict, total=False):
-    """What happened to a view: replicas that this one can't hear (``unheard``), or hears and whose contribution it has
-    waited for too long (``behind``); pairs that want to join and have no connection to each other (``apart``); the
-    others are those of a `Report`."""
+    """What happened to a view.
+
+    ``unheard`` are replicas that this one can't hear, ``behind`` are replicas that it hears and whose contribution it
+    has awaited for too long, and ``apart`` are pairs of joining replicas without a connection to each other. The other
+    keys are those of a `Report`.
+    """
 
     unheard: frozenset[int]
     behind: frozenset[int]

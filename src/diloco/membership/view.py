@@ -12,28 +12,27 @@ __all__ = ["View"]
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part.
+    """The members of the run during one period.
 
     >>> View.of(3)
     View(id=0, members=(0, 1, 2))
     """
 
-    id: int  # grows by one whenever the members change
+    id: int  # increases by one with every view change
     members: tuple[int, ...]  # replica numbers in ascending order, which is also the order of every sum
-    # the members in the order in which they came, by their numbers where they came at once; empty: by their numbers
+    # the members in join order, and by number if they joined together; empty: ordered by number
     order: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.members or list(self.members) != sorted(set(self.members)):
             raise ConfigurationError(
-                f"a view of members {self.members} was given; it needs at least one replica, each once, in ascending "
-                "order."
+                f"a view needs at least one replica, each once, in ascending order; got members {self.members}."
             )
         object.__setattr__(self, "order", self.order or self.members)
         if sorted(self.order) != list(self.members):
             raise ConfigurationError(
-                f"a view of members {self.members} who came in the order {self.order} was given; each has to be in "
-                "both, once. Nothing was started."
+                f"the join order of a view must name each member once; got order {self.order} for members "
+                f"{self.members}."
             )
 
     @classmethod
@@ -42,7 +41,7 @@ class View:
         return cls(0, tuple(range(num_replicas)))
 
     def followed_by(self, identity: int, members: Sequence[int], joined: Sequence[int]) -> View:
-        """The view ``identity`` of ``members``, of whom ``joined`` were not in this one.
+        """Return view ``identity`` with ``members``, of which ``joined`` are not in this one.
 
         >>> View.of(3).followed_by(1, (1, 2), ()).followed_by(2, (0, 1, 2), (0,)).order
         (1, 2, 0)

@@ -1,4 +1,4 @@
-"""What the machine wants done: frozen values, carried out by its owner in the order in which it hands them out."""
+"""The actions that the machine requests, as frozen values. Its owner carries them out in the given order."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Timer:
-    """Names a timer."""
+    """The identity of a timer."""
 
-    # ``expire``: a round has taken too long, or the votes of others have; ``look``: look who keeps a round waiting;
-    # ``renew``: form the view anew, since a payload connection has broken; ``settle``: a change of views has taken too
-    # long
+    # ``expire``: a round, or the votes on it, have taken too long; ``look``: check which replicas keep a round waiting;
+    # ``renew``: install a new view, since a payload connection has broken; ``settle``: a view change has taken too long
     kind: Literal["expire", "look", "renew", "settle"]
-    view_id: int  # of the view in which it was set
+    view_id: int  # the view in which the timer was set
     round: RoundId | None = None  # None for ``renew`` and ``settle``
 
 
@@ -56,14 +55,14 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class HangUp:
-    """End the connection to a rank; that is no loss."""
+    """Close the connection to a rank; this does not count as a loss."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class SetTimer:
-    """Let `TimerFired` come after ``delay_s``, unless the timer is cancelled."""
+    """Deliver `TimerFired` after ``delay_s``, unless the timer is cancelled."""
 
     timer: Timer
     delay_s: float
@@ -71,28 +70,28 @@ class SetTimer:
 
 @dataclass(frozen=True)
 class CancelTimer:
-    """Forget a timer, whether or not it is set."""
+    """Cancel a timer, whether or not it is set."""
 
     timer: Timer
 
 
 @dataclass(frozen=True)
 class OpenLinks:
-    """Make the payload connections of a view; those of the view before are closed."""
+    """Open the payload connections of a view; those of the previous view are closed."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class CloseLinks:
-    """End the payload connections of a view, and forget what was needed to make them."""
+    """Close the payload connections of a view, and discard what was needed to open them."""
 
     view: View
 
 
 @dataclass(frozen=True, eq=False)
 class StartExchange:
-    """Move the payloads of a round over the links of ``view``, and wait for the verdict."""
+    """Exchange the payloads of a round over the links of ``view``, and wait for the verdict."""
 
     view: View
     contribution: Contribution
@@ -101,44 +100,45 @@ class StartExchange:
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell a round's exchange what to sum."""
+    """Tell the exchange of a round which contributions to sum."""
 
     view_id: int
     round: RoundId
     verdict: Verdict
-    weights: Mapping[int, float]  # replica -> weight, of all contributors
-    # replica -> stretch of values of which it holds what was lost of earlier means, of all members
+    weights: Mapping[int, float]  # replica -> weight, for all contributors
+    # for every member: replica -> the range of values for which it holds the residual of earlier means
     residuals: Mapping[int, Stretch]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Average(Mean):
-    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went."""
+    """The result of a committed round: its mean, bit-identical on every replica, and how the round went."""
 
-    round: RoundId  # which round
-    view: View  # who took part
-    sent_bytes: int  # payload moved by this replica for this round
+    round: RoundId  # the round
+    view: View  # the view whose members took part
+    sent_bytes: int  # payload bytes that this replica sent for the round
     received_bytes: int
-    wait_s: float  # how long this replica stood still for it (virtual seconds on an emulated link)
-    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
-    # of each contributor, how many seconds after the first one this replica heard of it; empty where that is not known
+    wait_s: float  # how long this replica stalled for it (virtual seconds on an emulated link)
+    note: str = ""  # why replicas were left out of the mean or messages were refused; "" if nothing was wrong
+    # for each contributor, how many seconds after the first one this replica received its contribution; empty if
+    # unknown
     late_s: tuple[float, ...] = ()
-    # None: the average applies to the state that this replica holds. Else this replica is still taking over the
-    # fragment's state, which that one holds, and its own contribution did not count.
+    # None: the average applies to the state that this replica holds. Otherwise this replica is still adopting the
+    # fragment's state, which the donor holds, and its own contribution did not count.
     donor: int | None = None
-    held: str = ""  # digest of that state
+    held: str = ""  # the digest of the donor's state
 
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """A round is applied by all: this rank gets ``average``."""
+    """A round is applied by every replica: this rank gets ``average``."""
 
     average: Average
 
 
 @dataclass(frozen=True)
 class Void:
-    """Nobody applies a round: this rank gets ``failure``."""
+    """A round is applied by no replica: this rank gets ``failure``."""
 
     round: RoundId
     failure: TransportError
@@ -146,24 +146,24 @@ class Void:
 
 @dataclass(frozen=True)
 class Adopt:
-    """A view was adopted: tell the owner, and send ``welcome`` with the owner's note to those who join."""
+    """A view was adopted: notify the owner, and send ``welcome`` with the owner's note to the joining ranks."""
 
     following: NextView  # what was adopted
-    reason: str  # why, with what happened as this rank heard it
-    joined: tuple[int, ...]  # ranks that join
-    welcome: Mapping[str, Any]  # what they are told, but for the note
+    reason: str  # the reason for the change as this rank learned it, and the decision
+    joined: tuple[int, ...]  # the ranks that join
+    welcome: Mapping[str, Any]  # the message to them, without the note
 
 
 @dataclass(frozen=True)
 class Register:
-    """A rank that asks to join says where it listens."""
+    """Record the address of a rank that asks to join."""
 
     entry: Entry
 
 
 @dataclass(frozen=True)
 class Introduce:
-    """Somebody can't open a connection to this rank: open one to it."""
+    """Open a connection to a rank that can't open one to this rank."""
 
     entry: Entry
 

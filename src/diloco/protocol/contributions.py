@@ -1,4 +1,4 @@
-"""This rank's contributions on their way into the rounds of a view."""
+"""The queue of this rank's contributions, before they enter the rounds of a view."""
 
 from __future__ import annotations
 
@@ -18,57 +18,60 @@ from diloco.protocol.voting import Voting
 
 __all__ = ["Contributions"]
 
-_LEAST_REACH_STEPS, _REACH_WINDOWS = 1000, 4
-"""Others can be ahead by as many windows: one and a part of one, and some for void rounds."""
+_LEAST_LEAD_STEPS, _LEAD_WINDOWS = 1000, 4
+"""How far ahead other members can be: one window and a part of another, and some more for void rounds."""
 
 
 class Contributions:
-    """Queue of contributions, held while no view is active or a view change is in progress.
+    """The queue of this rank's contributions, which are held while no view is active or a view change is in progress.
 
     Args:
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, words: Mapping[int, int], outbox: Outbox) -> None:
-        self.rounds: RoundTable | None = None  # of the present view; None until this rank is a member
+    def __init__(self, rules: Rules, policies: Policies, message_counts: Mapping[int, int], outbox: Outbox) -> None:
+        self.rounds: RoundTable | None = None  # the rounds of the current view; None until this rank is a member
         self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
-        self.reason = ""  # why the present view followed the one before, as this rank heard it
-        self.step = 0  # inner steps that this rank has begun to synchronise; set by its owner
-        self.from_step = 0  # contributions sent before this inner step are too old for the present view
-        self.joined = False  # whether this rank joined a run in progress, so that it has to take over its state
-        self.conduct = Conduct()  # of the members, as this rank has seen it
+        self.reason = ""  # the reason for the last view change, as this rank learned it
+        self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
+        self.from_step = 0  # contributions sent before this inner step are too old for the current view
+        self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
+        self.conduct = Conduct()  # the faults of the members, as this rank has seen them
         self._rules = rules
         self._policies = policies
-        self._words = words
+        self._message_counts = message_counts
         self._outbox = outbox
         self._waiting: list[HandedIn] = []
         self._has_state_of: set[int] = set()
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
-        self._widest_steps = 0
+        self._longest_window_steps = 0
 
     @property
-    def furthest_step(self) -> float:
-        """No other member can have begun later steps: it waits for this rank's contributions."""
-        widest = self._widest_steps
-        return self.step + max(_LEAST_REACH_STEPS, _REACH_WINDOWS * widest) if widest else math.inf
+    def greatest_step(self) -> float:
+        """The greatest inner step that another member can have begun, as it waits for this rank's contributions."""
+        widest = self._longest_window_steps
+        return self.step + max(_LEAST_LEAD_STEPS, _LEAD_WINDOWS * widest) if widest else math.inf
 
     def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
-        """Begin the rounds of ``view``, unless this rank takes part no more, and release what was held.
+        """Begin the rounds of ``view``, unless this rank no longer takes part, and release the held contributions.
 
         Args:
-            carried: contributions to undecided rounds of the view before.
-            void: rounds of earlier views that others have found void.
+            view: the new view.
+            carried: contributions to undecided rounds of the previous view.
+            void: rounds of earlier views that others have decided void.
         """
         if self.failure is None:
-            self.conduct.follow(view.members, self._outbox.now_s)
-            voting = Voting(view, self._rules, self._words, self._outbox, void, self._has_state_of, self.conduct)
+            self.conduct.begin_view(view.members, self._outbox.now_s)
+            voting = Voting(
+                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.conduct
+            )
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for handed in carried:
                 self.rounds.begin(handed, joined=self.joined)
         self._begin_waiting()
 
     def close(self, failure: TransportError) -> None:
-        """Take part in no more rounds; those in flight end with ``failure``, or with an earlier one."""
+        """Take part in no more rounds. Those in flight end with ``failure``, or with an earlier failure."""
         self.failure = self.failure or failure
         if self.rounds is not None:
             self.rounds.freeze()
@@ -76,9 +79,11 @@ class Contributions:
         self._begin_waiting()
 
     def hand_in(self, handed: HandedIn) -> None:
-        """Begin a contribution's round, or hold the contribution, or call its round void."""
+        """Begin the round of a contribution, hold the contribution, or report its round as void."""
         round_id, rounds = handed.contribution.round, self.rounds
-        self._widest_steps = max(self._widest_steps, handed.step - self._sent_at.get(round_id.fragment, 0))
+        self._longest_window_steps = max(
+            self._longest_window_steps, handed.step - self._sent_at.get(round_id.fragment, 0)
+        )
         self._sent_at[round_id.fragment] = handed.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))

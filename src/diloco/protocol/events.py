@@ -1,6 +1,6 @@
-"""What happens to a rank: frozen values, all that the machine is ever told.
+"""The events that a machine handles, as frozen values: its only input.
 
-A connection is named by a number of its own: whoever takes a rank's place comes over another one.
+A connection has a number of its own, since a process that takes a rank's place uses another connection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ConnectionMade:
-    """A control connection stands; it replaces the one to the same rank, if there is one."""
+    """A control connection is open; it replaces an earlier one to the same rank."""
 
     rank: int
     connection: int
@@ -53,14 +53,14 @@ class ConnectionMade:
 
 @dataclass(frozen=True)
 class ConnectionEnded:
-    """A control connection has ended; why is being found out."""
+    """A control connection has ended; the reason is still unknown."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why the connection to a rank has ended, or was given up."""
+    """The reason why the connection to a rank has ended or was dropped."""
 
     rank: int
     loss: Loss
@@ -68,7 +68,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Received:
-    """A control message came in, also one that is but a sign of life: JSON, which takes ``num_bytes``, and a blob."""
+    """A control message was received, which may be a mere heartbeat: JSON that takes ``num_bytes``, and a blob."""
 
     sender: int
     message: Mapping[str, Any]
@@ -78,14 +78,14 @@ class Received:
 
 @dataclass(frozen=True)
 class TimerFired:
-    """A timer that was set has run out."""
+    """A timer has run out."""
 
     timer: Timer
 
 
 @dataclass(frozen=True)
 class LinksFailed:
-    """Payload connections of a view to some replicas could not be made."""
+    """The payload connections of a view to some replicas could not be opened."""
 
     view_id: int
     replicas: tuple[int, ...]
@@ -107,13 +107,13 @@ class Computed:
 
 @dataclass(frozen=True)
 class ExchangeEnded:
-    """The payloads of a round move no more."""
+    """The exchange of a round's payloads has ended."""
 
     view_id: int
     round: RoundId
-    failure: str = ""  # why the exchange came to no mean; "" where it did, or where the round is void
-    link_broken: bool = False  # whether it failed because a payload connection ended
-    spoiler: int | None = None  # the replica whose values are at fault, as this rank has seen; None: nobody's
+    failure: str = ""  # why there is no mean; "" if there is one, or if the round is void
+    link_broken: bool = False  # whether the exchange failed because a payload connection ended
+    spoiler: int | None = None  # the replica whose values this rank has found to be at fault, or None
 
 
 # Events: from this rank's owner.
@@ -121,16 +121,19 @@ class ExchangeEnded:
 
 @dataclass(frozen=True)
 class Begin:
-    """The control connections stand."""
+    """The control connections are open, and the machine starts."""
 
-    view: View  # the first one
-    member: bool  # whether this rank is a member of it; else it looks on until it enters
-    closed: str = ""  # why nobody can join for now; "" where all can
+    view: View  # the first view
+    member: bool  # whether this rank is a member of the view; otherwise it observes until it enters one
+    closed: str = ""  # why no replica can join for now; "" if all can
 
 
 @dataclass(frozen=True)
 class Enter:
-    """Become a member of the view that a welcome names; ``connections``: rank -> connection, when the welcome came."""
+    """This rank becomes a member of the view that a welcome names.
+
+    ``connections`` maps each rank to its connection at the time of the welcome.
+    """
 
     following: NextView
     connections: Mapping[int, int]
@@ -138,49 +141,50 @@ class Enter:
 
 @dataclass(frozen=True, eq=False)
 class HandedIn:
-    """A contribution."""
+    """This rank submits a contribution."""
 
-    contribution: Contribution  # its tensors on the CPU
+    contribution: Contribution  # its tensors are on the CPU
     step: int  # the inner step at which it was sent
     sent_s: float
-    # how much of the time since then the members have been changing, so that its round stood still
+    # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Say:
-    """Say to the others what they would hear as this message: ``meet``, ``facts``, ``speed`` or ``join``."""
+    """This rank is to announce a message of kind ``meet``, ``facts``, ``speed`` or ``join``, given as others receive
+    it."""
 
     message: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave for good; the others go on."""
+    """This rank leaves for good; the others continue."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """Take part no more; whoever waits for a round gets ``failure``."""
+    """This rank no longer takes part; rounds in flight end with ``failure``."""
 
     failure: TransportError
 
 
 @dataclass(frozen=True)
 class ViewBegan:
-    """The machine tells itself that a view has begun."""
+    """Internal: a view has begun."""
 
-    following: NextView | None = None  # None: it is the first one
-    mine: Report | None = None  # what was known of the end of the view before; None: this rank was no member of that
+    following: NextView | None = None  # None: the view is the first one
+    mine: Report | None = None  # this rank's final report on the previous view; None: it was no member of that
 
 
 @dataclass(frozen=True)
 class Spoilt:
-    """The machine tells itself that replicas have spoilt too many rounds of a view, or somebody one; why, in words."""
+    """Internal: the view is to end, because ``replicas`` have spoilt too many rounds, or a round is disputed."""
 
     view_id: int
     replicas: frozenset[int]
-    words: str
+    reason: str
 
 
 Event: TypeAlias = (
@@ -205,12 +209,12 @@ Event: TypeAlias = (
 
 @dataclass(eq=False)
 class Outbox:
-    """Where the parts of the machine leave what they want done."""
+    """The actions and events that the parts of the machine produce."""
 
-    actions: list[Action] = field(default_factory=list)  # for the shell, in order
-    # events that the machine is still to handle, before it hands out the actions
+    actions: list[Action] = field(default_factory=list)  # for the owner, in order
+    # events that the machine handles before it returns the actions
     queue: deque[Event] = field(default_factory=deque)
-    now_s: float = 0.0  # when the event came that is being handled
+    now_s: float = 0.0  # when the current event was received
 
     def send(self, ranks: Iterable[int], message: Mapping[str, Any]) -> None:
         """Send a message to each of ``ranks``."""

@@ -1,4 +1,4 @@
-"""Who is silent, and whether it is this process itself that stood still. Times of one clock go in; nothing waits."""
+"""A failure detector: which ranks are silent, and whether this process itself was suspended. Times are arguments."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Timing:
-    """How soon a silent rank is noticed."""
+    """How soon the loss of a rank is noticed."""
 
-    heartbeat_s: float = 2.0  # between two beats
-    silence_s: float = 15.0  # without any word from a rank it counts as lost
-    latency_s: float = 0.0  # emulated: every message is delivered this much later
+    heartbeat_s: float = 2.0  # the interval between two heartbeats
+    silence_s: float = 15.0  # a rank counts as lost if nothing is received from it for this long
+    latency_s: float = 0.0  # emulated latency: every message is delivered this much later
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a rank is lost."""
+    """The reason for the loss of a rank."""
 
-    # ``gone``: its process has ended; ``cut``: the connection ended and the process can't be asked; ``silent``: the
-    # connection stands and nothing comes
+    # ``gone``: its process has ended; ``cut``: the connection has ended and the process can't be asked; ``silent``: the
+    # connection is open and nothing is received
     kind: Literal["gone", "cut", "silent"]
-    text: str  # in words
+    text: str  # a description for messages
 
 
 class Pulse:
-    """This process's own beats.
+    """The heartbeats of this process itself.
 
     >>> pulse = Pulse(Timing(heartbeat_s=2.0, silence_s=15.0))
     >>> pulse.begin(0.0)
@@ -46,33 +46,34 @@ class Pulse:
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._beat_s = math.inf  # of the last beat, once there are any
+        self._beat_s = math.inf  # the time of the last beat, once there is one
         self._woke_s = -math.inf
 
     def begin(self, now_s: float) -> None:
-        """From now on there are beats."""
+        """Start the heartbeats."""
         self._beat_s = now_s
 
     def beat(self, now_s: float) -> bool:
-        """A beat; True if this process stood still since the one before, so that the others get their chance."""
+        """Record a beat. Return True if this process was suspended since the last one, so peers need more time."""
         stood_s, self._beat_s = now_s - self._beat_s, now_s
         if stood_s > self._timing.silence_s - self._timing.heartbeat_s:
             self._woke_s = now_s
         return stood_s > 2 * self._timing.heartbeat_s + 1
 
     def stood_still(self, now_s: float) -> bool:
-        """Whether this process said nothing for so long, lately, that the others may have given it up."""
+        """Return whether this process was recently silent for so long that its peers may have declared it lost."""
         silence_s = self._timing.silence_s
         return now_s - self._beat_s > silence_s - self._timing.heartbeat_s or now_s - self._woke_s < silence_s
 
 
 def silent_ones(quiet_s: Mapping[K, float], timing: Timing) -> list[K]:
-    """Who is to be given up as silent; nobody yet, while others have become so quiet that they may be next.
+    """Return the keys that count as lost by silence, or none while others are so quiet that they may follow soon.
 
-    So who is cut off from all the others accuses none of them to another one: what it says may still arrive.
+    A process that is cut off from all others thus accuses none of them to another one, which its messages may still
+    reach.
 
     Args:
-        quiet_s: since when nothing came from each.
+        quiet_s: key -> for how long nothing has been received from it.
 
     >>> silent_ones({1: 16.0, 2: 0.5}, Timing())
     [1]

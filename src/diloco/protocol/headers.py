@@ -1,4 +1,4 @@
-"""What a rank tells all others of its contribution before the payload is there, and how they judge it alike."""
+"""The headers that ranks send before their payloads, and the verdict that every rank derives from them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class Header:
     """A contribution without its payload."""
 
     round: RoundId
-    numel: int  # values behind the payload
-    weight: float  # in the mean
-    base_weight: float  # what a full window of the sender weighs
-    digest: str  # of the sender's global parameters and outer state of the fragment
-    buffers: int | None  # sizes of what travels beside the payload, or None
-    integers: int | None  # sizes of what travels beside the payload, or None
-    withdrawn: str  # why the sender does not want it averaged, or ""
-    taking_over: bool  # whether the sender is still taking over the fragment's state from a donor; it then has no say
-    # the stretch of values of which the sender holds what was lost of earlier means; empty: nothing
+    numel: int  # the number of values in the payload
+    weight: float  # the weight in the mean
+    base_weight: float  # the weight of a full window of the sender
+    digest: str  # digest of the sender's global parameters and outer state of the fragment
+    buffers: int | None  # number of floating-point buffer values sent with the payload, or None
+    integers: int | None  # number of integer buffer values sent with the payload, or None
+    withdrawn: str  # why the sender withdraws the contribution, or ""
+    # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
+    taking_over: bool
+    # the range of values for which the sender holds the residual of earlier means; empty: none
     residual: Stretch = (0, 0)
-    key: str = ""  # with which the sender's vote on the round is signed
+    key: str = ""  # the public key of the sender's vote on the round
 
     def to_message(self, view_id: int) -> dict[str, Any]:
-        """As JSON; a weight that is no number travels as text."""
+        """Convert to JSON; weights are sent as strings, since they may be NaN or infinite."""
         weights = {"weight": repr(self.weight), "base_weight": repr(self.base_weight)}
         fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step]} | weights
         fields["residual"] = list(self.residual)
@@ -47,7 +48,7 @@ class Header:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Header:
-        """From JSON; `ValueError` names the field of anything that is none."""
+        """Convert from JSON; `ValueError` names a malformed field."""
         fields = Fields(message)
         numel = fields.integer("numel")
         return cls(
@@ -66,7 +67,7 @@ class Header:
 
 
 def header_of(contribution: Contribution) -> Header:
-    """The header of a contribution, its payload checked by who sends it: a bad one is withdrawn, not sent to fail."""
+    """Return the header of a contribution. The sender checks the payload, and withdraws an invalid one."""
     withdrawn = contribution.withdrawn
     if not withdrawn:
         try:
@@ -98,17 +99,17 @@ def judge_headers(
     ranks_per_replica: int,
     min_contributors: int | None,
 ) -> Verdict:
-    """One verdict for all ranks, from all their headers: every rank computes the same.
+    """Return the verdict on a round, which is the same on every rank.
 
-    Position s of every replica is judged by itself (it holds other shards than the others), and a replica is in the
-    mean when all its positions are.
+    The ranks at position s of their replicas, which hold the same shard, are judged together. A replica is in the mean
+    if all its positions are.
 
     Args:
-        headers: rank -> header, of every rank of every member.
-        sample: a contribution to take the codec from.
-        members: of the view.
+        headers: rank -> header, for every rank of every member.
+        sample: a contribution with the codec of the round.
+        members: the members of the view.
         ranks_per_replica: S.
-        min_contributors: None: all members but those that are still taking over state.
+        min_contributors: None: all members except those that are still adopting the state.
     """
     absent = {
         member: "is still taking over the state"
@@ -139,12 +140,12 @@ def judge_headers(
 def donor_for(
     rank: int, headers: Mapping[int, Header], *, members: Sequence[int], ranks_per_replica: int
 ) -> int | None:
-    """A replica that has the state which the round applies to, where ``rank`` has another one; else None.
+    """Return a replica with the state that the round applies to if ``rank`` holds a different one, else None.
 
     Args:
-        rank: that is still taking over the state.
-        headers: rank -> header, of every rank of every member.
-        members: of the view.
+        rank: a rank that is still adopting the state.
+        headers: rank -> header, for every rank of every member.
+        members: the members of the view.
         ranks_per_replica: S.
     """
     at = {member: headers[member * ranks_per_replica + rank % ranks_per_replica] for member in members}
@@ -163,7 +164,9 @@ def _combined(verdicts: Sequence[Verdict], needed: int) -> Verdict:
     worst = min(verdicts, key=lambda verdict: len(verdict.contributors))
     refused = tuple(sorted({replica for verdict in verdicts for replica in verdict.refused}))
     if len(common) < needed:
-        return Verdict((), worst.reason or "the ranks of the replicas disagree", refused=refused)
+        return Verdict(
+            (), worst.reason or "too few replicas have usable contributions at every position", refused=refused
+        )
     return Verdict(tuple(sorted(common)), worst.reason, donor=first.donor, refused=refused)
 
 

@@ -1,9 +1,9 @@
-"""What a member believes of another one's report about the end of a view. Pure.
+"""What a member believes of another member's report on the end of a view. Pure.
 
-Everybody speaks for itself: whom it can't hear, for whose contribution it waits, that it leaves. What a report says of
-others counts only where this rank's own observation does not speak against it: of a replica that it hears, it waits for
-that replica's own words, or for the end of its connection. So a liar can say whom it does not hear itself, and no more;
-one that accuses two is the one to go (`diloco.membership.following`).
+Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a report
+says of other replicas counts only if this rank's own observation does not contradict it. While this rank hears such a
+replica, it waits for that replica's own report, or for the end of its connection. A Byzantine member can thus only
+claim not to hear others; if it accuses two, it is the one to go (`diloco.membership.following`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from diloco.membership.reports import NextView, Report
 from diloco.protocol.fields import MOST_ROUNDS
 
-__all__ = ["believed", "could_follow", "to_blame"]
+__all__ = ["believed", "blamed_replicas", "could_follow"]
 
 
 def believed(
@@ -25,14 +25,14 @@ def believed(
     me: int,
     hears: Callable[[int], bool],
 ) -> Report:
-    """What is believed of a report.
+    """Return the part of a report that this rank believes.
 
     Args:
-        report: as it came.
+        report: the report as received.
         mine: what this rank knows already.
-        sender: the replica whose rank sent it.
+        sender: the replica of the report's rank.
         me: this replica.
-        hears: whether the ranks of a replica are all connected, and not given up.
+        hears: whether all ranks of a replica are connected and not declared lost.
 
     >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
     >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2}.__contains__)
@@ -43,39 +43,39 @@ def believed(
     agreed = report.agreed
     if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
         agreed = None
-    if mine.covers(report):  # nothing in it is news
+    if mine.covers(report):  # the report holds nothing new
         return report if agreed is report.agreed else replace(report, agreed=agreed)
 
-    def speaks_of(replica: int) -> bool:
+    def may_report_on(replica: int) -> bool:
         return replica == sender or (replica != me and not hears(replica))
 
     unheard = frozenset(
         pair
-        for pair in report.unheard  # of two that want to join anybody can say so: at worst they come one by one
-        if pair in mine.unheard or speaks_of(pair[0]) or mine.joining.issuperset(pair)
+        # any member may report that two joiners don't hear each other: at worst they join one after the other
+        for pair in report.unheard
+        if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
     )
-    fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
-    left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
+    fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is forwarded to all members
+    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
+    whole = fits and left and left == report.left
     ended = mine.gone | {replica for replica, _ in left}
     return replace(
         report,
         unheard=unheard,
-        behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
-        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or speaks_of(pair[0])),
+        behind=frozenset(pair for pair in report.behind if pair in mine.behind or may_report_on(pair[0])),
+        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or may_report_on(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
         left=left,
-        left_commits=report.left_commits
-        if fits and left and left == report.left
-        else report.left_commits & mine.left_commits,
+        left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,
         agreed=agreed,
     )
 
 
 def could_follow(following: NextView, mine: Report) -> bool:
-    """Whether a view could follow, as far as this rank knows: nobody is missing from it whom nobody accuses.
+    """Return whether a view could follow, as far as this rank knows: it lacks no member that is not accused.
 
     Args:
-        following: what another one says was agreed or adopted.
+        following: what another member reports as agreed or adopted.
         mine: what this rank knows.
     """
     if following.view is None:
@@ -85,18 +85,18 @@ def could_follow(following: NextView, mine: Report) -> bool:
     return before - after <= accused and after <= before | mine.joining
 
 
-def to_blame(
+def blamed_replicas(
     mine: Report, reports: Collection[tuple[int, Report | None]], unproven: Collection[int], *, me: int
 ) -> frozenset[int]:
-    """Who keeps a change of views from its end: of those who stay, who has not reported or isn't ready for the same.
+    """Return the replicas that keep a view change from ending: staying ones that have not reported, or aren't ready.
 
-    Where one of them knows something else than this rank, it is whoever that is about, or from: it told them different
-    things.
+    If a staying replica knows something else than this rank, the replica that the difference is about, or comes from,
+    is to blame: it sent different reports to the two.
 
     Args:
         mine: what this rank knows.
-        reports: replica and its rank's report, None where none has come that is wholly believed, of all who stay.
-        unproven: who says that it has committed what others have not voted for.
+        reports: the replica and the report of every staying rank; None if no report is believed as a whole.
+        unproven: replicas that claim a commit for which others have not voted.
         me: this replica.
     """
     blamed = set(unproven)
@@ -105,20 +105,24 @@ def to_blame(
             continue
         between: set[int] = set()
         if report is not None:
-            said = (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind) | (mine.unsteady ^ report.unsteady)
-            between |= {speaker for speaker, _ in said}
+            differing = (
+                (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind) | (mine.unsteady ^ report.unsteady)
+            )
+            between |= {speaker for speaker, _ in differing}
             between |= (mine.gone ^ report.gone) | (mine.joining ^ report.joining)
             between |= {each for each, _ in mine.left ^ report.left}
             if mine.left_commits != report.left_commits:
                 between |= {each for each, _ in mine.left | report.left}
         blamed |= between - {me} - (mine.gone & report.gone if report is not None else set()) or {replica}
-    of_itself = {report.rank: (replica, report.of_itself) for replica, report in reports if report is not None}
+    own_digest = {report.rank: (replica, report.own_digest) for replica, report in reports if report is not None}
     for replica, report in reports:
         for rank, digest in report.heard.items() if report is not None else ():
-            if rank in of_itself and of_itself[rank][1] != digest:
-                about = of_itself[rank][0]
+            if rank in own_digest and own_digest[rank][1] != digest:
+                about = own_digest[rank][0]
                 blamed.add(replica if about == me else about)
     if not blamed:
         same = mine.agreed.following if mine.agreed is not None else None
-        blamed = {one for one, told in reports if told is None or told.agreed is None or told.agreed.following != same}
+        blamed = {
+            one for one, report in reports if report is None or report.agreed is None or report.agreed.following != same
+        }
     return frozenset(blamed - {me})

@@ -1,4 +1,4 @@
-"""Messages that can't be read yet, with a bound in messages and bytes for each sender."""
+"""A hold-back queue for messages that can't be processed yet, bounded in messages and bytes for each sender."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HoldBackQueue", "Letter"]
+__all__ = ["HeldMessage", "HoldBackQueue"]
 
 _MOST_MESSAGES = 1000  # many times what a rank sends in a view before all have adopted it
 
-_MOST_BYTES, _STRANGERS_BYTES = 1 << 20, 1 << 17
-"""Of the JSON of one sender: a member, and one that may be about to become a member."""
+_MOST_BYTES, _NON_MEMBER_BYTES = 1 << 20, 1 << 17
+"""The most JSON bytes of one sender: of a member, and of a non-member, which may be about to become one."""
 
-_ALL_STRANGERS_BYTES = 1 << 20
+_NON_MEMBERS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Letter:
-    """A message that was received."""
+class HeldMessage:
+    """A received message."""
 
-    sender: int  # its rank
-    message: Mapping[str, Any]  # as it came
-    connection: int | None  # over which it came; None: that had ended by then
-    num_bytes: int  # that its JSON takes, see `room_bytes`
-    from_member: bool  # whether its sender was a member then
+    sender: int  # the sender's rank
+    message: Mapping[str, Any]  # the message as received
+    connection: int | None  # the connection that it was received on; None: that had ended by then
+    num_bytes: int  # the size of its JSON, see `room_bytes`
+    from_member: bool  # whether the sender was a member then
 
 
 class HoldBackQueue:
-    """Hold-back queue: messages in the order in which they came, until a view begins."""
+    """Messages in the order of their arrival, held until a view begins."""
 
     def __init__(self) -> None:
-        self._letters: list[Letter] = []
+        self._messages: list[HeldMessage] = []
 
-    def keep(self, letter: Letter) -> bool:
-        """Keep a message; False if its sender has too many here already.
+    def keep(self, held: HeldMessage) -> bool:
+        """Add a message. Return False if its sender has reached its limit.
 
-        What ranks that are no members have here is bounded all in all, too: the oldest of it is dropped.
+        All non-members together have a limit, too: their oldest messages are dropped.
         """
-        there = [each for each in self._letters if each.sender == letter.sender]
-        most_bytes = _MOST_BYTES if letter.from_member else _STRANGERS_BYTES
-        if len(there) >= _MOST_MESSAGES or sum(each.num_bytes for each in there) + letter.num_bytes > most_bytes:
+        earlier = [each for each in self._messages if each.sender == held.sender]
+        most_bytes = _MOST_BYTES if held.from_member else _NON_MEMBER_BYTES
+        if len(earlier) >= _MOST_MESSAGES or sum(each.num_bytes for each in earlier) + held.num_bytes > most_bytes:
             return False
-        self._letters.append(letter)
-        if not letter.from_member:
-            strangers = [each for each in self._letters if not each.from_member]
-            excess_bytes = sum(each.num_bytes for each in strangers) - _ALL_STRANGERS_BYTES
-            for oldest in strangers:
+        self._messages.append(held)
+        if not held.from_member:
+            non_members = [each for each in self._messages if not each.from_member]
+            excess_bytes = sum(each.num_bytes for each in non_members) - _NON_MEMBERS_BYTES
+            for oldest in non_members:
                 if excess_bytes <= 0:
                     break
-                self._letters.remove(oldest)
+                self._messages.remove(oldest)
                 excess_bytes -= oldest.num_bytes
         return True
 
-    def release(self) -> list[Letter]:
-        """All messages; none is here afterwards."""
-        letters, self._letters = self._letters, []
-        return letters
+    def release(self) -> list[HeldMessage]:
+        """Return all messages, and empty the queue."""
+        messages, self._messages = self._messages, []
+        return messages

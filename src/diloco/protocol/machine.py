@@ -1,7 +1,7 @@
-"""The state machine of one rank: events and a time in, actions out.
+"""The state machine of one rank: events and a time go in, actions come out.
 
-It owns no thread, clock, socket, future or callback. Its owner tells it what happens, one event at a time, and carries
-out the actions that it returns, in order. What one part causes in another is handled before `handle` returns.
+It owns no thread, clock, socket, future or callback. Its owner passes it one event at a time and carries out the
+returned actions in order. What an event causes in another part of the machine is handled before `handle` returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diloco.protocol.barriers import Agreement, Barriers
 from diloco.protocol.events import Event, Outbox
 from diloco.protocol.fields import Fields
 from diloco.protocol.headers import Header
-from diloco.protocol.hold_back import HoldBackQueue, Letter
+from diloco.protocol.hold_back import HeldMessage, HoldBackQueue
 from diloco.protocol.messages import (
     Adopted,
     ChangeReport,
@@ -35,9 +35,9 @@ from diloco.protocol.views import ViewManager
 __all__ = ["Machine"]
 
 Answer = tuple[Mapping[str, Any], Mapping[int, int]]
-"""A message, and rank -> connection as it was when the message came."""
+"""A message, and rank -> connection at the time when the message was received."""
 
-_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
+_MEMBERS_ONLY = ("meet", "introduce", "excluded", "replaced", "speed")
 
 
 class Machine:
@@ -46,26 +46,28 @@ class Machine:
     def __init__(self, rules: Rules, policies: Policies) -> None:
         self.rules = rules
         self.policies = policies
-        self.roster = Roster(rules)  # connected ranks and members
-        self.barriers = Barriers()  # numbers that ranks tell each other
-        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' loops
-        self.speeds: Mapping[int, float] = {}  # replica -> inner steps per second, of other members that have told it
+        self.roster = Roster(rules)  # the connected ranks, and the members
+        self.barriers = Barriers()  # the numbers that ranks exchange
+        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' training loops
+        # replica -> inner steps per second, for other members that have reported them
+        self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
-        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the present view and its rounds
-        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # why the present view ends
-        self.answers: dict[int, Answer] = {}  # to this rank's request to join, the last one of each rank that was asked
-        self._asked: frozenset[int] = frozenset()  # ranks that this one has asked to let it join
+        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the current view and its rounds
+        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # ends the current view
+        self.answers: dict[int, Answer] = {}  # the last answer of each asked rank to this rank's request to join
+        self._asked: frozenset[int] = frozenset()  # the ranks that this rank has asked
         self._began = False
         self._held_back = HoldBackQueue()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about ``event``, in order.
+        """Handle ``event``, and return the actions to carry out, in order.
 
         Args:
-            now_s: when, by a monotonic clock.
+            event: what happened.
+            now_s: the current time of a monotonic clock.
 
         Raises:
-            ValueError: the event is a message that is not of this protocol. The state has not changed.
+            ValueError: the event is a message that does not conform to this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -78,12 +80,12 @@ class Machine:
         return actions
 
     def take_answer(self) -> Answer | None:
-        """The answer to this rank's request to join: a welcome if there is one, else the last answer."""
+        """Return the answer to this rank's request to join: a welcome if there is one, else the last answer."""
         answers, self.answers = list(self.answers.values()), {}
         return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
 
     def present(self) -> set[int]:
-        """Connected ranks of the view, and this one."""
+        """Return the connected ranks of the view, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
@@ -103,7 +105,7 @@ class Machine:
                 ends.lose(rank, loss)
             case events.LinksFailed(view_id, replicas, reason):
                 if view_id == views.view.id:
-                    ends.give_up_unlinked(replicas, reason)
+                    ends.drop_unlinked(replicas, reason)
             case events.HandedIn():
                 views.contributions.hand_in(event)
             case events.Computed() if rounds is not None:
@@ -121,18 +123,18 @@ class Machine:
                     else:
                         ends.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):
-                    ends.give_up_late(*late)
+                    ends.drop_late(*late)
             case events.Begin(view, member, closed):
                 self._began = True
                 ends.closed_to_joiners = closed
                 views.begin(view, member=member)
-            case events.Spoilt(view_id, replicas, words):
+            case events.Spoilt(view_id, replicas, reason):
                 if view_id == views.view.id:
-                    ends.give_up_late(replicas, frozenset(), words)
+                    ends.drop_late(replicas, frozenset(), reason)
             case events.ViewBegan():
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
-                self._release()
-                ends.go_on(event)
+                self._release_held()
+                ends.on_view_began(event)
             case events.Enter(following, connections):
                 self._asked = frozenset()
                 views.enter(following, connections)
@@ -141,18 +143,18 @@ class Machine:
             case events.Close(failure):
                 views.close(failure)
                 if self._stops_together and self.policies.go_on:
-                    views.part()  # the others go on: only the ranks of this replica are to stop
+                    views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
             case events.Say(message):
-                self._say(message)
+                self._announce(message)
 
     @property
     def _stops_together(self) -> bool:
-        """Whether all ranks stop at one step when one has to."""
+        """Whether all ranks stop at the same step when one has to."""
         return self.policies.together and not self.policies.raise_on_loss
 
-    # What this rank says.
+    # Announcements of this rank.
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _announce(self, message: Mapping[str, Any]) -> None:
         kind = message["kind"]
         if kind == "join":
             connected = sorted(self.roster.connections)
@@ -164,57 +166,57 @@ class Machine:
         elif kind == "meet" and message["name"] == "stop":
             self._stop()
         elif kind == "meet":
-            self._meet(message["name"], message["value"])
+            self._join_barrier(message["name"], message["value"])
         elif self._began:
             self._outbox.send(self.views.others(), message)
 
-    def _meet(self, name: str, value: int) -> None:
-        self.barriers.say(self.rules.rank, name, value)
+    def _join_barrier(self, name: str, value: int) -> None:
+        self.barriers.record(self.rules.rank, name, value)
         if self._began:
             there = [rank for rank in self.views.others() if rank in self.roster.connections]
             self._outbox.send(there, {"kind": "meet", "name": name, "value": value})
 
     def _stop(self) -> None:
-        """Tell the others, once, how many inner steps this rank has begun to synchronise.
+        """Announce, once, how many inner steps this rank has begun to synchronise.
 
         All ranks can stop one step after the greatest of these numbers, whatever each of them is waiting for.
         """
         if not self.barriers.stopping:
-            self.barriers.stopping = True  # before the step is read, so that training begins at most one more step
-            self._meet("stop", self.views.contributions.step)
+            self.barriers.stopping = True  # set before the step is read, so that training begins at most one more step
+            self._join_barrier("stop", self.views.contributions.step)
 
-    # What this rank hears.
+    # Received messages.
 
     def _receive(self, sender: int, message: Mapping[str, Any], num_bytes: int) -> None:
         kind = message["kind"]
-        self.roster.hear(sender, self._outbox.now_s)
-        if kind in _FOR_MEMBERS and not self._is_member(sender):
-            return  # only members have a say
+        self.roster.note_message(sender, self._outbox.now_s)
+        if kind in _MEMBERS_ONLY and not self._is_member(sender):
+            return
         if kind == "beat":
             pass
         elif kind == "meet":
             name = Fields(message).printable("name")
-            self.barriers.hear(sender, name, Fields(message).integer("value"))
+            self.barriers.receive(sender, name, Fields(message).integer("value"))
             if name == "stop":
                 self._stop()
         elif kind in ("welcome", "refused"):
-            if sender in self._asked and (kind == "welcome" or self._may_refuse(sender)):
+            if sender in self._asked and (kind == "welcome" or self._can_refuse(sender)):
                 self.answers[sender] = read_answer(message, self.views.view), dict(self.roster.connections)
         elif kind == "facts":
-            mine = self.agreement.hear(sender, message, is_member=self._is_member(sender))
+            mine = self.agreement.receive(sender, message, is_member=self._is_member(sender))
             if mine is not None:
                 self._outbox.send([sender], facts_message(mine, answer=True))
         else:
             connection, from_member = self.roster.connections.get(sender), self._is_member(sender)
-            letter = Letter(sender, message, connection, num_bytes, from_member)
+            held = HeldMessage(sender, message, connection, num_bytes, from_member)
             if self._began:
-                self._read(letter)
-            elif not self._held_back.keep(letter):
-                raise ValueError("it says too much to somebody who is not ready")
+                self._process(held)
+            elif not self._held_back.keep(held):
+                raise ValueError("the sender exceeded the hold-back limit before this rank was ready")
 
-    def _read(self, letter: Letter) -> None:
-        """A message that needs a view."""
-        sender, message, views = letter.sender, letter.message, self.views
+    def _process(self, held: HeldMessage) -> None:
+        """Process a message that needs a view."""
+        sender, message, views = held.sender, held.message, self.views
         kind = message["kind"]
         if kind == "speed":
             self.speeds = {**self.speeds, self.rules.replica_of(sender): speed_of(message)}
@@ -223,73 +225,73 @@ class Machine:
         elif kind == "join":
             entry, connected = Entry.from_message(message), frozenset(Fields(message).ranks("connected"))
             if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
-                raise ValueError("it wants to join in the name of another one")
+                raise ValueError("the request to join names another rank or address than the sender's")
             self._outbox.actions.append(Register(entry))
-            self.ends.ask_to_join(sender, connected)
+            self.ends.receive_join(sender, connected)
         elif kind == "excluded":
             if Fields(message).integer("view") >= views.view.id:
-                views.hear_parting(sender, Fields(message).words("reason"))
+                views.receive_parting(sender, Fields(message).words("reason"))
         elif kind == "replaced":
-            views.hear_parting(sender, "another process has come in its place")
+            views.receive_parting(sender, "another process has taken its place")
         else:
-            self._read_of_a_view(letter)
+            self._process_view_message(held)
 
-    def _read_of_a_view(self, letter: Letter) -> None:
-        """A message about a round or a view; if it is malformed, its sender is given up."""
-        sender, views, ends = letter.sender, self.views, self.ends
-        speaks = self.roster.speaks(sender, letter.connection)
+    def _process_view_message(self, held: HeldMessage) -> None:
+        """Process a message about a round or a view. A malformed message drops its sender."""
+        sender, views, ends = held.sender, self.views, self.ends
+        is_from_member = self.roster.is_from_member(sender, held.connection)
         try:
-            view_id, said = read(sender, letter.message, views.view)
+            view_id, parsed = read(sender, held.message, views.view)
         except ValueError as error:
-            if speaks or not self.roster.has(sender):
-                words = f"replica {self.rules.replica_of(sender)} sent what is no message of this protocol: {error}"
-                ends.give_up(sender, words)
+            if is_from_member or not self.roster.has(sender):
+                words = f"replica {self.rules.replica_of(sender)} sent a malformed message: {error}"
+                ends.drop(sender, words)
             return
         rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
-        match said:
-            case Leaving() if speaks:  # takes effect at once, whatever view its sender is in
-                ends.hear_leaving(sender, said)
+        match parsed:
+            case Leaving() if is_from_member:  # takes effect at once, whatever view the sender is in
+                ends.receive_leaving(sender, parsed)
             case _ if view_id > views.view.id:
-                self._keep(letter)
+                self._hold_back(held)
             case Header() | RoundVote() if rounds is None:
-                self._keep(letter)
-            case _ if not speaks:  # only members have a say
+                self._hold_back(held)
+            case _ if not is_from_member:
                 if view_id < views.view.id and not self.roster.has(sender) and rounds is not None:
-                    views.tell_late(sender)
+                    views.send_excluded(sender)
             case Header() | RoundVote() if (
-                rounds is not None and of_this_view and rounds.is_too_early(sender, said.round)
+                rounds is not None and of_this_view and rounds.exceeds_early_limit(sender, parsed.round)
             ):
-                ends.give_up(sender, f"rank {sender} sent too much about rounds that nobody has begun")
+                ends.drop(sender, f"rank {sender} sent messages about too many rounds that this rank has not begun")
             case Header() if rounds is not None and of_this_view:
-                rounds.hear_header(sender, said)
+                rounds.receive_header(sender, parsed)
             case RoundVote() if rounds is not None and of_this_view:
-                rounds.hear_vote(sender, said)
+                rounds.receive_vote(sender, parsed)
             case ChangeReport():
-                ends.hear_change(sender, view_id, said)
+                ends.receive_change(sender, view_id, parsed)
             case Adopted() if of_this_view:
-                views.hear_adopted(sender, said.following)
+                views.receive_adopted(sender, parsed.following)
 
-    def _keep(self, letter: Letter) -> None:
-        if not self._held_back.keep(letter):
-            words = f"rank {letter.sender} sent too much about views that are not there"
-            self.ends.give_up(letter.sender, words)
+    def _hold_back(self, held: HeldMessage) -> None:
+        if not self._held_back.keep(held):
+            words = f"rank {held.sender} exceeded the hold-back limit with messages about later views"
+            self.ends.drop(held.sender, words)
 
-    def _release(self) -> None:
-        """A view has begun: read what was held back; messages about later views are held back again."""
-        for letter in self._held_back.release():
-            if letter.message["kind"] in _FOR_MEMBERS and not self._is_member(letter.sender):
+    def _release_held(self) -> None:
+        """Process the messages that were held until this view began; those about later views are held again."""
+        for held in self._held_back.release():
+            if held.message["kind"] in _MEMBERS_ONLY and not self._is_member(held.sender):
                 continue
             try:
-                self._read(letter)
+                self._process(held)
             except ValueError as error:
-                words = f"replica {self.rules.replica_of(letter.sender)} sent what is no message: {error}"
-                self.ends.give_up(letter.sender, words)
+                words = f"replica {self.rules.replica_of(held.sender)} sent a malformed message: {error}"
+                self.ends.drop(held.sender, words)
 
-    def _may_refuse(self, sender: int) -> bool:
-        """Whether a rank that was asked decides on who joins: others are joining themselves, if a member was asked."""
+    def _can_refuse(self, sender: int) -> bool:
+        """Return whether a rank that was asked may refuse this one: if a member was asked, non-members may not."""
         members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
         return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
 
     def _is_member(self, sender: int) -> bool:
-        """Whether a rank is a member, as far as is known: before there are views, anybody may be."""
+        """Return whether a rank is a member, as far as is known: before there are views, any rank may be."""
         return not self._began or self.rules.replica_of(sender) in self.views.view.members

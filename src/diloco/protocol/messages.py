@@ -1,4 +1,4 @@
-"""What members of a view say to each other, as messages; and the one place where such messages are read."""
+"""The messages between the members of a view, and the only place where they are read."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ __all__ = [
     "ChangeReport",
     "Leaving",
     "RoundVote",
-    "Said",
-    "adopted",
+    "ViewMessage",
+    "adopted_message",
     "change_message",
     "next_view",
     "read",
     "read_answer",
     "speed_message",
     "speed_of",
-    "vote_words",
+    "vote_text",
 ]
 
 PROTOCOL_VERSION = 9
-"""Raised whenever a replica of the version before would misread one of this version."""
+"""The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 
 @dataclass(frozen=True)
 class RoundVote:
-    """A vote about a round."""
+    """A vote on a round."""
 
     round: RoundId
     vote: Vote
-    diverged: tuple[int, ...] = ()  # replicas whose state is not the majority's
+    diverged: tuple[int, ...] = ()  # replicas whose state differs from the majority's
     donor: int = -1  # a replica that has the majority's state; -1: none is named
 
     def signed(self, view_id: int, secret: bytes) -> RoundVote:
-        """As its voter says it in a view, whose process has this secret."""
+        """Return the vote as signed for a view by the process with this secret."""
         key, vote = (self.round.fragment, self.round.outer_step), self.vote
-        words = vote_words(view_id, key, ok=vote.ok, digest=vote.digest)
+        words = vote_text(view_id, key, ok=vote.ok, digest=vote.digest)
         return replace(self, vote=replace(vote, signature=sign(secret, words)))
 
     def to_message(self, view_id: int) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         return {
             "kind": "vote",
             "view": view_id,
@@ -69,7 +69,7 @@ class RoundVote:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RoundVote:
-        """From JSON; `ValueError` names the field of anything that is none."""
+        """Convert from JSON; `ValueError` names a malformed field."""
         fields = Fields(message)
         vote = Vote(
             fields.flag("ok"),
@@ -80,14 +80,14 @@ class RoundVote:
         return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
 
 
-def vote_words(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
-    """What is signed."""
+def vote_text(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
+    """Return the text that a voter signs."""
     return f"{view_id} {key[0]} {key[1]} {ok} {digest}"
 
 
 @dataclass(frozen=True)
 class ChangeReport:
-    """A report about the end of a view, and what happened, in words."""
+    """A report on the end of a view, and the reason for the change."""
 
     report: Report
     why: str
@@ -95,62 +95,62 @@ class ChangeReport:
 
 @dataclass(frozen=True)
 class Adopted:
-    """What became of a view, for who asks about it."""
+    """What followed a view, for a rank that is still in it."""
 
     following: NextView
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The sender's replica leaves after inner step ``step``, and has committed ``commits`` lately."""
+    """The sender's replica leaves after inner step ``step``, and has recently committed ``commits``."""
 
     step: int
     commits: Commits = field(default_factory=dict)
 
     @property
     def left_commits(self) -> frozenset[tuple[int, int, str]]:
-        """As in a `Report`."""
+        """The commits as in a `Report`."""
         return frozenset((fragment, outer_step, digest) for (fragment, outer_step), digest in self.commits.items())
 
     def to_message(self, view_id: int) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         return {"kind": "leaving", "view": view_id, "step": self.step, "commits": _with_digests(self.commits)}
 
 
-Said = Header | RoundVote | ChangeReport | Adopted | Leaving
+ViewMessage = Header | RoundVote | ChangeReport | Adopted | Leaving
 
 
-def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said]:
-    """The view that a message is about, and what it says.
+def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, ViewMessage]:
+    """Return the id of the view that a message is about, and the parsed message.
 
     Args:
-        sender: its rank.
-        message: as it came.
-        view: the present one, which an `Adopted` ends.
+        sender: the sender's rank.
+        message: the message as received.
+        view: the current view, which an `Adopted` ends.
 
     Raises:
-        ValueError: it is none of those that are known, or a field of it is missing or is not what it should be.
+        ValueError: the kind is unknown, or a field is missing or malformed.
     """
     fields = Fields(message)
     kind, view_id = fields.text("kind"), fields.integer("view")
-    said: Said
+    parsed: ViewMessage
     if kind == "header":
-        said = Header.from_message(message)
+        parsed = Header.from_message(message)
     elif kind == "vote":
-        said = RoundVote.from_message(message)
+        parsed = RoundVote.from_message(message)
     elif kind == "change":
-        said = ChangeReport(_report_of(sender, fields, view), fields.words("why"))
+        parsed = ChangeReport(_report_of(sender, fields, view), fields.words("why"))
     elif kind == "adopted":
-        said = Adopted(next_view(message, view))
+        parsed = Adopted(next_view(message, view))
     elif kind == "leaving":
-        said = Leaving(fields.integer("step"), fields.digests("commits"))
+        parsed = Leaving(fields.integer("step"), fields.digests("commits"))
     else:
-        raise ValueError(f"its kind is {kind!r:.80}")
-    return view_id, said
+        raise ValueError(f"the message kind {kind!r:.80} is unknown")
+    return view_id, parsed
 
 
 def change_message(mine: Report, why: str) -> dict[str, Any]:
-    """A report, for the other survivors."""
+    """Return the message with a report for the other survivors."""
     return {
         "kind": "change",
         "view": mine.view_id,
@@ -167,14 +167,14 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "voted": _with_digests(mine.voted),
         "ready": mine.ready,
         "heard": sorted(map(list, mine.heard.items())),
-        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted(mine.agreed.following)],
+        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted_message(mine.agreed.following)],
         "shown": [[vote.rank, *vote.round, vote.ok, vote.digest, vote.signature] for vote in sorted(mine.shown)],
         "why": why,
     }
 
 
-def adopted(following: NextView) -> dict[str, Any]:
-    """What was adopted, for who asks about the view before."""
+def adopted_message(following: NextView) -> dict[str, Any]:
+    """Return the message that tells a rank in the previous view what was adopted."""
     return {
         "kind": "adopted",
         "view": following.previous.id,
@@ -189,13 +189,13 @@ def adopted(following: NextView) -> dict[str, Any]:
 
 
 def next_view(message: Mapping[str, Any], previous: View) -> NextView:
-    """What an `adopted` message about ``previous`` holds, or a welcome.
+    """Return the view change in an `adopted` message about ``previous``, or in a welcome.
 
     Raises:
-        ValueError: a field is missing or is not what it should be.
+        ValueError: a field is missing or malformed.
     """
     fields = Fields(message)
-    order = None if fields.is_none("members") else fields.ranks("members")  # as they came
+    order = None if fields.is_none("members") else fields.ranks("members")  # in join order
     joined = fields.ranks("joined")
     return NextView(
         view=None if order is None else View(fields.integer("view") + 1, tuple(sorted(order)), order),
@@ -210,19 +210,19 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
 
 
 def read_answer(message: Mapping[str, Any], previous: View) -> dict[str, Any]:
-    """A ``welcome`` or ``refused``, for who has asked to join: what it should be, and nothing else.
+    """Return the valid fields of a ``welcome`` or ``refused``, the answers to a request to join.
 
     Raises:
-        ValueError: a field is missing or is not what it should be.
+        ValueError: a field is missing or malformed.
     """
     fields = Fields(message)
     if message["kind"] == "refused":
         return {"kind": "refused", "reason": fields.words("reason"), "for_good": fields.flag("for_good")}
     following = next_view(message, previous)
     if following.view is None:
-        raise ValueError("it welcomes to a view that nobody is in")
+        raise ValueError("the welcome names a view without members")
     note = {} if "note" not in message or fields.is_none("note") else fields.message("note")
-    return {**adopted(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
+    return {**adopted_message(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
 
 
 def _report_of(sender: int, fields: Fields, view: View) -> Report:
@@ -261,25 +261,25 @@ def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:
 
 
 def speed_message(steps_per_s: float) -> dict[str, Any]:
-    """How fast a replica trains, for the others."""
+    """Return the message that reports how fast a replica trains."""
     return {"kind": "speed", "steps_per_s": repr(steps_per_s)}
 
 
 def speed_of(message: Mapping[str, Any]) -> float:
-    """What `speed_message` was given.
+    """Return the speed in a `speed_message`.
 
     Raises:
-        ValueError: it is no finite, positive number.
+        ValueError: it is not a finite, positive number.
 
     >>> speed_of(speed_message(2.5))
     2.5
     """
     steps_per_s = Fields(message).number_in_text("steps_per_s")
     if not (steps_per_s > 0 and math.isfinite(steps_per_s)):
-        raise ValueError(f"its 'steps_per_s' is {steps_per_s}, and should be a finite number above 0")
+        raise ValueError(f"field 'steps_per_s' must be a finite number above 0, got {steps_per_s}")
     return steps_per_s
 
 
 def facts_message(entry: Entry, *, answer: bool = False) -> dict[str, Any]:
-    """What a rank's loop was given; ``answer``: to one that has told its own."""
+    """Return the message with the arguments of a rank's loop; ``answer``: the receiver has already sent its own."""
     return {"kind": "facts", "answer": answer, **entry.to_message()}

@@ -1,4 +1,4 @@
-"""Who is in the run, as one rendezvous collects it, and whether they fit together. Pure."""
+"""The ranks of a run as one rendezvous collects them, and the check that they fit together. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Entry", "Registry", "difference"]
 _MOST_PLACES = 16
 _MOST_FACT = 500
 _MOST_KNOWN = 1000
-_MOST_ADDRESS = 300  # a name of a host has at most 253 characters
+_MOST_ADDRESS = 300  # a host name has at most 253 characters
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank says of itself before step 0."""
+    """What a rank announces about itself before step 0."""
 
-    rank: int  # r; replica r // S, position r % S
-    address: str  # ``HOST:PORT`` of its control port
-    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks, name -> value in words
-    held_step: int = -1  # the newest step of which it has a checkpoint to resume from; -1 for none
-    places: tuple[str, ...] = ()  # where the network may find it, in the network's own words
+    rank: int  # the rank r, of replica r // S at position r % S
+    address: str  # ``HOST:PORT`` of the rank's control port
+    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks: name -> value
+    held_step: int = -1  # the newest step of which the rank has a checkpoint; -1 for none
+    places: tuple[str, ...] = ()  # further addresses of the rank, in the network's own format
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Convert to JSON."""
         return {
             "rank": self.rank,
             "address": self.address,
@@ -40,7 +40,7 @@ class Entry:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Entry:
-        """From JSON; `ValueError` names the field of anything that is none."""
+        """Convert from JSON; `ValueError` names a malformed field."""
         fields = Fields(message)
         return cls(
             fields.rank("rank"),
@@ -52,7 +52,7 @@ class Entry:
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
-    """One sentence that names both sides of the first difference, the lower rank first, or "" where they agree.
+    """Return a sentence that names both sides of the first difference, the lower rank first, or "" if there is none.
 
     >>> difference(Entry(0, "a:1", {"codec": "fp4"}), Entry(2, "b:1", {"codec": "int8"}))
     'replica 0 (a:1) has codec = fp4 and replica 2 (b:1) has codec = int8'
@@ -62,7 +62,7 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
         place = f" ({entry.address})" if entry.address else ""
         return f"replica {entry.rank // ranks_per_replica}{place}"
 
-    one, other = sorted((one, other), key=_rank)  # so that it is the same sentence whoever came first
+    one, other = sorted((one, other), key=_rank)  # the sentence is the same whichever came first
     for key in dict.fromkeys([*one.facts, *other.facts]):
         here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")
         if here != there:
@@ -72,11 +72,12 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
 
 
 class Registry:
-    """The ranks of one run, as they come in.
+    """The ranks of one run that have registered.
 
     Args:
         num_ranks: M x S.
-        entries: of those who are in already; with them the registry is of a run that is going on.
+        ranks_per_replica: S.
+        entries: ranks that are registered already; with them, the run counts as in progress.
     """
 
     def __init__(self, num_ranks: int, ranks_per_replica: int = 1, entries: Sequence[Entry] = ()) -> None:
@@ -86,32 +87,33 @@ class Registry:
         self.running = bool(entries)
 
     def register(self, entry: Entry) -> None:
-        """Take in ``entry``; in a run that is going on it takes the place of the one that had its rank.
+        """Add ``entry``; in a run in progress it replaces an earlier entry of the same rank.
 
         Raises:
-            RendezvousError: if it does not fit; it names both sides.
+            RendezvousError: the entry does not fit; the message names both sides.
         """
         if not 0 <= entry.rank < self.num_ranks:
             raise RendezvousError(
-                f"rank {entry.rank} at {entry.address} wants to take part in a run of {self.num_ranks} ranks; "
+                f"rank {entry.rank} at {entry.address} can't register in a run of {self.num_ranks} ranks; "
                 f"ranks are 0 to {self.num_ranks - 1}."
             )
         known = self.entries.get(entry.rank)
         if known is not None and not self.running:
             raise RendezvousError(
-                f"two processes say that they are rank {entry.rank}: one at {known.address} and one at "
-                f"{entry.address}; each process needs a rank of its own."
+                f"two processes claim rank {entry.rank}: one at {known.address} and one at {entry.address}; "
+                "each process needs a rank of its own."
             )
         reference = min((other for rank, other in self.entries.items() if rank != entry.rank), key=_rank, default=None)
         if reference is not None and (words := difference(reference, entry, self.ranks_per_replica)):
-            raise RendezvousError(f"{words}; both sides need the same.")
+            raise RendezvousError(f"{words}; both sides need the same value.")
         self.entries[entry.rank] = entry
         self.running = self.running or self.complete
 
     def note(self, entry: Entry, keep: Collection[int]) -> None:
-        """Remember where a rank is, of a run whose ranks come and go.
+        """Record where a rank of a run with changing ranks can be reached.
 
-        An address has one rank that is not in ``keep``: the one that it named last. Of those, a thousand are known.
+        Of the ranks that are not in ``keep``, each address keeps only the one that it named last, and about a thousand
+        are kept.
         """
         others = [rank for rank in self.entries if rank not in keep]
         former = [rank for rank in others if self.entries[rank].address == entry.address]
@@ -120,18 +122,18 @@ class Registry:
         self.entries[entry.rank] = entry
 
     def withdraw(self, rank: int) -> None:
-        """A rank left before all were there."""
+        """Remove a rank that left before all had registered."""
         if not self.running:
             self.entries.pop(rank, None)
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are in."""
+        """Whether all ranks have registered."""
         return len(self.entries) == self.num_ranks
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that are not in yet."""
+        """The ranks that have not registered yet."""
         return tuple(rank for rank in range(self.num_ranks) if rank not in self.entries)
 
 

@@ -1,4 +1,4 @@
-"""Connected ranks, and which of them are members of the present view rather than processes that replaced members."""
+"""The connected ranks, and which of them are members of the current view rather than replacements of members."""
 
 from __future__ import annotations
 
@@ -11,89 +11,91 @@ from diloco.protocol.rules import Rules
 __all__ = ["Roster"]
 
 _MOST_UNSTEADY = 2
-_REMEMBERED = 10  # so many times as long as it has to last is a silence remembered
+_UNSTEADY_PERIODS = 10  # a quiet period is remembered for this many times the limit that makes it one
 
 
 class Roster:
-    """Control connections by rank, and the connections of the members of the present view."""
+    """The control connections by rank, and the connections of the current view's members."""
 
     def __init__(self, rules: Rules) -> None:
         self.connections: dict[int, int] = {}  # rank -> number of its connection
-        self.addresses: dict[int, str] = {}  # rank -> where it listens
-        # rank -> number of messages that have come over its connection, heartbeats included
-        self.words: dict[int, int] = {}
-        self._heard_s: dict[int, float] = {}  # rank -> when the last of them came
-        self._quiet_s: dict[int, float] = {}  # rank -> when nothing had come for some beats
-        self.in_doubt: set[int] = set()  # ranks whose connection has ended, of which it is not told yet what has become
+        self.addresses: dict[int, str] = {}  # rank -> the address on which it listens
+        # rank -> number of messages received over its connection, heartbeats included
+        self.message_counts: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}  # rank -> when its last message was received
+        self._quiet_s: dict[int, float] = {}  # rank -> when its last quiet period ended
+        self.in_doubt: set[int] = set()  # ranks whose connection has ended for a reason that is still unknown
         self._rules = rules
-        self._members: dict[int, int | None] = {}  # None: it was not connected when the view began
+        # rank -> its connection; None: it was not connected when the view began
+        self._members: dict[int, int | None] = {}
 
     def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
-        """A connection stands."""
-        self.connections[rank], self.addresses[rank], self.words[rank] = connection, address, 0
+        """Record an open connection."""
+        self.connections[rank], self.addresses[rank], self.message_counts[rank] = connection, address, 0
         self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
 
-    def hear(self, rank: int, now_s: float) -> None:
-        """A message has come, a heartbeat or another one."""
-        if rank in self.words:
-            self.words[rank] += 1
+    def note_message(self, rank: int, now_s: float) -> None:
+        """Record a message of a rank, a heartbeat or another one."""
+        if rank in self.message_counts:
+            self.message_counts[rank] += 1
             if now_s - self._heard_s[rank] > self._rules.unsteady_s:
                 self._quiet_s[rank] = now_s
             self._heard_s[rank] = now_s
 
     def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
-        """This replica, and each connected one of ``view`` of which a rank has been quiet lately, or is.
+        """Return this replica paired with each connected member of ``view`` that is quiet, or has been recently.
 
-        Empty if more than two are quiet: then this replica, or its machine, is more likely to have stood still.
+        The set is empty if more than two are quiet: then this replica, or its machine, is more likely to have been
+        suspended.
         """
         mine, limit_s = self._rules.replica, self._rules.unsteady_s
         quiet = {
             self._rules.replica_of(rank)
             for rank in filter(self.is_connected, self._rules.ranks(view.members))
-            if now_s - self._quiet_s.get(rank, -math.inf) < _REMEMBERED * limit_s
+            if now_s - self._quiet_s.get(rank, -math.inf) < _UNSTEADY_PERIODS * limit_s
             or now_s - self._heard_s[rank] > limit_s
         }
         quiet.discard(mine)
         return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
 
     def disconnect(self, rank: int) -> None:
-        """A connection has ended."""
-        for known in (self.connections, self.addresses, self.words, self._heard_s, self._quiet_s):
+        """Record the end of a connection."""
+        for known in (self.connections, self.addresses, self.message_counts, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
-    def form(self, view: View) -> None:
-        """The members of ``view`` are the processes connected now; those that were members before stay."""
+    def set_members(self, view: View) -> None:
+        """Make the processes that are connected now the members of ``view``; those that were members before stay."""
         self._members = {
             rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
         }
 
-    def remember(self, connections: Mapping[int, int]) -> None:
-        """The members are the processes with these connections, even if others have replaced them since."""
+    def set_connections(self, connections: Mapping[int, int]) -> None:
+        """Make the processes with these connections the members, even if others have replaced them since."""
         self._members.update(connections)
 
-    def forget(self, rank: int) -> None:
-        """The process of that rank is no member any more."""
+    def remove(self, rank: int) -> None:
+        """Remove the process of a rank from the members."""
         self._members.pop(rank, None)
 
-    def disown(self, rank: int) -> None:
-        """The process that is connected as ``rank`` has taken the place of the member."""
+    def mark_replaced(self, rank: int) -> None:
+        """Record that the process connected as ``rank`` has taken the place of the member."""
         self._members[rank] = None
 
     def has(self, rank: int) -> bool:
-        """Whether a process of that rank is a member, connected or not."""
+        """Return whether a process of that rank is a member, connected or not."""
         return rank in self._members
 
-    def speaks(self, rank: int, connection: int | None) -> bool:
-        """Whether a message came from a member; ``connection`` is None if it has ended since."""
+    def is_from_member(self, rank: int, connection: int | None) -> bool:
+        """Return whether a message is from a member; ``connection`` is None if it has ended since."""
         return self.has(rank) and (connection is None or connection == self._members[rank])
 
     def is_connected(self, rank: int) -> bool:
-        """Whether the process that is connected as ``rank`` is the member."""
+        """Return whether the process connected as ``rank`` is the member."""
         return self.has(rank) and rank in self.connections and self._members[rank] == self.connections[rank]
 
     def unreached(self, view: View) -> frozenset[int]:
-        """Members of ``view``, which is formed, that are not connected."""
+        """Return the other members of ``view``, the current view, that are not connected."""
         return frozenset(
             member
             for member in view.members
@@ -101,7 +103,7 @@ class Roster:
         )
 
     def replaced(self, replicas: Collection[int]) -> frozenset[int]:
-        """Those of ``replicas`` whose places other processes have taken; so they have ended."""
+        """Return those of ``replicas`` whose place other processes have taken, which shows that they have ended."""
         return frozenset(
             replica
             for replica in replicas

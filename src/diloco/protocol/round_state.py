@@ -1,4 +1,4 @@
-"""One round of one view, as a rank sees it, and the outcomes of recent rounds."""
+"""One round of one view as seen by a rank, and the outcomes of recent rounds."""
 
 from __future__ import annotations
 
@@ -24,57 +24,59 @@ from diloco.protocol.rules import Rules
 __all__ = ["Decided", "RoundState"]
 
 _MOST_VOID = 8
-"""Void rounds of a fragment that are remembered; a rank that is further behind runs into the round's timeout."""
+"""The void rounds that are kept per fragment; a rank that is further behind runs into the round's timeout."""
 
 
 @dataclass(eq=False)
 class RoundState:
-    """What is known of a round in one view; a round that goes on in the next view has a new one there."""
+    """What a rank knows of a round in one view; a round that continues in the next view gets a new state there."""
 
     id: RoundId
     headers: dict[int, Header] = field(default_factory=dict)  # by rank
     votes: dict[int, Vote] = field(default_factory=dict)  # by rank
-    heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
-    # votes of others that speak of headers which have not come here
-    unshown: dict[int, RoundVote] = field(default_factory=dict)
-    # this rank's state differs from the majority's, so it gets this instead of an average
+    # rank -> when its header was received, by this rank's clock
+    heard_s: dict[int, float] = field(default_factory=dict)
+    # votes of others that depend on headers not received yet
+    premature: dict[int, RoundVote] = field(default_factory=dict)
+    # set if this rank's state differs from the majority's; reported instead of an average
     fault: DivergedError | None = None
-    begun: HandedIn | None = None  # this rank's contribution; None before it contributes and after the round is over
-    plan: Exchange | None = None  # how the payloads travel
-    taking_over: bool = False  # whether this rank is still taking over the fragment's state
-    donor: int | None = None  # a replica with the state that the round applies to, if this rank has another one
-    verdict: Verdict | None = None  # whose contributions are summed; None until all headers are there
-    mean: Mean | None = None  # computed by this rank
-    committed: bool | None = None  # True: applied by all; False: void for all; None: not decided yet
-    disputed: bool = False  # this rank has voted for it, others against it: the next view tells which it is
-    # the rank whose vote made it disputed, or made this rank vote against it; None: nobody's
+    begun: HandedIn | None = None  # this rank's contribution; None before it contributes and after the round has ended
+    plan: Exchange | None = None  # the plan of the payload exchange
+    taking_over: bool = False  # whether this rank is still adopting the fragment's state
+    donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
+    verdict: Verdict | None = None  # whose contributions are summed; None until all headers have been received
+    mean: Mean | None = None  # the mean that this rank has computed
+    committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
+    # this rank has voted for the round and others against it; the view change decides which it is
+    disputed: bool = False
+    # the rank whose vote made the round disputed, or made this rank vote against it; None: no rank's
     against: int | None = None
-    reason: str = ""  # why it is void
-    exchanging: bool = False  # whether payloads are still moving
+    reason: str = ""  # why the round is void
+    exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
     lateness: Lateness = field(default_factory=Lateness)  # of replicas that the round waits for
     silence: Lateness = field(default_factory=Lateness)  # of replicas that send nothing at all
-    # of replicas whose votes are missing since this rank has voted for it, at ``voted_s``
-    owing: Lateness = field(default_factory=Lateness)
+    # of replicas whose votes are missing since this rank voted for the round at ``voted_s``
+    vote_lateness: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
 
     @property
     def key(self) -> tuple[int, int]:
-        """Fragment and outer step."""
+        """The fragment and the outer step."""
         return self.id.fragment, self.id.outer_step
 
     @property
     def was_begun(self) -> bool:
-        """Whether this rank contributed to it."""
+        """Whether this rank contributed to the round."""
         return self.begun is not None or self.concluded
 
-    def sealed(self, digest: str) -> str:
-        """The digest of an average, and of the keys with which all have signed: who votes for it names them as well."""
+    def sealed_digest(self, digest: str) -> str:
+        """Return a digest of an average's digest and the signing keys of all ranks, so that a vote covers the keys."""
         keys = (self.headers[rank].key for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *keys)).encode(), digest_size=16).hexdigest()
 
     def signed_votes(self) -> Mapping[int, SignedVote]:
-        """Rank -> its vote, of those that can be shown to others."""
+        """Return rank -> its vote, for the votes that are signed."""
         return {
             rank: SignedVote(rank, self.key, vote.ok, vote.digest, vote.signature)
             for rank, vote in self.votes.items()
@@ -82,12 +84,12 @@ class RoundState:
         }
 
     def late_s(self, contributors: Sequence[int], rules: Rules) -> tuple[float, ...]:
-        """How long after the first contribution this rank heard of each of ``contributors``, in seconds."""
+        """Return how long after the first contribution each one of ``contributors`` was received, in seconds."""
         heard_s = [self.heard_s[each * rules.ranks_per_replica + rules.position] for each in contributors]
         return tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s)
 
     def contributed_s(self, members: Sequence[int], rules: Rules) -> dict[int, float]:
-        """Replica -> when the last of its ranks was heard of, for those of ``members`` of whom all have been."""
+        """Return replica -> when its last header was received, for those ``members`` whose headers are complete."""
         heard_s = {member: [self.heard_s.get(rank) for rank in rules.ranks((member,))] for member in members}
         complete = {member: [each for each in times if each is not None] for member, times in heard_s.items()}
         return {member: max(times) for member, times in complete.items() if len(times) == rules.ranks_per_replica}
@@ -98,20 +100,20 @@ class RoundState:
             self.begun = self.mean = None
 
     def missing(self, ranks: Sequence[int], rules: Rules) -> tuple[int, ...]:
-        """Replicas whose headers have not come; ``ranks``: of the view."""
+        """Return the replicas with a rank in ``ranks``, those of the view, whose header has not been received."""
         return tuple(sorted({rules.replica_of(rank) for rank in ranks if rank not in self.headers}))
 
     def without_vote(self, ranks: Sequence[int], rules: Rules) -> frozenset[int]:
-        """Other replicas whose votes have not come; ``ranks``: of the view."""
+        """Return the other replicas with a rank in ``ranks``, those of the view, whose vote has not been received."""
         return frozenset(rules.replica_of(rank) for rank in ranks if rank not in self.votes) - {rules.replica}
 
     def renewed(self, rules: Rules, frozen_s: float, now_s: float) -> HandedIn:
-        """This rank's contribution for the next view; its time begins anew where this rank had voted within it.
+        """Return this rank's contribution for the next view. Its time restarts if this rank has voted within it.
 
         Args:
-            rules: this rank.
-            frozen_s: when the view began to end.
-            now_s: when the next one begins.
+            rules: the settings of this rank.
+            frozen_s: when the old view began to end.
+            now_s: when the next view begins.
         """
         assert self.begun is not None
         if rules.rank in self.votes:
@@ -119,37 +121,37 @@ class RoundState:
         return replace(self.begun, paused_s=self.begun.paused_s + now_s - frozen_s)
 
     def look(
-        self, ranks: Sequence[int], rules: Rules, words: Mapping[int, int]
+        self, ranks: Sequence[int], rules: Rules, message_counts: Mapping[int, int]
     ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Who keeps the round waiting for too long.
+        """Return the replicas that keep the round waiting for too long.
 
         Args:
-            ranks: of the view.
-            rules: this rank.
-            words: rank -> number of messages that have come from it.
+            ranks: the ranks of the view.
+            rules: the settings of this rank.
+            message_counts: rank -> number of messages received from it.
 
         Returns:
             Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
-            that send nothing at all. One that has not contributed and begins to be silent is not named before it is
-            known which of the two it is: the link to it may be the fault, and not the replica.
+            that send nothing at all. A replica that has not contributed and begins to be silent is not named before it
+            is known which of the two it is: the link to it may be the cause, and not the replica.
         """
         absent = frozenset(self.missing(ranks, rules))
         seen: dict[int, object] = {}
         heard: dict[int, object] = {}
         for rank in ranks:
-            replica, spoken = rules.replica_of(rank), words.get(rank, 0)
+            replica, spoken = rules.replica_of(rank), message_counts.get(rank, 0)
             if replica in absent:
                 seen[replica] = "no contribution"
             elif rank not in self.votes:
                 seen[replica] = (seen.get(replica), rank, spoken)
             heard[replica] = (heard.get(replica), spoken)
-        seen.pop(rules.replica, None)  # a late rank of this replica is for the other replicas to judge
+        seen.pop(rules.replica, None)  # the other replicas judge the ranks of this one
         late, unheard = self.lateness.look(seen), self.silence.look(heard)
         late -= absent & self.silence.doubtful
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
-        """The verdict that follows from the headers of all ranks of ``members``; sets `donor` and `fault` as well."""
+        """Return the verdict on the headers of all ranks of ``members``; set `donor` and `fault`, too."""
         assert self.begun is not None
         verdict = judge_headers(
             self.headers,
@@ -166,11 +168,11 @@ class RoundState:
         return verdict
 
     def held(self, rules: Rules) -> str:
-        """Digest of what `donor` holds; "" if there is none."""
+        """Return the digest of the state that `donor` holds, or "" if there is no donor."""
         return "" if self.donor is None else self.headers_here((self.donor,), rules)[self.donor].digest
 
     def weights(self, contributors: Sequence[int], rules: Rules) -> Mapping[int, float]:
-        """Contributor -> its weight, from the header of its rank at this rank's position, and bounded."""
+        """Return contributor -> its bounded weight, from the header of its rank at this rank's position."""
         headers = self.headers_here(contributors, rules)
         return bounded_weights(
             {each: header.weight for each, header in headers.items()},
@@ -178,27 +180,27 @@ class RoundState:
         )
 
     def headers_here(self, members: Sequence[int], rules: Rules) -> Mapping[int, Header]:
-        """Replica -> header of its rank at this rank's position, with which payloads are exchanged."""
+        """Return replica -> the header of its rank at this rank's position, with which payloads are exchanged."""
         size = rules.ranks_per_replica
         return {member: self.headers[member * size + rules.position] for member in members}
 
     def lost_residual(self, members: Sequence[int], rules: Rules) -> str:
-        """What owners of earlier means took with them when they left, in words, or ""."""
+        """Describe the residuals that owners of earlier means took with them when they left, or return ""."""
         assert self.plan is not None
         here = self.headers_here(members, rules)
-        if not self.plan.keeps_residual:  # whoever holds one of earlier means keeps it
+        if not self.plan.keeps_residual:  # each owner keeps its residual of earlier means
             return ""
         return lost_words((header.residual for header in here.values()), here[rules.replica].numel)
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
-        """Why this rank gets no average, or None; ``instead`` replaces the error of a void round."""
+        """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""
         if self.fault is not None or self.committed:
             return self.fault
         return instead or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
 
 
 class Decided:
-    """Recent rounds that are committed, with the digests of their averages, and rounds that are void.
+    """The recently committed rounds with the digests of their averages, and the void rounds.
 
     Args:
         void: rounds that are void when the view begins.
@@ -217,14 +219,14 @@ class Decided:
         self.void = void
 
     def commit(self, key: tuple[int, int], digest: str) -> None:
-        """The round (fragment, outer step) is applied by all."""
+        """Record that the round (fragment, outer step) is committed."""
         fragment, outer_step = key
         recent = {k: d for k, d in self.commits.items() if k[0] != fragment or k[1] >= outer_step - 1}
         self.commits = {**recent, key: digest}
-        # everybody has contributed to this round, so nobody asks about earlier ones
+        # all members have contributed to this round, so none asks about earlier ones
         self.void = frozenset(k for k in self.void if k[0] != fragment or k[1] > outer_step)
 
     def call_off(self, key: tuple[int, int]) -> None:
-        """The round (fragment, outer step) is void for all."""
+        """Record that the round (fragment, outer step) is void."""
         newest = sorted(k for k in self.void | {key} if k[0] == key[0])[-_MOST_VOID:]
         self.void = frozenset(k for k in self.void if k[0] != key[0]).union(newest)

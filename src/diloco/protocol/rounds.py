@@ -1,4 +1,4 @@
-"""The rounds of one view: which there are, who has contributed, and what becomes of them when the view ends."""
+"""The rounds of one view: which there are, which ranks have contributed, and how they end with the view."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
-from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
+from diloco.protocol.rules import Policies, Rules, expired_reason, late_reason, missing_votes_reason
+from diloco.protocol.signing import public_key
 from diloco.protocol.voting import Voting
 
 __all__ = ["RoundTable"]
 
 _MOST_EARLY = 4096
-"""Rounds that one rank may speak of before this rank has begun them: more than there can be in a view."""
+"""The most rounds that one rank may refer to before this rank has begun them: more than a view can have."""
 
-_WITHOUT_VOTE = "others are said to have applied it, for which this rank has not voted"
-_AGAINST = "somebody voted against it before the view changed"
+_NOT_VOTED = "others report that they have committed it, but this rank has not voted for it"
+_VOTED_AGAINST = "a replica voted against it before the view changed"
 
 
 class RoundTable:
-    """Round table: the rounds of one view."""
+    """The rounds of one view."""
 
     def __init__(self, voting: Voting, rules: Rules, policies: Policies, outbox: Outbox) -> None:
         self.view = voting.view
@@ -42,8 +43,8 @@ class RoundTable:
         self._outbox = outbox
         self._rounds: dict[RoundId, RoundState] = {}
         self._frozen_s = math.inf  # when voting and deciding stopped
-        self._early: dict[int, set[RoundId]] = {}  # by sender: rounds that this rank has not begun
-        self._last: dict[int, int] = {}  # by fragment: outer step of the last round that this rank has begun
+        self._early: dict[int, set[RoundId]] = {}  # by sender: the rounds that this rank has not begun
+        self._last: dict[int, int] = {}  # by fragment: the outer step of the last round that this rank has begun
 
     @property
     def frozen(self) -> bool:
@@ -51,25 +52,25 @@ class RoundTable:
         return self._voting.frozen
 
     def freeze(self) -> Report:
-        """Stop voting and deciding; returns what this rank reports of its rounds."""
+        """Stop voting and deciding. Return this rank's report on its rounds."""
         self._frozen_s = min(self._frozen_s, self._outbox.now_s)
         return self._voting.freeze(self._rounds.values())
 
     def signed_votes(self) -> Mapping[tuple[int, int], Mapping[int, SignedVote]]:
-        """Round -> rank -> its vote, of rounds that are not long over."""
+        """Return round -> rank -> its vote, for recent rounds."""
         return {state.key: state.signed_votes() for state in self._rounds.values() if self._rules.rank in state.votes}
 
     def is_vote(self, vote: SignedVote) -> bool:
-        """Whether a rank has cast this vote, as far as can be known here."""
+        """Return whether a rank is known here to have cast this vote."""
         return self._voting.is_vote(self._rounds.get(RoundId(*vote.round)), vote)
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
-        """The view has ended. A round that any survivor committed is committed; others are carried over or void.
+        """End the view. A round that any survivor committed is committed; the others are carried over or void.
 
         Args:
             following: what the survivors adopted; None if this rank stops by itself.
             reason: why rounds that are not carried over are void.
-            failure: why this rank takes part in no more rounds; None if it goes on.
+            failure: why this rank takes part in no more rounds; None if it continues.
 
         Returns:
             This rank's contributions to undecided rounds that are carried over, in the order sent.
@@ -85,7 +86,7 @@ class RoundTable:
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
                 self._voting.decide(state, True, "")
             elif following is not None and state.key in following.commits and state.begun is not None:
-                self._voting.decide(state, False, _WITHOUT_VOTE)
+                self._voting.decide(state, False, _NOT_VOTED)
             elif not carried:
                 changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
                 raised = failure if self._policies.raises(state.id) else None
@@ -93,16 +94,16 @@ class RoundTable:
             elif state.begun is not None:
                 undecided.append((state.begun.sent_s, state.renewed(self._rules, self._frozen_s, self._outbox.now_s)))
                 self._voting.stop_timers(state)
-            if state.verdict is None:  # so that the exchange does not wait for it
+            if state.verdict is None:  # so that the exchange does not wait for the verdict
                 self._voting.give_verdict(state, Verdict((), reason))
         return [handed for _, handed in sorted(undecided, key=lambda each: each[0])]
 
     def begin(self, handed: HandedIn, *, joined: bool) -> None:
-        """Contribute to a round, which may be carried over from the view before.
+        """Contribute to a round, which may be carried over from the previous view.
 
         Args:
             handed: the contribution.
-            joined: whether this rank joined a run in progress, and takes over the state of fragments.
+            joined: whether this rank joined a run in progress, so that it adopts the state of fragments.
         """
         contribution = handed.contribution
         fragment = contribution.round.fragment
@@ -113,13 +114,13 @@ class RoundTable:
         state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
         # others decided so before this view began
         if state.key in self._voting.decided.void and state.committed is None:
-            self._voting.decide(state, False, _AGAINST)
+            self._voting.decide(state, False, _VOTED_AGAINST)
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
-        header = replace(header_of(contribution), taking_over=state.taking_over, key=self._voting.key)
+        header = replace(header_of(contribution), taking_over=state.taking_over, key=public_key(self._rules.secret))
         state.headers[self._rules.rank] = header
-        self._voting.tell(header.to_message(self.view.id))
+        self._voting.broadcast(header.to_message(self.view.id))
         state.exchanging = True
         self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
         if state.committed is None:
@@ -133,10 +134,10 @@ class RoundTable:
             self._voting.conclude(state)
         self._voting.judge(state)
 
-    # What members say.
+    # Messages of members.
 
-    def is_too_early(self, sender: int, round_id: RoundId) -> bool:
-        """Whether a member speaks of more rounds that this rank has not begun than there can be."""
+    def exceeds_early_limit(self, sender: int, round_id: RoundId) -> bool:
+        """Return whether a member has referred to more rounds that this rank has not begun than a view can have."""
         state = self._rounds.get(round_id)
         if state is not None and state.was_begun:
             return False
@@ -146,8 +147,8 @@ class RoundTable:
         early.add(round_id)
         return False
 
-    def hear_header(self, sender: int, header: Header) -> None:
-        """A member's contribution to a round was announced."""
+    def receive_header(self, sender: int, header: Header) -> None:
+        """Process the header of a member's contribution to a round."""
         if sender not in self._ranks:
             return
         if refusal := self._refusal(sender, header.round):
@@ -157,34 +158,34 @@ class RoundTable:
         state.headers[sender], state.heard_s[sender] = header, self._outbox.now_s
         self._voting.judge(state)
 
-    def hear_vote(self, sender: int, vote: RoundVote) -> None:
-        """A member voted on a round, to which it has contributed before."""
-        state, said = self._rounds.get(vote.round), vote.vote
+    def receive_vote(self, sender: int, vote: RoundVote) -> None:
+        """Process a member's vote on a round to which it has contributed."""
+        state, cast = self._rounds.get(vote.round), vote.vote
         if state is None or sender not in state.headers or state.committed is not None:
             return
-        if not self._voting.is_vote(state, SignedVote(sender, state.key, said.ok, said.digest, said.signature)):
+        if not self._voting.is_vote(state, SignedVote(sender, state.key, cast.ok, cast.digest, cast.signature)):
             unsigned = f"the vote of replica {self._rules.replica_of(sender)} is not signed with its key"
             vote = RoundVote(vote.round, Vote(False, reason=unsigned))
         self._voting.count(state, sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Replicas that have not announced a contribution to a round."""
-        state = self._rounds.get(round_id) or RoundState(round_id)  # not heard of yet
+        """Return the replicas that have not announced a contribution to a round."""
+        state = self._rounds.get(round_id) or RoundState(round_id)  # a round without any message yet
         return state.missing(self._ranks, self._rules)
 
     def goes_on_without_me(self) -> bool:
-        """Whether another rank has contributed to a round that this one has not."""
+        """Return whether another rank has contributed to a round to which this one has not."""
         return any(state.headers and not state.was_begun for state in self._rounds.values())
 
     def waiting_for_me(self) -> dict[tuple[int, int], dict[int, float]]:
-        """Rounds that this rank has yet to contribute to: replica -> when the last of its ranks was heard of."""
+        """Return the rounds to which this rank has yet to contribute: replica -> when its last header was received."""
         if self.frozen:
             return {}
         open_ones = [state for state in self._rounds.values() if state.headers and not state.was_begun]
         return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
 
-    def lacking(self) -> frozenset[int]:
-        """Replicas whose contribution this rank has waited for, since its own, for half of what makes one late."""
+    def late_contributors(self) -> frozenset[int]:
+        """Return the replicas whose contribution this rank has awaited, since its own, for at least ``late_s / 2``."""
         half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
         waited_for = (
             state
@@ -193,8 +194,8 @@ class RoundTable:
         )
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
-    def owing(self) -> frozenset[int]:
-        """Replicas whose vote this rank has waited for, since its own, for at least half of a round's time."""
+    def late_voters(self) -> frozenset[int]:
+        """Return the replicas whose vote this rank has awaited, since its own, for at least ``round_timeout_s / 2``."""
         waited = (
             state
             for state in self._rounds.values()
@@ -205,18 +206,18 @@ class RoundTable:
     # Payloads and timers.
 
     def compute(self, event: Computed) -> None:
-        """This rank holds a round's mean: vote for it."""
-        if state := self._present(event.view_id, event.round):
+        """Vote for a round of which this rank holds the mean."""
+        if state := self._find(event.view_id, event.round):
             state.mean = event.mean
-            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed(event.digest))), state)
+            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed_digest(event.digest))), state)
 
     def end_exchange(self, event: ExchangeEnded) -> str:
-        """A round's exchange has ended; returns which payload connection broke, in words, or ""."""
-        state, broken = self._present(event.view_id, event.round), ""
+        """Record the end of a round's exchange. Return which payload connection broke, as a message, or ""."""
+        state, broken = self._find(event.view_id, event.round), ""
         if state is None:
             return ""
         if event.link_broken and not self.frozen:
-            broken = f"replica {self._rules.replica} says: {event.failure}"
+            broken = f"replica {self._rules.replica} reports: {event.failure}"
         elif event.failure and state.committed is None:
             self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
         if event.spoiler is not None:
@@ -228,56 +229,55 @@ class RoundTable:
         return broken
 
     def expire(self, timer: Timer) -> str:
-        """Vote against a round that takes too long; returns which payload connection is stuck, in words, or ""."""
-        state = self._present(timer.view_id, timer.round)
+        """Vote against a round that takes too long. Return which payload connection is stalled, as a message, or ""."""
+        state = self._find(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank in state.votes:
             return ""
         missing = state.missing(self._ranks, self._rules)
-        reason = expired_words(missing, self._rules)
+        reason = expired_reason(missing, self._rules)
         self._voting.cast(RoundVote(state.id, Vote(False, reason=reason)), state)
-        if not missing and state.exchanging:  # a new connection sends at once; TCP may wait for minutes to try again
-            return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
+        # a new connection sends at once, while TCP may wait for minutes before it retries
+        if not missing and state.exchanging:
+            return f"a payload connection of replica {self._rules.replica} is stalled: {reason}"
         return ""
 
     def overdue(self, timer: Timer) -> tuple[frozenset[int], str] | None:
-        """Replicas that have not voted on a round for as long as one may take since this rank has, and a sentence.
+        """Return the replicas whose vote is overdue, and the reason to exclude them, or None if there are none.
 
-        All had contributed by then, and who has no mean within that time of its contribution votes against the round.
-        They are given up also where the others can't go on without them.
+        A replica's vote is overdue if it has not arrived a round timeout after this rank's own vote. All have
+        contributed by then, and a rank that has no mean within that time of its contribution votes against the round.
+        Such replicas are excluded even if the others can't continue without them.
         """
-        state = self._present(timer.view_id, timer.round)
+        state = self._find(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
             return None
-        late = self._voting.wait_for_votes(state)
-        # where the others can't be done without, the next view tells whether they have committed the round
+        late = self._voting.await_votes(state)
+        # if the others can't continue without them, the view change shows whether they have committed the round
         state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
-        return (late, owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
+        return (late, missing_votes_reason(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""
-        state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
+        """Return the late replicas that still send something, the silent ones, and the reason; None if none is late."""
+        state, late_s = self._find(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None
         absent, silent, unheard = self._voting.look_at(state, late_s)
         if not absent and not silent:
             return None
-        return (absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s)
+        return (absent | silent) - unheard, unheard, late_reason(state.id, absent, silent, late_s)
 
     # A round.
 
-    def _present(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
-        """A round of this view; None if it was of another view."""
+    def _find(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
+        """Return a round of this view, or None if it belongs to another view."""
         assert round_id is not None
         return self._rounds.get(round_id) if view_id == self.view.id else None
 
     def _state(self, round_id: RoundId) -> RoundState:
-        state = self._rounds.get(round_id)
-        if state is None:
-            state = self._rounds[round_id] = RoundState(round_id)
-        return state
+        return self._rounds.setdefault(round_id, RoundState(round_id))
 
     def _forget_before(self, begun: RoundId) -> None:
-        """This rank begins a round: earlier ones of the fragment that are over are forgotten."""
+        """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""
         fragment, outer_step = begun.fragment, begun.outer_step
         self._rounds = {
             each: old
@@ -285,16 +285,16 @@ class RoundTable:
             if each.fragment != fragment
             or each.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
-            or old.key in self._voting.decided.commits  # somebody may want to see who has voted for it
+            or old.key in self._voting.decided.commits  # a member may need proof of the votes for it
         }
         for sender, early in self._early.items():
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
     def _refusal(self, sender: int, round_id: RoundId) -> str:
-        """Why a header is refused, in words that name its sender, or ""."""
+        """Return why a header is refused, as a message that names its sender, or ""."""
         name = f"a contribution of replica {self._rules.replica_of(sender)} to {round_id} was refused"
         state = self._rounds.get(round_id)
-        if state is not None:  # an exchange may still be waiting for a late header
-            return f"{name}: it had contributed to it before" if sender in state.headers else ""
+        if state is not None:  # the exchange may still be waiting for this header
+            return f"{name}: it had contributed already" if sender in state.headers else ""
         over = round_id.outer_step + 1 < self._last.get(round_id.fragment, 0)
-        return f"{name}: that round is long over" if over else ""
+        return f"{name}: that round ended long ago" if over else ""

@@ -1,4 +1,4 @@
-"""Signatures: who has a key and what it has signed can show others what its owner said (Ed25519, RFC 8032)."""
+"""Signatures that prove to third parties what the owner of a key has signed (Ed25519, RFC 8032)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["KEY_CHARACTERS", "SECRET_BYTES", "SIGNATURE_CHARACTERS", "is_signed"
 
 SECRET_BYTES = 32
 KEY_CHARACTERS, SIGNATURE_CHARACTERS = 64, 128
-"""Both travel as hexadecimal digits."""
+"""Keys and signatures are sent as hexadecimal digits."""
 
 _private = lru_cache(128)(Ed25519PrivateKey.from_private_bytes)
 
 
 @lru_cache(128)
 def public_key(secret: bytes) -> str:
-    """What others check the signatures of the owner of ``secret``, 32 random bytes, with.
+    """Return the key that verifies signatures made with ``secret``, 32 random bytes.
 
     >>> key, signature = public_key(bytes(32)), sign(bytes(32), "yes")
     >>> is_signed(key, "yes", signature), is_signed(key, "no", signature), is_signed(key, "yes", "it is so")
@@ -28,13 +28,13 @@ def public_key(secret: bytes) -> str:
 
 
 def sign(secret: bytes, message: str) -> str:
-    """That one has said ``message``."""
+    """Return the signature of ``message``."""
     return _private(secret).sign(message.encode()).hex()
 
 
 @lru_cache(4096)
 def is_signed(key: str, message: str, signature: str) -> bool:
-    """Whether the owner of ``key`` has signed ``message`` so; any text will do, and none raises."""
+    """Return whether the owner of ``key`` has signed ``message``; malformed arguments give False."""
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), message.encode())
     except (InvalidSignature, ValueError):

@@ -1,4 +1,4 @@
-"""The change to the next view, as seen by one rank: what it knows is told to the others as it grows."""
+"""The change to the next view as seen by one rank, which reports what it knows as its knowledge grows."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox
-from diloco.protocol.hearsay import believed, to_blame
+from diloco.protocol.hearsay import believed, blamed_replicas
 from diloco.protocol.messages import ChangeReport, change_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
 
 __all__ = ["ViewChange"]
 
-_LONGEST = 4  # times `settle_s`: after that a change is hurried, even if something new still comes
-_LETS_IN = 0.2  # times `settle_s`: for so long others may join by a change that has begun
+# times `settle_s`: after that this rank stops waiting for answers, even if the change still makes progress
+_LONGEST = 4
+_JOIN_WINDOW = 0.2  # times `settle_s`: how long others may still join by a change that has begun
 
 
 class ViewChange:
-    """Idle until something happens to the view; from then on the rounds of the view are frozen.
+    """A view change, idle until something happens to the view. From then on the rounds of the view are frozen.
 
-    What this rank knows is told to all at first, when it is ready, and when it has grown; but not before everybody who
-    stays, and had not said as much, has answered what this rank told last. So one message to each other rank holds what
-    many have said. Nobody waits for one who waits for it: who had heard before it spoke is not waited for. `hurry` ends
-    the waiting, as somebody may never answer.
+    This rank sends its report to all when the change begins, when it is ready, and when it has learned more. Before it
+    sends more, it waits until every staying member that had not reported as much has answered its last report. So one
+    message to each other rank combines what many have reported. Members never wait for each other in a cycle: a member
+    whose report already held as much is not waited for. `stop_waiting` ends the waiting, as a member may never answer.
     """
 
     def __init__(
@@ -42,28 +43,28 @@ class ViewChange:
         self._roster = roster
         self._contributions = contributions
         self._outbox = outbox
-        self._said: dict[int, Report] = {}  # rank -> its last report, as it came
-        self._doubted: set[int] = set()  # ranks of whose last report not all is believed yet
-        self._told: Report | None = None  # what this rank has said last
-        self._awaited: set[int] = set()  # ranks that are to answer before it says more
-        self._hurries = False
-        self._began_s = self._news_s = 0.0  # when the change began, and when it last got on
+        self._received: dict[int, Report] = {}  # rank -> its last report, as received
+        self._unsettled: set[int] = set()  # ranks whose last report is not yet believed as a whole
+        self._sent: Report | None = None  # the last report that this rank has sent
+        self._awaited: set[int] = set()  # ranks that are to answer before this rank sends more
+        self._stopped_waiting = False
+        self._began_s = self._news_s = 0.0  # when the change began, and when it last made progress
 
     @property
-    def lets_in(self) -> bool:
-        """Whether who asks to join may do so by this change, if there is one: each one more prolongs it for all."""
-        return self.known is None or self._outbox.now_s - self._began_s <= _LETS_IN * self._rules.settle_s
+    def accepts_joiners(self) -> bool:
+        """Whether replicas may still join by the current change, if there is one; each one more prolongs it for all."""
+        return self.known is None or self._outbox.now_s - self._began_s <= _JOIN_WINDOW * self._rules.settle_s
 
     def patience_s(self) -> float:
-        """How much longer a change is waited for that gets on; 0 or less: somebody may be holding it up."""
+        """Return how many more seconds to wait for a change that makes progress; 0 or less if it may be held up."""
         until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
         return until_s - self._outbox.now_s
 
     def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
-        """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
+        """Record what happened and begin the change, or do nothing if this rank takes part in no view.
 
         Returns:
-            What to adopt now, if anything.
+            What to adopt now, or None.
         """
         rounds = self._contributions.rounds
         if self._contributions.failure is not None or rounds is None:
@@ -73,53 +74,50 @@ class ViewChange:
             self._news_s = self._outbox.now_s
         return self._settle(change)
 
-    def absorb(self, said: ChangeReport) -> NextView | None:
-        """Another rank reports what it knows; returns what to adopt now, if anything.
+    def absorb(self, received: ChangeReport) -> NextView | None:
+        """Merge another rank's report. Return what to adopt now, or None.
 
-        What it says of its own steps and rounds never changes, so the first of it stands.
+        A rank's own steps and rounds never change during a change, so those of its first report stand.
         """
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
-        change = self._begin(said.why)
-        self._awaited.discard(said.report.rank)
-        before = self._said.get(said.report.rank)
-        if before is None or (before.ready, before.known) != (said.report.ready, said.report.known):
+        change = self._begin(received.why)
+        self._awaited.discard(received.report.rank)
+        before = self._received.get(received.report.rank)
+        if before is None or (before.ready, before.known) != (received.report.ready, received.report.known):
             self._news_s = self._outbox.now_s
-        first = before or said.report
-        self._said[said.report.rank] = replace(
-            said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
+        first = before or received.report
+        self._received[received.report.rank] = replace(
+            received.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
         )
-        self._doubted.add(said.report.rank)
+        self._unsettled.add(received.report.rank)
         return self._settle(change)
 
-    def hurry(self) -> bool:
-        """Wait for nobody's answer any more, as the change takes long; False if this rank does not wait already."""
-        if self.known is None or self._hurries:
+    def stop_waiting(self) -> bool:
+        """Stop waiting for answers, as the change takes long; return False if there is nothing to stop."""
+        if self.known is None or self._stopped_waiting:
             return False
-        self._hurries, self._told = True, None  # who has told others something else is to be found
-        self._tell(self.known)
+        # so that the report is sent once more, which shows whether a member sent others a different report
+        self._stopped_waiting, self._sent = True, None
+        self._send(self.known)
         return True
 
     def blame(self) -> frozenset[int]:
-        """Replicas that keep the change from its end, which has taken too long."""
+        """Return the replicas that keep the change from ending, which has taken too long."""
         if self.known is None:
             return frozenset()
         change = self.known
-        return to_blame(change.mine, change.reports_of_staying(), change.unproven, me=self._rules.replica)
+        return blamed_replicas(change.mine, change.reports_of_staying(), change.unproven, me=self._rules.replica)
 
     def end(self) -> None:
-        """The change is over."""
+        """Reset, as the change has ended."""
         if self.known is not None:
             self._outbox.actions.append(CancelTimer(Timer("settle", self.known.view.id)))
-        self.known = self._told = None
-        self._said.clear()
-        self._doubted.clear()
+        self.known = self._sent = None
+        self._received.clear()
+        self._unsettled.clear()
         self._awaited.clear()
-        self._hurries = False
-
-    def is_joining(self, replica: int) -> bool:
-        """Whether a replica becomes a member by this change."""
-        return self.known is not None and replica in self.known.mine.joining
+        self._stopped_waiting = False
 
     def _begin(self, why: str) -> Change:
         if self.known is not None:
@@ -134,74 +132,79 @@ class ViewChange:
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))
         return self.known
 
-    def _weigh(self, change: Change) -> None:
-        """Take in what has been said, as far as it is believed by now.
+    def _evaluate(self, change: Change) -> None:
+        """Merge the received reports, as far as this rank believes them by now.
 
-        What is known only grows, so what was believed stays so: a report that was, as a whole, is not weighed again.
+        What is known only grows, so a report that was believed as a whole is not evaluated again.
         """
         rounds, rules = self._contributions.rounds, self._rules
         assert rounds is not None
 
-        def hears(replica: int) -> bool:
+        def is_heard(replica: int) -> bool:
             known = replica in change.view.members or replica in change.mine.joining
-            return known and (rules.replica, replica) not in change.mine.unheard and self._is_near(replica)
+            return known and (rules.replica, replica) not in change.mine.unheard and self._is_connected(replica)
 
         before = None
         while before != change.mine:
-            before, told = change.mine, dict[int, Report]()
-            for rank in sorted(self._doubted):
-                report = self._said[rank]
+            before, accepted = change.mine, dict[int, Report]()
+            for rank in sorted(self._unsettled):
+                report = self._received[rank]
                 if report.shown:
                     report = replace(report, shown=frozenset(filter(rounds.is_vote, report.shown)))
-                told[rank] = believed(report, before, sender=rules.replica_of(rank), me=rules.replica, hears=hears)
-            change.absorb(*told.values(), in_part={rank for rank in told if told[rank].known != self._said[rank].known})
-            self._doubted = {rank for rank in told if told[rank] != self._said[rank]}
-            # what others say, and this rank sees as well
+                accepted[rank] = believed(
+                    report, before, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard
+                )
+            change.absorb(
+                *accepted.values(),
+                in_part={rank for rank in accepted if accepted[rank].known != self._received[rank].known},
+            )
+            self._unsettled = {rank for rank in accepted if accepted[rank] != self._received[rank]}
+            # accusations by others that this rank's own observation supports
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}
             if late:
-                spoilt = {each for each in late if self._contributions.conduct.has_spoilt(each)}
-                late &= rounds.lacking() | rounds.owing() | spoilt
-            pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_near(each)}
+                spoilt = {each for each in late if self._contributions.conduct.may_be_spoiler(each)}
+                late &= rounds.late_contributors() | rounds.late_voters() | spoilt
+            pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_connected(each)}
             unheard = {each for _, each in pairs - change.mine.unheard} - {rules.replica}
             if late or unheard:
                 change.extend(behind=frozenset(late), unheard=frozenset(unheard))
 
-    def _is_near(self, replica: int) -> bool:
-        """Whether all ranks of a replica are connected: the members, where they are some."""
+    def _is_connected(self, replica: int) -> bool:
+        """Return whether all ranks of a replica are connected; if they are members, as the members' processes."""
         return all(
             self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
             for rank in self._rules.ranks((replica,))
         )
 
     def _settle(self, change: Change) -> NextView | None:
-        """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
-        self._weigh(change)
-        self._tell(change)
+        """Return what to adopt once all staying members are ready, or once this left-out rank hears none of them."""
+        self._evaluate(change)
+        self._send(change)
         following = change.outcome()
         if change.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(change.staying))):
             following = change.alone()
         in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if self._roster.has(rank)}
         if following is not None and following.view is None and in_doubt - change.mine.gone:
-            return None  # one whose process turns out to have ended is no side that could be larger
+            return None  # a replica whose process turns out to have ended is no side that could be larger
         return following
 
-    def _tell(self, change: Change) -> None:
-        """Say what this rank knows to all who may be there, if it is news and no answers are awaited."""
+    def _send(self, change: Change) -> None:
+        """Send this rank's report to all ranks that may be running, if it is new and no answers are awaited."""
         mine, rules = change.mine, self._rules
-        if mine == self._told:
+        if mine == self._sent:
             return
 
         def answers(rank: int) -> bool:
             replica = rules.replica_of(rank)
             return rank != rules.rank and replica in change.staying and (rules.replica, replica) not in mine.unheard
 
-        if not (mine.ready or self._hurries) and any(map(answers, self._awaited)):
+        if not (mine.ready or self._stopped_waiting) and any(map(answers, self._awaited)):
             return
-        self._told = mine
+        self._sent = mine
         if mine.agreed is not None:
             self.agreed = mine.agreed.following.view
         others = filter(answers, rules.ranks(change.staying))
-        self._awaited = {each for each in others if each not in self._said or not self._said[each].covers(mine)}
-        heard = {rank: report.of_itself for rank, report in self._said.items()} if self._hurries else {}
+        self._awaited = {each for each in others if each not in self._received or not self._received[each].covers(mine)}
+        heard = {rank: report.own_digest for rank, report in self._received.items()} if self._stopped_waiting else {}
         self._outbox.send(change.audience, change_message(replace(mine, heard=heard), change.why))

@@ -1,4 +1,4 @@
-"""The sequence of views: adopting the next one, what happens to the rounds, and parting from who is lost."""
+"""The sequence of views: adopting the next one, what happens to the rounds, and hanging up on lost members."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import HandedIn, Outbox, ViewBegan
 from diloco.protocol.hearsay import could_follow
-from diloco.protocol.messages import ChangeReport, Leaving, adopted
+from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
 from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Policies, Rules, left_out, stopped
+from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
 from diloco.protocol.view_change import ViewChange
 
 __all__ = ["ViewManager"]
 
 
 class ViewManager:
-    """View manager: the present view, and the change to the next one."""
+    """The current view, and the change to the next one."""
 
     def __init__(self, rules: Rules, policies: Policies, roster: Roster, outbox: Outbox) -> None:
-        self.view = View(-1, (rules.replica,))  # the present one; a joiner is not in it yet
-        self.contributions = Contributions(rules, policies, roster.words, outbox)
+        self.view = View(-1, (rules.replica,))  # the current view; a joiner is not in it yet
+        self.contributions = Contributions(rules, policies, roster.message_counts, outbox)
         self.change = ViewChange(rules, policies, roster, self.contributions, outbox)
         self.first: View | None = None  # the view in which this rank began with all others; None: it joined
-        # what ended the view before the present one, or stopped this rank; None before the first
+        # what ended the previous view, or stopped this rank; None before the first change
         self.adopted_last: NextView | None = None
         self._rules = rules
         self._policies = policies
         self._roster = roster
         self._outbox = outbox
-        self._parted: set[int] = set()  # replicas that say that they go on, or stop, without this one
+        self._parted: set[int] = set()  # replicas that report that they continue, or stop, without this one
 
     @property
     def failure(self) -> TransportError | None:
@@ -55,10 +55,10 @@ class ViewManager:
         return max((view for view in (self.view, self.change.agreed) if view is not None), key=lambda view: view.id)
 
     def others(self) -> list[int]:
-        """All other ranks of the view."""
+        """Return all other ranks of the view."""
         return [rank for rank in self._rules.ranks(self.view.members) if rank != self._rules.rank]
 
-    # What the owner of this rank wants.
+    # Requests of this rank's owner.
 
     def begin(self, view: View, *, member: bool) -> None:
         """Start in ``view``, or only observe it until `enter` if this rank is not a ``member``."""
@@ -69,17 +69,18 @@ class ViewManager:
         self._outbox.queue.append(ViewBegan())
 
     def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
-        """Become a member of a view that the others agreed on. Ranks that were lost before are lost in this view.
+        """Become a member of a view that the others agreed on. Ranks that were lost earlier are lost in this view.
 
         Args:
             following: the view.
-            connections: rank -> its connection when the welcome came; another process may have taken its place since.
+            connections: rank -> its connection when the welcome was received; another process may have taken its place
+                since.
         """
         assert following.view is not None
         self.view = following.view
-        self.contributions.joined = following.from_step > 1  # at step 1 everybody has the initial state
+        self.contributions.joined = following.from_step > 1  # at step 1 all replicas have the initial state
         self.contributions.from_step, self.contributions.step = following.from_step, following.from_step - 1
-        self._roster.remember(connections)
+        self._roster.set_connections(connections)
         self._open((), following.void)
         self._outbox.queue.append(ViewBegan(following))
 
@@ -88,56 +89,60 @@ class ViewManager:
         if self.failure is None:
             commits = self.contributions.rounds.freeze().commits if self.contributions.rounds is not None else {}
             self._outbox.send(self.others(), Leaving(step, commits).to_message(self.view.id))
-            # the others hang up once they have heard it
-            self.close(TransportError(f"replica {self._rules.replica} left after step {step}; it takes part no more."))
+            # the others hang up once they have received it
+            me = self._rules.replica
+            self.close(TransportError(f"replica {me} left after step {step} and takes part in no more rounds."))
 
     def close(self, failure: TransportError) -> None:
-        """Take part in no more rounds; those in flight end with ``failure``."""
+        """Take part in no more rounds. Those in flight end with ``failure``."""
         self.change.end()
         self.contributions.close(failure)
         self._outbox.actions.append(CloseLinks(self.view))
 
     def stop(self, why: str) -> None:
-        """Take part in no more rounds, for the reason ``why``, and hang up."""
-        words = f"{why} It takes part in no more rounds; what it has not shared is in its own parameters."
-        self.close(ReplicaLostError(words, replicas=[self._rules.replica]))
+        """Take part in no more rounds for the reason ``why``, and hang up on all others."""
+        me = self._rules.replica
+        words = f"{why} Replica {me} takes part in no more rounds; work not yet shared stays in its local parameters."
+        self.close(ReplicaLostError(words, replicas=[me]))
         for rank in self.others():
             self._hang_up(rank)
 
-    def part(self) -> None:
+    def hang_up_on_others(self) -> None:
         """Hang up on the other replicas."""
         for rank in self.others():
             if self._rules.replica_of(rank) != self._rules.replica:
                 self._hang_up(rank)
 
-    # What ends the present view, and what members say of it.
+    # The end of the current view, and messages of members about it.
 
     def end(self, why: str, **news: Unpack[News]) -> None:
-        """The present view ends, ``why`` in words; ignored if this rank takes no part in it."""
+        """End the current view for the reason ``why``; ignored if this rank takes no part in it."""
         self._follow(self.change.extend(why, **news))
 
-    def hear_change(self, said: ChangeReport) -> None:
-        """A member says that the present view ends."""
-        self._follow(self.change.absorb(said))
+    def receive_change(self, received: ChangeReport) -> None:
+        """Process a member's report that the current view ends."""
+        self._follow(self.change.absorb(received))
 
-    def hear_adopted(self, sender: int, following: NextView) -> None:
-        """A member has adopted what follows the present view.
+    def receive_adopted(self, sender: int, following: NextView) -> None:
+        """Process a member's message that it has adopted what follows the current view.
 
-        That others go on or stop without this rank, as many must say as `hear_parting` asks for.
+        That the others continue or stop without this rank needs as many reports as in `receive_parting`.
         """
         change, rounds = self.change.known, self.contributions.rounds
         if change is None or rounds is None:
             return
         if following.view is not None and self._rules.replica in following.view.members:
-            near = following.from_step - 1 <= self.contributions.furthest_step
+            near = following.from_step - 1 <= self.contributions.greatest_step
             if near and could_follow(following, change.mine):
                 self._adopt(following)
         elif self._has_support(sender):
             self._adopt(following)
 
-    def hear_parting(self, sender: int, reason: str) -> None:
-        """A member goes on, or stops, without this replica; counts once more say so than could lie, or all that are
-        heard."""
+    def receive_parting(self, sender: int, reason: str) -> None:
+        """Process a member's report that it continues, or stops, without this replica.
+
+        The report counts once more than f members (`more_than_could_lie`), or all that are connected, have sent one.
+        """
         if self._has_support(sender):
             self.exclude(reason)
 
@@ -146,17 +151,17 @@ class ViewManager:
         here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
         return len(self._parted) >= more_than_could_lie(len(self.view.members)) or here <= self._parted
 
-    def tell_late(self, rank: int) -> None:
-        """A rank speaks of a view that is over for all others: it was lost while it began, and could not be told."""
+    def send_excluded(self, rank: int) -> None:
+        """Tell a rank of an ended view that it is excluded: it was lost while it began, and could not be told then."""
         reason = self.contributions.reason
         self._outbox.send([rank], {"kind": "excluded", "view": self.view.id, "reason": reason})
 
     def exclude(self, reason: str) -> None:
-        """The others go on, or stop, without this replica."""
-        self.stop(left_out(self._rules.replica, reason, self._policies))
+        """Stop, as the others continue or stop without this replica."""
+        self.stop(exclusion_reason(self._rules.replica, reason, self._policies))
 
     def _follow(self, following: NextView | None) -> None:
-        """Adopt the next view, if it is known by now."""
+        """Adopt ``following``, if it is known by now."""
         if following is not None:
             self._adopt(following)
 
@@ -176,18 +181,20 @@ class ViewManager:
             heard = (m for m in members if all(map(self._roster.is_connected, self._rules.ranks((m,)))))
             staying = {me, *heard}
         lost = [member for member in members if member not in staying]
-        self.adopted_last, failure = following, stopped(following, lost, change.why, self._policies)
+        self.adopted_last, failure = following, stop_error(following, lost, change.why, self._policies)
         self.contributions.failure = failure
         self.contributions.reason = reason = change.why if failure else f"{change.why}; {following.reason}"
         carried = rounds.end(following, reason, failure)
         self._outbox.actions.append(CloseLinks(following.previous))
-        self._part_from(lost, following)
+        self._disconnect(lost, following)
         joined: tuple[int, ...] = ()
         if following.view is not None:
             self.view, joined = following.view, self._rules.ranks(following.joined)
-            # lost after the view was agreed on, so they may not know of it
-            self._outbox.send(self._rules.ranks(m for m in staying if m not in change.staying), adopted(following))
-        welcome = adopted(following) | {"kind": "welcome"}
+            # they were lost after the view was agreed on, so they may not know of it
+            self._outbox.send(
+                self._rules.ranks(m for m in staying if m not in change.staying), adopted_message(following)
+            )
+        welcome = adopted_message(following) | {"kind": "welcome"}
         self._outbox.actions.append(Adopt(following, reason, joined, welcome))
         if following.joined:
             self.contributions.from_step = following.from_step
@@ -195,22 +202,22 @@ class ViewManager:
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
     def _open(self, carried: Sequence[HandedIn], void: Rounds) -> None:
-        """Open the present view with the rounds that are carried over; ``void`` ones are not."""
-        self._roster.form(self.view)
+        """Open the current view with the rounds that are carried over; ``void`` ones are not."""
+        self._roster.set_members(self.view)
         self._parted.clear()
         if self.failure is None:
             self._outbox.actions.append(OpenLinks(self.view))
         self.contributions.open(self.view, carried, void)
 
-    def _part_from(self, lost: Sequence[int], following: NextView) -> None:
+    def _disconnect(self, lost: Sequence[int], following: NextView) -> None:
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self.contributions.reason}
         left = dict(following.left)
         for rank in self._rules.ranks(lost):
             if self._roster.is_connected(rank):
-                if following.view is not None and self._rules.replica_of(rank) not in left:  # else it knows
+                if following.view is not None and self._rules.replica_of(rank) not in left:  # a replica that left knows
                     self._outbox.send([rank], excluded)
                 self._hang_up(rank)
-            self._roster.forget(rank)
+            self._roster.remove(rank)
 
     def _hang_up(self, rank: int) -> None:
         if rank in self._roster.connections:

@@ -1,4 +1,4 @@
-"""From the headers of all to a decision that is the same for all members: a verdict, votes, and their count."""
+"""The decisions on rounds, from the headers of all ranks to a verdict, votes and an outcome that all members share."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Spoilt
-from diloco.protocol.messages import RoundVote, vote_words
+from diloco.protocol.messages import RoundVote, vote_text
 from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Rules, disputed_words, spoilt_words
-from diloco.protocol.signing import is_signed, public_key
+from diloco.protocol.rules import Rules, disputed_reason, spoilt_reason
+from diloco.protocol.signing import is_signed
 
 __all__ = ["Voting"]
 
-_MOST_TOLD = 8
-"""Refused headers that are reported with the next average."""
+_MOST_REPORTED = 8
+"""Most refused headers that are reported with the next average."""
 
 
 class Voting:
     """One rank's part in the decisions of a view.
 
     Args:
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
-        void: rounds of earlier views that others have found void.
+        view: the current view.
+        rules: the settings of this rank.
+        message_counts: rank -> number of messages received from it; the roster keeps it up to date.
+        outbox: receives actions and events.
+        void: rounds of earlier views that others have decided void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: what members have done to rounds; rounds add to it.
+        conduct: the faults of members in rounds; rounds add to it.
     """
 
     def __init__(
         self,
         view: View,
         rules: Rules,
-        words: Mapping[int, int],
+        message_counts: Mapping[int, int],
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
@@ -49,18 +52,18 @@ class Voting:
     ) -> None:
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self.ranks = rules.ranks(view.members)
-        self.decided = Decided(void)  # what was committed lately, and what is void
+        self.decided = Decided(void)  # the recently committed rounds, and the void ones
         self.has_state_of = has_state_of
         self.conduct = conduct
         self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
-        self._words = words
+        self._message_counts = message_counts
         self._outbox = outbox
         self._refused: list[str] = []
 
     def freeze(self, states: Collection[RoundState]) -> Report:
-        """As `RoundTable.freeze`, with the rounds of which this rank knows."""
+        """Stop voting and deciding. Return this rank's report on ``states``, the rounds that it knows."""
         self.frozen = True
         rank = self._rules.rank
         undecided = [state for state in states if state.committed is None and rank in state.votes]
@@ -75,11 +78,11 @@ class Voting:
         )
 
     def note_refusal(self, refusal: str) -> None:
-        """A header was refused, as ``refusal`` says; told with the next average."""
-        self._refused = [*self._refused, refusal][-_MOST_TOLD:]
+        """Record why a header was refused, to be reported with the next average."""
+        self._refused = [*self._refused, refusal][-_MOST_REPORTED:]
 
     def judge(self, state: RoundState) -> None:
-        """Decide whose contributions are summed, once all have been announced."""
+        """Decide whose contributions are summed, once all headers have been received."""
         if self.frozen or state.begun is None or state.verdict is not None:
             return
         if len(state.headers) < len(self.ranks):
@@ -91,26 +94,26 @@ class Voting:
         if verdict.void:
             vote = Vote(False, reason=verdict.reason)
             self.cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
-        unshown, state.unshown = state.unshown, {}
-        for sender, said in unshown.items():
-            self.count(state, sender, said)
-        took_back = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
-        self.conduct.count("missed", took_back)
+        premature, state.premature = state.premature, {}
+        for sender, round_vote in premature.items():
+            self.count(state, sender, round_vote)
+        withdrawn = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
+        self.conduct.count("missed", withdrawn)
         self.note_spoilers(verdict.refused, verdict.reason)
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
-        """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
+        """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
         too_often = self.conduct.note(spoilers) - {self._rules.replica}
         if too_often:
-            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_words(too_often, reason)))
+            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
-        """Count whose vote made a round void that this rank had nothing against; of a disputed one it was counted."""
+        """Count the replica whose vote made a round void to which this rank had no objection, unless counted before."""
         if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
             self.conduct.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
-        """Tell the round's exchange, if payloads are still moving."""
+        """Pass the verdict to the round's exchange, if that is still running."""
         state.verdict = verdict
         if state.exchanging:
             weights = state.weights(verdict.contributors, self._rules)
@@ -119,58 +122,59 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Vote and sign, unless this rank has voted or may not; also on a round that is void here, for the others."""
+        """Sign and send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
         vote = vote.signed(self.view.id, self._rules.secret)
-        self.tell(vote.to_message(self.view.id))
+        self.broadcast(vote.to_message(self.view.id))
         if state.committed is not None:
             state.votes[self._rules.rank] = vote.vote
             return
         self.count(state, self._rules.rank, vote)
         if state.committed is None:
             state.voted_s = self._outbox.now_s
-            self.wait_for_votes(state)
+            self.await_votes(state)
 
-    def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
-        """Count a vote; the one that decides the round ends it, and one that leaves it in doubt ends the view."""
+    def count(self, state: RoundState, sender: int, round_vote: RoundVote) -> None:
+        """Count a vote. The vote that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or state.committed is not None or sender in state.votes:
             return
-        if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
-            state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
+        if self._rules.replica in round_vote.diverged and state.begun is not None and state.verdict is None:
+            state.premature.setdefault(
+                sender, round_vote
+            )  # the missing headers will show whether this rank has diverged
             return
-        state.votes[sender] = said.vote
+        state.votes[sender] = round_vote.vote
         mine = state.votes.get(self._rules.rank)
-        agrees = said.vote.ok and sender != self._rules.rank and (mine is None or mine.digest == said.vote.digest)
+        agrees = (
+            round_vote.vote.ok
+            and sender != self._rules.rank
+            and (mine is None or mine.digest == round_vote.vote.digest)
+        )
         if agrees and len(state.votes) < len(self.ranks):
-            return  # nothing follows from it before all have voted
-        said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
-        if said_by_now.committed is False and self._rules.rank not in state.votes:
+            return  # nothing follows before all have voted
+        tallied = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
+        if tallied.committed is False and self._rules.rank not in state.votes:
             state.against = sender
-            # for whom it names as diverged, a vote that follows it has to wait for the headers as well
-            self.cast(replace(said, vote=Vote(False, reason=said_by_now.reason)), state)
-        if said_by_now.committed is not None and state.committed is None:
-            self.decide(state, said_by_now.committed, said_by_now.reason)
-        if said_by_now.disputed and not state.disputed:
+            # a replica named as diverged must wait for the headers with this vote as well
+            self.cast(replace(round_vote, vote=Vote(False, reason=tallied.reason)), state)
+        if tallied.committed is not None and state.committed is None:
+            self.decide(state, tallied.committed, tallied.reason)
+        if tallied.disputed and not state.disputed:
             state.disputed, state.against = True, sender
             self.conduct.count("against", {self._rules.replica_of(sender)})
-            words = disputed_words(state.id, said_by_now.reason)
+            words = disputed_reason(state.id, tallied.reason)
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
-    @property
-    def key(self) -> str:
-        """With which others check this rank's votes."""
-        return public_key(self._rules.secret)
-
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
-        """Whether a rank has cast this vote on a round of which this rank knows."""
+        """Return whether a rank has cast this vote on a round known to this rank."""
         if state is None or vote.rank not in state.headers:
             return False
-        words = vote_words(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
+        words = vote_text(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
         return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
-        """The round is committed, or void for ``reason``; ``failure``: what this rank gets in that case."""
+        """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
         state.committed, state.reason = committed, reason
         self.stop_timers(state)
         if committed:
@@ -210,7 +214,7 @@ class Voting:
         state.free()
 
     def timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
-        """A timer of a round."""
+        """Return a timer of a round."""
         return Timer(kind, self.view.id, state.id)
 
     def stop_timers(self, state: RoundState) -> None:
@@ -218,21 +222,21 @@ class Voting:
         if state.begun is not None:
             self._outbox.actions += [CancelTimer(self.timer("expire", state)), CancelTimer(self.timer("look", state))]
 
-    def tell(self, message: Mapping[str, object]) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         """Send a message to all other ranks of the view."""
         self._outbox.send((rank for rank in self.ranks if rank != self._rules.rank), message)
 
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """As `RoundState.look`, and set the timer for the next look."""
+        """Call `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
-        absent, silent, unheard = state.look(self.ranks, self._rules, self._words)
+        absent, silent, unheard = state.look(self.ranks, self._rules, self._message_counts)
         self.conduct.count("late", absent | silent)
         return absent, silent, unheard
 
-    def wait_for_votes(self, state: RoundState) -> frozenset[int]:
-        """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
+    def await_votes(self, state: RoundState) -> frozenset[int]:
+        """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        late = state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        late = state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
         self.conduct.count("late", late)
         return late
