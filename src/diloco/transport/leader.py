@@ -84,7 +84,14 @@ class LeaderTransport(Transport):
             except DiLoCoError as error:
                 raised, told["error"] = error, _described(error)
             except Exception as error:  # a defect, but the others must not wait for ever
-                raised, told["error"] = error, _described(_failed(self.group, error))
+                raised = error
+                told["error"] = _described(
+                    ReplicaLostError(
+                        f"Position 0 of replica {self.group.replica}, which talks to the other replicas, has failed: "
+                        f"{error!r}. This rank can't go on without it.",
+                        replicas=[self.group.replica],
+                    )
+                )
             told["view"] = [self.transport.view.id, *self.transport.view.members]
             told["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
         told = self.group.share(told)
@@ -146,11 +153,3 @@ def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
     """The error that `_described` was given."""
     kind: type[DiLoCoError] = getattr(errors, described["class"])
     return kind(described["message"], **described["fields"])
-
-
-def _failed(group: ReplicaGroup, error: Exception) -> ReplicaLostError:
-    return ReplicaLostError(
-        f"Position 0 of replica {group.replica}, which talks to the other replicas, has failed: {error!r}. This rank "
-        "can't go on without it.",
-        replicas=[group.replica],
-    )

@@ -176,19 +176,13 @@ async def _dial(place: Address, certificate: str) -> Stream:
     return reader, writer
 
 
-def _close_others(
-    dialing: Sequence[asyncio.Future[Stream]],
-    kept: asyncio.StreamWriter | None,
-) -> None:
+def _close_others(dialing: Sequence[asyncio.Future[Stream]], kept: asyncio.StreamWriter | None) -> None:
     for task in dialing:
         task.cancel()
-        if (
-            task.done()
-            and not task.cancelled()
-            and task.exception() is None
-            and (writer := task.result()[1]) is not kept
-        ):
-            writer.transport.abort()
+        if task.done() and not task.cancelled() and task.exception() is None:
+            _, writer = task.result()
+            if writer is not kept:
+                writer.transport.abort()
 
 
 def _context(side: int) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +68,26 @@ class Visitor:
         return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
 
     async def _asked(self, record: PeerRecord, question: Mapping[str, Any]) -> PeerReport:
-        asked_s = time.monotonic()
+        report = PeerReport(record.peer_id, record.number, finished=record.finished)
+        relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
-            answer = await within(_ANSWER_S, ask_peer(self._streams, record.peer_id, question))
+            return await self._answered(report, record.peer_id, question, "relayed" if relayed else "direct")
         except (OSError, TimeoutError, RendezvousError, TransportError) as error:
-            problem = str(error) or f"no answer within {_ANSWER_S:g} s"
-            return PeerReport(record.peer_id, record.number, problem=problem, finished=record.finished)
-        way = "relayed" if record.addresses and all("/p2p-circuit" in each for each in record.addresses) else "direct"
-        took_s = time.monotonic() - asked_s
-        return PeerReport(record.peer_id, record.number, status_of(answer), "", record.finished, way, took_s)
+            return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
 
     async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: Mapping[str, Any]) -> PeerReport:
         """What a peer that did not answer says to another member: it may listen nowhere and be connected to it."""
         for other in others if seen.problem else ():
-            asked_s = time.monotonic()
-            try:
-                answer = await within(_ANSWER_S, ask_peer(self._streams, other, {**question, "of": seen.peer_id}))
-            except (OSError, TimeoutError, RendezvousError, TransportError):
-                continue
-            took_s = time.monotonic() - asked_s
-            return PeerReport(
-                seen.peer_id, seen.number, status_of(answer), "", seen.finished, f"through {other}", took_s
-            )
+            with contextlib.suppress(OSError, TimeoutError, RendezvousError, TransportError):
+                return await self._answered(seen, other, {**question, "of": seen.peer_id}, f"through {other}")
         return seen
+
+    async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], way: str) -> PeerReport:
+        """Complete ``report`` by what ``peer`` answers."""
+        asked_s = time.monotonic()
+        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question))
+        took_s = time.monotonic() - asked_s
+        return replace(report, status=status_of(answer), problem="", way=way, round_trip_s=took_s)
 
 
 def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:

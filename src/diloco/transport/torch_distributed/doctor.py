@@ -96,7 +96,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     except OSError as error:
         return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
-        return await _measure(given, resolved, reader, writer, num_bytes, timeout_s)
+        return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
     except TimeoutError:
         advice = "check that the process is not frozen, or move fewer bytes (--megabytes)"
         return Finding(given, resolved, problem=f"connected, and then silent for {timeout_s:g} s", advice=advice)
@@ -111,13 +111,9 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
 
 
 async def _measure(
-    given: str,
-    resolved: tuple[str, ...],
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    num_bytes: int,
-    timeout_s: float,
-) -> Finding:
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
+) -> tuple[float, float, float]:
+    """Return the latency in seconds and the rates to and from the peer in bits per second."""
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()
@@ -141,7 +137,7 @@ async def _measure(
         await within(timeout_s, move())
         # a trip of it is the question's and the answer's
         rates.append(8 * num_bytes / max(1e-9, loop.time() - started_s - latency_s))
-    return Finding(given, resolved, True, latency_s, rates[0], rates[1])
+    return latency_s, rates[0], rates[1]
 
 
 async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:
