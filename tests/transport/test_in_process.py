@@ -36,8 +36,8 @@ def faulty(kind: str, *, min_contributors: int | None = None, seconds: float = 0
 
 
 FAULTS = [
-    ("drop", 0.0, "replica 1 was not heard of"),
-    ("late", 11.0, "replica 1 was 11 s late, 10 s are allowed"),
+    ("drop", 0.0, "replica 1 sent nothing"),
+    ("late", 11.0, "replica 1 was 11 s late, but the limit is 10 s"),
     ("truncate", 0.0, "the contribution of replica 1 was refused"),
     ("non-finite", 0.0, "the contribution of replica 1 was refused"),
 ]
@@ -77,7 +77,7 @@ def test_a_delay_within_the_timeout_changes_nothing() -> None:
 def test_a_missed_commit_is_the_business_of_one_replica() -> None:
     pending = [e.average(contribution(m)) for m, e in enumerate(endpoints_of(faulty("miss-commit")))]
     assert pending[0].wait().contributors == (0, 1, 2)
-    with pytest.raises(RoundVoidError, match="no commit was heard of"):
+    with pytest.raises(RoundVoidError, match="no commit was received"):
         pending[1].wait()
     assert pending[2].wait().contributors == (0, 1, 2)
 
@@ -125,7 +125,7 @@ def test_a_replica_that_never_comes_is_named_after_the_timeout() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        with pytest.raises(RoundTimeoutError, match="within 0 s: nothing was heard of replica 1"):
+        with pytest.raises(RoundTimeoutError, match="within 0 s: no contribution arrived from replica 1"):
             pending.wait(timeout_s=0)
     finally:
         done.set()
@@ -136,7 +136,7 @@ def test_an_average_is_taken_once() -> None:
     endpoint = InProcessTransport(1).endpoint(0)
     pending = endpoint.average(contribution(0))
     pending.wait()
-    with pytest.raises(TransportError, match="nothing in flight"):
+    with pytest.raises(TransportError, match="no contribution to it in flight"):
         pending.wait()
 
 

@@ -157,9 +157,9 @@ def test_a_second_way_out_is_refused_on_all_ranks(tmp_path: Path) -> None:
         processes.start(2, rank_is_given_a_transport_too_many, tmp_path)
         words = processes.results(timeout_s=300)
     assert "another rank" in words[0]
-    assert "position 1 was given one" in words[1]
+    assert "Position 1 was given one" in words[1]
 
 
 def test_without_a_way_out_the_leader_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="position 0 was given none"):
+    with pytest.raises(ConfigurationError, match="Position 0 was given none"):
         LeaderTransport(ReplicaGroup(), None)
