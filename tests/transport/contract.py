@@ -287,7 +287,7 @@ class TransportContract(PayloadContract):
     def test_two_contributions_to_one_round_are_refused(self, make_endpoints: MakeEndpoints) -> None:
         endpoint = make_endpoints(2)[0]
         endpoint.average(contribution(0))
-        with pytest.raises(TransportError, match="already contributed to fragment 0, outer step 0"):
+        with pytest.raises(TransportError, match=r"contributed to fragment 0, outer step 0"):
             endpoint.average(contribution(0))
 
     def test_nobody_contributes_in_anothers_name(self, make_endpoints: MakeEndpoints) -> None:

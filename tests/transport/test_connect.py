@@ -78,7 +78,10 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
-    with rendezvous(1) as address, pytest.raises(TransportError, match="interface 'none7' of this machine") as caught:
+    with (
+        rendezvous(1) as address,
+        pytest.raises(TransportError, match="interface 'none7' can't be determined") as caught,
+    ):
         connect(place(0, 1, address), wire(interface="none7"))
     assert "transport.interface" in str(caught.value)
 
@@ -114,7 +117,7 @@ def test_a_rank_that_did_not_come_is_named() -> None:
     with rendezvous(3) as address:
         (words,) = [str(each) for each in at_once([lambda: connect(place(1, 3, address), wire())])]
     assert words == (
-        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ones, or choose a longer "
+        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ranks, or choose a longer "
         "transport.rendezvous_timeout_s."
     )
 
@@ -149,7 +152,7 @@ def test_a_run_that_is_over_is_not_joined(connections: ConnectionManager) -> Non
     with nobody_at() as first, nobody_at() as second:
         serve(connections, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        assert "is over: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+        assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
 
 
 def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: ConnectionManager) -> None:
@@ -163,7 +166,7 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: C
         )
     assert str(found[0]).startswith(f"rank 1 can't reach rank 0 at {nowhere} within 1 s: ")
     assert found[0].replicas == (0,)
-    assert "`diloco doctor` checks the way" in str(found[0])
+    assert "`diloco doctor` checks the connection" in str(found[0])
 
 
 # What works.

@@ -55,7 +55,7 @@ def test_a_name_that_does_not_resolve() -> None:
 def test_something_that_connects_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         finding = look(Address("127.0.0.1", silent.getsockname()[1]), timeout_s=0.2)
-    assert finding.problem == "connected, and then silent for 0.2 s"
+    assert finding.problem == "it accepted the connection but did not respond for 0.2 s"
 
 
 def test_something_that_is_no_diloco() -> None:

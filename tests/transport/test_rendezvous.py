@@ -42,9 +42,7 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
 
 def test_a_name_that_does_not_resolve_is_named(connections: ConnectionManager) -> None:
     address = Address("replica-0.invalid", 29400)
-    assert "'replica-0.invalid' was given as the rendezvous, and there is no way to it" in failure(
-        connect, place(1, 2, address), wire()
-    )
+    assert "there is no route to the rendezvous 'replica-0.invalid'" in failure(connect, place(1, 2, address), wire())
     words = failure(ask, connections, address, Entry(1, "x:1"), PATIENCE_S)
     assert "no rendezvous at replica-0.invalid:29400 within 1 s" in words
     assert "its name does not resolve" in words
@@ -150,7 +148,7 @@ def test_rank_0_says_at_once_that_another_program_has_the_port(
     with another_program(answer) as address:
         words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
     assert time.monotonic() - began_s < 20, "far from the time-out"
-    assert words.startswith(f"port {address.port} of 127.0.0.1, at which replica 0 was to be met")
+    assert words.startswith(f"port {address.port} of 127.0.0.1, the rendezvous at which replica 0 was to listen")
     assert f"in use by another program, which {does}" in words
     assert diloco_threads() <= before
 
@@ -160,7 +158,7 @@ def test_the_others_say_so_too_of_one_that_never_answers(connections: Connection
     with another_program(None) as address:
         words = failure(ask, connections, address, Entry(1, "x:1"), 300.0, 0.2)
     assert time.monotonic() - began_s < 20
-    assert f"port {address.port} there is in use by another program, which says nothing." in words
+    assert f"port {address.port} there is in use by another program, which does not answer." in words
 
 
 def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

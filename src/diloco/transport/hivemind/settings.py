@@ -1,4 +1,4 @@
-"""The settings of a swarm, whose replicas find each other, join and leave. Importing this module does not load torch."""
+"""The settings of a swarm, whose replicas find each other, join and leave. Importing it does not load torch."""
 
 from __future__ import annotations
 
