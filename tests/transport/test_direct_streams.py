@@ -96,7 +96,7 @@ def test_nothing_is_said_to_somebody_else_at_the_place() -> None:
         async with listening() as impostor:
             offer = listener.direct.offer("you", [HOST])
             offer["places"] = impostor.direct.offer("you", [HOST])["places"]
-            with pytest.raises(OSError, match="somebody else is at"):
+            with pytest.raises(OSError, match="another program listens at"):
                 await listener.welcomes("you", offer)
 
     run(body)
@@ -191,7 +191,7 @@ WAYS: dict[str, tuple[Peer, Peer, str]] = {
     "one wants none": (
         (0, {}),
         (1, {"direct": "never"}),
-        "libp2p (one of the two wants no direct streams (swarm.direct))",
+        "libp2p (one of the two peers does not use direct streams (swarm.direct))",
     ),
 }
 
