@@ -1,4 +1,4 @@
-"""Addresses and ports as people write them."""
+"""Parsing addresses and ports."""
 
 from __future__ import annotations
 

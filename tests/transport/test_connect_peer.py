@@ -1,4 +1,4 @@
-"""`connect_peer`: replicas of a loop of one's own that find each other by a name."""
+"""`connect_peer`: replicas with a training loop of their own that find each other by the name of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-process transport: the contract, faults given as data, threads, and what only it can get wrong."""
+"""The in-process transport: the contract, injected faults, threads, and errors that only it can make."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_waiting_out_of_turn_in_one_thread_is_an_error_at_once() -> None:
 
 
 def test_so_it_is_before_the_other_replica_was_heard_of_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H = 1, first step: with one thread in the whole process nobody can ever send the rest."""
+    """With H = 1, in the first step: in a process with one thread, no other replica can ever contribute."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # other tests may have left threads behind
     pending = InProcessTransport(2).endpoint(0).average(contribution(0))
     with pytest.raises(RoundTimeoutError, match="replica 1 has not sent"):
@@ -149,7 +149,7 @@ def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
 @pytest.mark.parametrize("number", [16, 64])
 @pytest.mark.parametrize("codec", ["float32", "fp4"])
 def test_many_replicas_share_one_mean_and_its_traffic_stops_growing(number: int, codec: str) -> None:
-    """A reduce-scatter from nine replicas on: each moves its payload and the float32 means, about once."""
+    """Nine or more replicas use a reduce-scatter: each moves its payload and the float32 means about once."""
     endpoints = endpoints_of(InProcessTransport(number))
     given = [contribution(m, codec=codec, weight=1.0 + m % 3) for m in range(number)]
     averages = exchange(endpoints, given)

@@ -1,4 +1,4 @@
-"""What the ranks of a replica tell each other."""
+"""The communication between the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_group(position: int, size: int, folder: Path, *, replica: int = 0, time
 
 
 def rank_tells(rank: int, folder: Path) -> dict[str, Any]:
-    """Two replicas of three ranks that meet through one store."""
+    """Two replicas of three ranks that rendezvous through one store."""
     replica, position = divmod(rank, 3)
     group = open_group(position, 3, folder, replica=replica)
     said = 10 * replica + position
