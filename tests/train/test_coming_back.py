@@ -157,7 +157,7 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()
-    with pytest.raises(RendezvousError, match="has looked for the others for"):
+    with pytest.raises(RendezvousError, match="has searched for the others for"):
         fleets[0].rejoin(1.5)
 
 
@@ -174,7 +174,7 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
             fleet.gather(0.01)
     for fleet in (fleets[0], *fleets[2:]):
         fleet.transport.close()
-    with pytest.raises(RendezvousError, match="has looked for the others for"):
+    with pytest.raises(RendezvousError, match="has searched for the others for"):
         fleets[1].rejoin(1.5)
 
 
@@ -185,7 +185,7 @@ def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -
     with all_lost(fleets):
         found = at_once([lambda: fleets[0].rejoin(1.5), *(fleet.transport.close for fleet in fleets[1:])])
     assert isinstance(found[0], RendezvousError)
-    assert "replica 0 has looked for the others for 1.5 s, the longest it may" in str(found[0])
+    assert "replica 0 has searched for the others for 1.5 s, its limit" in str(found[0])
     socket.create_connection((address.host, address.port)).close()
 
 
@@ -199,5 +199,5 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         if second.transport.run_is_over:
             break
         second.transport.connections.call(asyncio.sleep(0.01))
-    with pytest.raises(RunOverError, match="the others have finished the run, and nobody of it is left to join"):
+    with pytest.raises(RunOverError, match="the others have finished the run, and no member is left to join"):
         second.rejoin(LIMIT_S)

@@ -181,7 +181,7 @@ def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(
     assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), undisturbed.weights(), strict=True))
     assert [type(event) for event in replicas.events] == [Note] * lost
     last = str(replicas.events[-1])
-    assert "replica 1 was not heard of" in last
+    assert "replica 1 sent nothing" in last
     assert "It is tried again." in last
     assert replicas.hub.endpoint(0).sent_bytes == (1 + lost / 2) * undisturbed.hub.endpoint(0).sent_bytes
 
@@ -190,7 +190,7 @@ def test_a_contribution_that_is_lost_each_time_is_an_error_that_names_the_replic
     faults = [Fault(kind="drop", replica=1, round=RoundId(-attempt, 0)) for attempt in (1, 2, 3)]
     replicas = Replicas(2, faults=faults)
     replicas.compute(0)
-    with pytest.raises(RoundVoidError, match=r"replica 1 was not heard of.* tried 3 times") as raised:
+    with pytest.raises(RoundVoidError, match=r"replica 1 sent nothing.* tried 3 times") as raised:
         replicas.average(0)
     assert raised.value.round == "gradients of step 0, attempt 3"
     assert len(replicas.events) == 2

@@ -90,4 +90,4 @@ def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
         processes.kill(1)
         processes.tell(0, "go on")
         words = processes.results(timeout_s=300)[0]
-    assert words.startswith("(3,) a rank of replica 3 is gone or silent, so position 0 of it can't go on")
+    assert words.startswith("(3,) A rank of replica 3 has ended or does not respond, so its position 0 can't continue")

@@ -146,7 +146,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     first.tell_finished()
     first.close()
     second.transport.close()
-    with pytest.raises(RunOverError, match="the others have finished run 'run', and nobody of it is left"):
+    with pytest.raises(RunOverError, match="the others have finished run 'run', and no member is left"):
         second.rejoin(LIMIT_S)
     with pytest.raises(RunOverError):
         make(2, standing)

@@ -17,20 +17,20 @@ from tests.transport.wires import Wires, deaf_manager
 
 @pytest.fixture
 def connections() -> Iterator[ConnectionManager]:
-    """A connection manager that hears nobody."""
+    """A connection manager that ignores all messages."""
     with deaf_manager(0) as made:
         yield made
 
 
 @pytest.fixture
 def make_rank() -> Iterator[MakeRank]:
-    """Makes connection managers that remember what they are told."""
+    """Makes connection managers that record the messages they receive."""
     yield from makes(Rank)
 
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    """Makes ranks of a torch transport, and closes them."""
+    """Makes ranks of a torch transport and closes them."""
     made = Wires()
     yield made
     made.close()
@@ -38,16 +38,16 @@ def wires() -> Iterator[Wires]:
 
 @pytest.fixture
 def swarms(keys: Path) -> Iterator[Swarms]:
-    """Makes peers, and ends them."""
+    """Makes peers and ends them."""
     made = Swarms(keys)
     yield made
     made.close()
-    gc.collect()  # what Hivemind leaves open is this test's, not one's that comes later
+    gc.collect()  # so that warnings about what Hivemind leaves open appear in this test
 
 
 @pytest.fixture
 def asker() -> Iterator[Asker]:
-    """Somebody who wants a state."""
+    """A replica that fetches a state."""
     made = Asker()
     yield made
     made.close()
@@ -55,5 +55,5 @@ def asker() -> Iterator[Asker]:
 
 @pytest.fixture
 def make_donor() -> Iterator[MakeDonor]:
-    """Makes those who have one."""
+    """Makes replicas that serve a state."""
     yield from makes(Donor)

@@ -1,4 +1,4 @@
-"""What every transport must do, whatever is underneath. Each implementation runs this suite on endpoints it makes."""
+"""The contract of every transport. Each implementation runs this suite on endpoints that it makes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.algorithm.codecs import OURS
 from tests.transport.wires import at_once
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
-"""Number of replicas -> their transports, each on its own side."""
+"""A function from the number of replicas to their transports, one per replica."""
 
 SIZE = 1000
 FIRST = 0
-"""Outer step of the first round; of a later one where tests share endpoints."""
+"""The outer step of the first round; tests that share endpoints use a later one."""
 
 LOSSY_MEANS: list[tuple[str, str, dict[str, int]]] = [
     ("float32", "bfloat16", {}),
     ("float16", "int8", {"block_size": 4}),
     ("int8", "fp4", {"block_size": 64}),
 ]
-"""Codecs of contributions, and of means that make a reduce-scatter of them between four."""
+"""Codecs of contributions, and codecs of means with which four replicas use a reduce-scatter."""
 
 
 def contribution(
@@ -82,7 +82,7 @@ def _exchanged_once(endpoint: Transport, codec: str) -> Average:
 
 
 class PayloadContract:
-    """What moves from one replica to another, whatever carries it. Its tests may share endpoints (`FIRST`)."""
+    """The part of the contract that concerns payloads. Its tests may share endpoints (`FIRST`)."""
 
     @pytest.mark.parametrize("num_replicas", [1, 2, 3])
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
@@ -129,8 +129,8 @@ class PayloadContract:
         self.is_that_of_the_plan(make_endpoints(3))
 
     def is_that_of_the_plan(self, endpoints: Sequence[Transport]) -> None:
-        """1000 values can't be shared alike by 3; in 4 blocks they aren't worth sharing, and are all-gathered, but with
-        means in int8, between 8. What was lost of earlier means waits for these."""
+        """1000 values can't be divided evenly among 3. Means of 4 blocks are not worth dividing and use an all-gather,
+        except with int8 means among 8 replicas, which also carry the residuals of earlier means."""
         num_replicas, mean = len(endpoints), MeanEncoding.of("auto", 1.0)
         held = [Residual(100 * m, torch.full((100,), 0.01 * (1 + m))) for m in range(num_replicas)]
         sent, received = ([getattr(each, name) for each in endpoints] for name in ("sent_bytes", "received_bytes"))
@@ -161,7 +161,7 @@ class PayloadContract:
     def test_what_was_lost_in_another_view_is_handed_over_to_the_owners_in_this_one(
         self, make_endpoints: MakeEndpoints
     ) -> None:
-        """From a view of two, one of five, and one whose last third is gone with its owner."""
+        """Residuals come from a view of two, a view of five, and a view whose last third is gone with its owner."""
         mean = MeanEncoding(make_codec("int8", block_size=4), 1.0)
         lost = 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
         endpoints = make_endpoints(3)
@@ -193,7 +193,7 @@ class PayloadContract:
         assert [torch.equal(average.values, expected) for average in averages] == [True] * 3
 
     def test_nothing_is_kept_of_a_round_that_is_over(self, make_endpoints: MakeEndpoints) -> None:
-        """A run has millions of rounds, and each is as large as the model."""
+        """A run has millions of rounds, each as large as the model, so none may be kept in memory."""
         endpoints, freed = make_endpoints(3), list[threading.Event]()
 
         def watch(tensor: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ class PayloadContract:
                     watch(each.wait().values)
 
         for outer_step, withdrawn in enumerate(("", "it was not finite")):
-            for fragment in (-1, 0):  # of gradients, and of parameters
+            for fragment in (-1, 0):  # a round of gradients, and one of parameters
                 take_part(fragment, outer_step, withdrawn)
         assert len(freed) == 12 + 6
         assert all(event.wait(10.0) for event in freed)
@@ -229,7 +229,7 @@ class PayloadContract:
 
 
 class TransportContract(PayloadContract):
-    """Subclasses give the fixture ``make_endpoints``."""
+    """The whole contract; subclasses provide the fixture ``make_endpoints``."""
 
     def test_five_get_the_same_weighted_mean(self, make_endpoints: MakeEndpoints) -> None:
         self.test_every_replica_gets_the_same_weighted_mean(make_endpoints, 5)
@@ -241,7 +241,7 @@ class TransportContract(PayloadContract):
     def test_a_weight_that_is_none_is_refused_and_named(
         self, make_endpoints: MakeEndpoints, weights: tuple[float, ...]
     ) -> None:
-        """Fewer times than would put it out."""
+        """The replica sends fewer bad weights than would exclude it."""
         endpoints = make_endpoints(2)
         for outer_step, weight in enumerate(weights):
             given = [contribution(0, outer_step=outer_step), contribution(1, outer_step=outer_step, weight=weight)]
@@ -254,7 +254,7 @@ class TransportContract(PayloadContract):
     def test_a_mean_that_is_not_finite_is_void_for_all_and_a_weight_is_bounded(
         self, make_endpoints: MakeEndpoints, codec: str
     ) -> None:
-        """Each part is finite; the sum would not be. What follows is as if nothing had happened."""
+        """Each contribution is finite, but their sum is not. The next round is not affected."""
         endpoints = make_endpoints(3)
         given = [contribution(m, codec=codec, scale=1e37 if m == 1 else 1.0) for m in range(3)]
         given[1] = replace(given[1], weight=1e18, base_weight=1e18)
@@ -295,7 +295,7 @@ class TransportContract(PayloadContract):
             make_endpoints(2)[0].average(contribution(1))
 
     def test_clipping_gives_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
-        """Four replicas: without clipping some codecs would be reduced by stretches."""
+        """With four replicas, some codecs would use a reduce-scatter without clipping."""
         policies = {
             Clipping(max_norm=20.0): (0, 1, 2, 3),
             Clipping(median_norm_factor=1.5): (3,),
@@ -313,17 +313,17 @@ class TransportContract(PayloadContract):
             for average in averages:
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped
-                assert average.spread == pytest.approx(expected.spread, rel=1e-5), "whoever has the contributions"
-                assert codec == "topk2" or expected.clipped == policies[policy], "topk2 keeps few values: smaller norms"
+                assert average.spread == pytest.approx(expected.spread, rel=1e-5), "every replica has all contributions"
+                assert codec == "topk2" or expected.clipped == policies[policy], "norms of topk2 are smaller"
                 assert average.weight == 10.0
             sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
-            assert [average.sent_bytes for average in averages] == [sent] * 4, "whole contributions to everybody"
+            assert [average.sent_bytes for average in averages] == [sent] * 4, "every replica gets whole contributions"
 
     @pytest.mark.parametrize("decay", [0.0, 1.0])
     def test_encoded_means_are_the_bits_of_the_pure_function_round_after_round(
         self, make_endpoints: MakeEndpoints, decay: float
     ) -> None:
-        """Each owner gets what its codec lost, and gives it to the next round; a void one leaves no trace."""
+        """Each owner gets the residual of its codec and submits it to the next round; a void round keeps it."""
         endpoints, weights = make_endpoints(4), (1.0, 2.0, 0.5, 3.0)
         for fragment, (codec, name, parameters) in enumerate(LOSSY_MEANS):
             mean = MeanEncoding(make_codec(name, **parameters), decay)
@@ -360,7 +360,7 @@ class TransportContract(PayloadContract):
                 held = [average.residual for average in averages]
 
     def test_where_everybody_sums_everything_nothing_is_encoded(self, make_endpoints: MakeEndpoints) -> None:
-        """As under clipping, which needs whole contributions; what was lost before stays with whoever holds it."""
+        """This is so with clipping, which needs whole contributions. Each replica keeps the residual that it holds."""
         mean, clipping = MeanEncoding(make_codec("fp4"), 1.0), Clipping(max_norm=1e9)
         kept = Residual(0, torch.ones(SIZE))
         given = [contribution(m, mean=mean, clipping=clipping, residual=kept) for m in range(3)]
@@ -369,7 +369,7 @@ class TransportContract(PayloadContract):
             assert average.residual is None
 
     def test_rules_give_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
-        """Four replicas of one weight each more than the last, with and without clipping."""
+        """Four replicas with weights 1 to 4, with and without clipping."""
         endpoints, clipping = make_endpoints(4), [UNCLIPPED, Clipping(max_norm=20.0)]
         cases = itertools.product([Rda(), SendersMean()], clipping, ["float32", "fp4", "topk2"])
         for outer_step, (rule, bounds, codec) in enumerate(cases):
@@ -386,7 +386,7 @@ class TransportContract(PayloadContract):
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped
                 assert average.spread == pytest.approx(expected.spread, rel=1e-5)
-                assert average.sent_bytes == 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2), "to everybody"
+                assert average.sent_bytes == 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2), "sent to all"
 
     def test_facts_that_differ_are_refused_on_every_side(self, make_endpoints: MakeEndpoints) -> None:
         endpoints, codecs = make_endpoints(3), ["fp4", "int8", "fp4"]

@@ -1,7 +1,7 @@
-"""A network that falls apart, inside one process: nothing gets through between it and the others, and nothing ends.
+"""A network partition, emulated inside one process: no data passes between it and the others, and no connection ends.
 
-What is written or closed while the way is cut happens when it is whole again, in the same order, as TCP would have it;
-what comes in, the end of a connection too, is noticed then. So neither side sees an end or a reset because of the cut.
+As with TCP, data written and connections closed during the partition take effect in the same order when it heals.
+Incoming data and ends of connections are noticed then, too. So neither side sees an end or a reset during the cut.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Cut"]
 
 
 class Cut:
-    """The ways out of this process and into it. One for a process: it replaces methods of classes, for good."""
+    """The network links of this process. Make only one per process, as it replaces methods of classes permanently."""
 
     def __init__(self) -> None:
         self._whole = threading.Event()
         self._whole.set()
-        self._whole_in_loop = asyncio.Event()  # the same, for the control thread
+        self._whole_in_loop = asyncio.Event()  # the same event for the control thread
         self._whole_in_loop.set()
         self._lock = threading.Lock()
         self._put_off: list[Callable[[], object]] = []
@@ -41,13 +41,13 @@ class Cut:
         self._hold_back_control()
 
     def cut(self) -> None:
-        """From now on nothing gets through. For any thread."""
+        """Cut the network. Any thread may call this."""
         with self._lock:
             self._whole.clear()
             self._whole_in_loop.clear()
 
     def heal(self, connections: ConnectionManager) -> None:
-        """What was put off happens now; a whole way stays whole. For any thread but the control thread."""
+        """Heal the network and perform the postponed actions. Any thread but the control thread may call this."""
         connections.call(self._heal())
 
     async def _heal(self) -> None:
@@ -104,7 +104,7 @@ class Cut:
 
 
 def _tell(come: Future[None], work: Future[None]) -> None:
-    """Of a receipt of which nobody heard while the way was cut."""
+    """Pass on the outcome of a delivery that was hidden during the cut."""
     if error := work.exception():
         come.set_exception(error)
     else:

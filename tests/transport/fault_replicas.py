@@ -1,6 +1,6 @@
-"""What each process of a case does: all replicas train alike, and the victim stops at an exact point of one round.
+"""The processes of a case: all replicas train in the same way, and the victim stops at an exact point of one round.
 
-There it says so to the test, and waits for what the test does to it.
+There it reports to the test and waits for the fault that the test injects.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ from tests.transport.fault_scenarios import (
 
 __all__ = ["digests", "make_replica", "replica"]
 
-PRELOADED.extend(
-    ["torch._dynamo", __name__]
-)  # the first optimizer of a process imports the former, and takes 3 s for it
+PRELOADED.extend(["torch._dynamo", __name__])  # the first optimizer of a process imports the former, which takes 3 s
 
 
 class Stretches(nn.Module):
-    """Three parameters, each of several blocks of fp4, one for each of three fragments."""
+    """Three parameters of several fp4 blocks each, one for each of three fragments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +64,7 @@ class Stretches(nn.Module):
 
 
 def make_replica(transport: Transport, codec: str, note: Callable[[Event], None]) -> tuple[DiLoCo, Callable[[], None]]:
-    """A replica, and its training up to where `DiLoCo.step` is due."""
+    """A replica and its training step, up to the call of `DiLoCo.step`."""
     model, gradient = Stretches(), quadratic()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     fragments = partition(model, num_fragments=3, strategy="balanced")
@@ -95,10 +93,10 @@ def digests(diloco: DiLoCo) -> tuple[str, ...]:
 
 
 class Words:
-    """What the test tells this process, heard by a thread of its own, whatever the others are doing.
+    """The commands of the test to this process, received by a thread of their own.
 
-    Most words wait until somebody asks for the `next` one. ``silent`` acts at once: the ranks that it names are
-    given up, whatever the clock says. So does ``heal``, see `Cut.heal`.
+    Most commands wait until `next` asks for them. ``silent`` acts at once: this process drops the ranks that it names,
+    whatever the clock says. So does ``heal``; see `Cut.heal`.
     """
 
     def __init__(self) -> None:
@@ -111,7 +109,7 @@ class Words:
         return self._waiting.get(timeout=LIMIT_S)
 
     def _give_up(self, connections: ConnectionManager, ranks: list[int]) -> None:
-        """One heartbeat later, when what they said before has been heard."""
+        """Drop ranks one heartbeat later, when their earlier messages have been received."""
 
         def give_up() -> None:
             connections.give_up(connections.connected.intersection(ranks))
@@ -119,7 +117,7 @@ class Words:
         connections.loop.call_later(connections.timing.heartbeat_s, give_up)
 
     def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # the test is over
+        with contextlib.suppress(EOFError, OSError):  # the test has ended
             while True:
                 word, *ranks = told(NEVER_S)
                 if word == "silent":
@@ -132,7 +130,7 @@ class Words:
 
 
 class Victim:
-    """What makes a process stop at the stage of its scenario."""
+    """Makes a process stop at the stage of its scenario."""
 
     def __init__(self, scenario: Scenario, words: Words) -> None:
         self.scenario = scenario
@@ -161,10 +159,10 @@ class Victim:
         ReliableLink.__init__ = remembered  # type: ignore[method-assign]
 
     def hold(self) -> None:
-        """Here it happens, in whatever thread this is."""
+        """Report that the stage is reached, and wait for the fault, in the calling thread."""
         if self.scenario.fault == "freeze":
             assert self.connections is not None
-            self.connections.pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
+            self.connections.pulse.begin(-math.inf)  # so that it notices a long freeze when it is thawed
         report("held")
         match self.words.next():
             case "cut":
@@ -184,7 +182,7 @@ class Victim:
             nonlocal pieces
             if tag >> 18 == 4 * (TARGET.fragment + 1) + TARGET.outer_step:
                 pieces += 1
-                if pieces == self.scenario.num_replicas:  # each of the others has one
+                if pieces == self.scenario.num_replicas:  # each of the other replicas has one piece
                     self.hold()
             send(link, tag, data, sent)
 
@@ -215,7 +213,7 @@ def _is_vote(message: Any) -> bool:
 
 
 def _tell_of_votes(last: int) -> None:
-    """Let the test know when this process's vote is out to all."""
+    """Report to the test when this process has sent its vote to all replicas."""
     send = ConnectionManager.send
 
     def telling(connections: ConnectionManager, rank: int, message: Any, blob: bytes = b"") -> None:
@@ -227,9 +225,9 @@ def _tell_of_votes(last: int) -> None:
 
 
 def replica(index: int, scenario: Scenario, address: Address) -> None:
-    """A process: trains, reports ``went on`` and waits at `PAUSE`, reports its `Outcome`, and waits for leave to end.
+    """The main function of a process: train, report ``went on``, wait at `PAUSE`, report the `Outcome`, wait to end.
 
-    Processes beyond the first M take the place of the victim.
+    Processes beyond the first M replace the victim.
     """
     number = index if index < scenario.num_replicas else scenario.victim
     words = Words()
@@ -269,12 +267,12 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     report(outcome)
     words.next()
     if victim is not None:
-        victim.heal()  # so that nothing is held back from closing
+        victim.heal()  # so that closing is not held back
     transport.close()
 
 
 def _step(diloco: DiLoCo, victim: Victim | None) -> None:
-    """`DiLoCo.step`, with the places where the victim stops."""
+    """Do `DiLoCo.step`, with the points at which the victim stops."""
     stage = victim.scenario.stage if victim is not None else ""
     if victim is not None and stage == "before send" and diloco.steps == SENT_AT - 1:
         victim.hold()
@@ -288,6 +286,6 @@ def _step(diloco: DiLoCo, victim: Victim | None) -> None:
 
 
 def _has_found_its_way(outcome: Outcome, number: int) -> bool:
-    """Whether two averages of each fragment hold this replica's own work."""
+    """Return whether two averages of each fragment contain this replica's own work."""
     mine = [round_id.fragment for round_id, contributors in outcome.committed.items() if number in contributors]
     return all(mine.count(fragment) >= 2 for fragment in range(SCHEDULE.num_fragments))

@@ -1,4 +1,4 @@
-"""What can happen to one of a few replicas in processes of their own, as data; and the table of cases."""
+"""The faults of one of a few replicas in processes of their own, as data, and the table of cases."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
 TARGET, BEFORE = RoundId(1, 1), RoundId(0, 1)
 SENT_AT, MERGED_AT = 9, 11  # the target, under this schedule
-PAUSE = 20  # those who go on have committed a round of each fragment without the victim by then
+PAUSE = 20  # the step by which the survivors have committed a round of each fragment without the victim
 LAST = 28
-LIMIT_S = 60.0  # many times what any one thing takes that is waited for
+LIMIT_S = 60.0  # many times as long as anything that is waited for
 NEVER_S = 600.0  # longer than any case lasts
-VOID_PER_JOIN = SCHEDULE.overlap_steps + 1  # one fragment is sent a step, and none but these can be undecided
+VOID_PER_JOIN = SCHEDULE.overlap_steps + 1  # one fragment is sent per step, so no more rounds are undecided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +44,21 @@ class Scenario:
     """One case.
 
     Attributes:
-        fault: ``kill``: the victim's process ends; ``freeze``: it stands still, and goes on when the others have drawn
-            their conclusions; ``cut``: nothing gets through to it and from it; ``links``: its payload connections end,
-            and nothing else.
-        stage: ``before send``: it has not contributed to the target; ``in flight``: one piece of its payload is out;
-            ``vote``: all others have voted, and one of it has its vote (of two replicas, nobody); ``commit``: it has
-            heard all votes and has not merged; ``merge``: it has merged.
-        on_failure: as configured.
-        num_replicas: M.
-        victim: its number.
-        codec: fp4 travels by all-gather; float32, between three, by reduce-scatter.
-        heals: of a cut: ``late``: when the others have drawn their conclusions, and before the victim has;
-            ``early``: when the victim has, and before the others have.
+        fault: ``kill``: the victim's process ends; ``freeze``: it freezes, and resumes when the others have reacted;
+            ``cut``: no data reaches or leaves it; ``links``: only its payload connections end.
+        stage: ``before send``: it has not contributed to the target; ``in flight``: it has sent one piece of its
+            payload; ``vote``: all others have voted, and one of them has its vote (of two replicas, none);
+            ``commit``: it has received all votes and has not merged; ``merge``: it has merged.
+        on_failure: the setting ``on_failure``.
+        num_replicas: number of replicas M.
+        victim: number of the victim.
+        codec: fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter.
+        heals: when a cut heals: ``late``: after the others have reacted and before the victim has; ``early``: after
+            the victim has reacted and before the others have.
         raises: see `Policies.raise_on_loss`.
-        min_replicas: fewer never go on.
-        silence_s: until a silent replica is given up; by default nobody is before the test says that it is time.
-        rejoins: whether the others train until a process that takes the victim's place has found its way in.
+        min_replicas: the setting ``min_replicas``.
+        silence_s: how long a replica may be silent before it is dropped; by default the test decides that.
+        rejoins: whether the others train until a process that replaces the victim has joined.
     """
 
     fault: Literal["kill", "freeze", "cut", "links"]
@@ -83,7 +82,7 @@ class Scenario:
 
     @property
     def goes_on(self) -> tuple[int, ...]:
-        """Who trains on: a majority, or half with replica 0; all that are left when the rest is known to have ended."""
+        """The replicas that continue: a majority or the half with replica 0, or all that are left after a known end."""
         if self.fault == "links":
             return tuple(range(self.num_replicas))
         if self.on_failure == "stop" or len(self.others) < self.min_replicas:
@@ -99,7 +98,7 @@ class Scenario:
             silence_s=self.silence_s,
             round_timeout_s=LIMIT_S,
             rendezvous_timeout_s=LIMIT_S,
-            piece_bytes=130,  # a block of fp4
+            piece_bytes=130,  # one fp4 block
             go_on=self.on_failure == "continue",
             raise_on_loss=self.raises,
             min_replicas=self.min_replicas,
@@ -108,17 +107,17 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What a replica has to say at its end.
+    """The report of a replica at its end.
 
     Attributes:
-        digests: step -> of global parameters and outer state, by fragment, after it.
-        last: the same at the end.
+        digests: step -> digests of global parameters and outer state after it, by fragment.
+        last: the same digests at the end.
         committed: round -> contributors.
-        void: round -> why.
-        error: class and words of what ended the training, or None.
+        void: round -> reason.
+        error: class and message of the error that ended the training, or None.
         lost: the replicas that the error names.
-        steps: inner steps done, or begun when the error came.
-        members: of the view at the end.
+        steps: inner steps done, or begun when the error was raised.
+        members: members of the view at the end.
     """
 
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -138,7 +137,7 @@ class Outcome:
 
 
 def name(scenario: Scenario) -> str:
-    """What differs from the defaults."""
+    """Return the fields of a scenario that differ from the defaults."""
     words = [scenario.fault, scenario.stage, scenario.on_failure]
     for each in dataclasses.fields(Scenario)[3:]:
         if (value := getattr(scenario, each.name)) != each.default:
@@ -164,7 +163,7 @@ CASES += [
     Scenario(fault="freeze", stage="vote", victim=2),
     Scenario(fault="cut", stage="vote", victim=0, on_failure="stop"),
     Scenario(fault="cut", stage="commit", victim=2),
-    # two replicas: of those that merely lose sight of each other, replica 0 is the larger side
+    # two replicas: if they only lose contact, the side with replica 0 counts as the larger one
     Scenario(fault="kill", stage="in flight", victim=0, num_replicas=2),
     Scenario(fault="kill", stage="vote", victim=1, num_replicas=2),
     Scenario(fault="freeze", stage="vote", victim=0, num_replicas=2),
@@ -172,7 +171,7 @@ CASES += [
     Scenario(fault="freeze", stage="commit", victim=0, num_replicas=2, on_failure="stop"),
     Scenario(fault="cut", stage="in flight", victim=0, num_replicas=2),
     Scenario(fault="cut", stage="vote", victim=1, num_replicas=2),
-    # two are too few to go on
+    # two are too few to continue
     Scenario(fault="kill", stage="commit", min_replicas=3),
     Scenario(fault="freeze", stage="vote", min_replicas=3, raises=False),
     # payloads by reduce-scatter
@@ -180,20 +179,20 @@ CASES += [
     Scenario(fault="kill", stage="vote", codec="float32", on_failure="stop"),
     Scenario(fault="freeze", stage="in flight", codec="float32"),
     Scenario(fault="cut", stage="vote", codec="float32"),
-    # the owner looks at `failure` and at `stop_step`
+    # the owner checks `failure` and `stop_step` instead of an exception
     Scenario(fault="kill", stage="in flight", on_failure="stop", raises=False),
     Scenario(fault="freeze", stage="vote", on_failure="stop", raises=False),
     Scenario(fault="freeze", stage="before send", raises=False),
     Scenario(fault="cut", stage="commit", raises=False),
-    # everybody stays
+    # every replica stays
     Scenario(fault="links", stage="before send"),
     Scenario(fault="links", stage="in flight", on_failure="stop"),
     Scenario(fault="links", stage="vote", codec="float32"),
     Scenario(fault="links", stage="commit", num_replicas=2),
-    # nobody says that it is time
+    # the clock decides, not the test
     Scenario(fault="freeze", stage="before send", silence_s=4.0),
     Scenario(fault="cut", stage="in flight", on_failure="stop", silence_s=4.0),
-    # the way is whole again
+    # the cut heals
     Scenario(fault="cut", stage="before send", heals="late"),
     Scenario(fault="cut", stage="in flight", heals="late", on_failure="stop"),
     Scenario(fault="cut", stage="vote", heals="late", raises=False),

@@ -1,4 +1,4 @@
-"""Addresses where nobody is, and errors that must come in time."""
+"""Addresses at which nothing listens, and errors that must be raised in time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.transport.wires import QUICK
 __all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "wire"]
 
 PATIENCE_S = 1.0
-"""The rendezvous time-out of tests in which it runs out."""
+"""The rendezvous time-out of tests in which it expires."""
 
 
 @contextmanager
 def nobody_at(host: str = "127.0.0.1") -> Iterator[Address]:
-    """An address where nobody listens, and nobody else can."""
+    """Reserve an address at which nothing listens."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
         held.bind((host, 0))
         yield Address(host, int(held.getsockname()[1]))
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
-    """An address where one may listen that has just been free."""
+    """Return an address that was free a moment ago."""
     with nobody_at(host) as address:
         return address
 
 
 def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> str:
-    """The message of the `RendezvousError` that comes within the time-out."""
+    """Return the message of the `RendezvousError` that must be raised within the time-out."""
     started_s = time.monotonic()
     with pytest.raises(RendezvousError) as caught:
         function(*arguments, **named)
@@ -46,7 +46,7 @@ def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> s
 
 
 def diloco_threads() -> set[threading.Thread]:
-    """The threads of transports that are open in this process; one may still be going away after an earlier test."""
+    """Return the threads of open transports in this process; one of an earlier test may still be ending."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("diloco")}
 
 

@@ -22,10 +22,10 @@ from tests.transport.wires import at_once
 __all__ = ["HIVEMIND_LEAVES_CONNECTIONS", "LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
 
 LIMIT_S = 60.0
-"""Far more than anything here takes, for machines that are busy."""
+"""Far longer than anything here takes, even on a busy machine."""
 
 HIVEMIND_LEAVES_CONNECTIONS = pytest.mark.filterwarnings(
-    # to its daemon, to the garbage collector, when one is ended in the middle of a question
+    # a peer that ends in the middle of a request leaves its connection to the daemon to the garbage collector
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
@@ -40,10 +40,10 @@ QUICK: dict[str, Any] = {
 
 
 class Swarms:
-    """Makes peers, and ends them.
+    """Makes and ends peers.
 
     Args:
-        keys: a folder of private keys, one for each number; they take long to make.
+        keys: a folder of private keys, one per replica number, because keys take long to make.
     """
 
     def __init__(self, keys: Path) -> None:
@@ -71,8 +71,8 @@ class Swarms:
         """Start a peer that knows ``known``.
 
         Args:
-            at: more addresses that it knows.
-            hidden: whether nobody can open a connection to it.
+            at: further addresses that the peer knows.
+            hidden: whether no other peer can open a connection to it.
             listen: multiaddresses to listen at.
             direct: as `NodePlace.direct`.
         """
@@ -102,13 +102,13 @@ class Swarms:
         return self.peer(number, at=at, **options)
 
     def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
-        """Where a peer can be reached."""
+        """Return the addresses at which a peer can be reached."""
         streams = transport.connections.streams
         assert isinstance(streams, PeerStreams)
         return transport.connections.call(streams.node.addresses())
 
     def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[PeerReport]:
-        """What somebody who does not take part sees."""
+        """Return what an observer sees that does not take part."""
         at = tuple(address for each in known for address in self.addresses_of(each))
         place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
 
@@ -119,7 +119,7 @@ class Swarms:
         return asyncio.run(ask())
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
-        """So many peers in one view."""
+        """Start this many peers in one view."""
         first = self.peer(0, **options)
         assert not first.joining
         later = at_once([lambda m=m: self._joined(m, first.transport, options) for m in range(1, num_replicas)])
@@ -130,7 +130,7 @@ class Swarms:
         for transport in transports:
             wait_for_members(transport, num_replicas)
         for transport in transports:
-            transport.tick()  # rounds of the last view begin one step after those who joined have come
+            transport.tick()  # rounds of the last view begin one step after the joiners have entered
         return transports
 
     def _joined(self, number: int, first: PeerTransport, options: dict[str, Any]) -> PeerTransport:
@@ -144,7 +144,7 @@ class Swarms:
 
 
 def wait_for_members(transport: PeerTransport, number: int) -> None:
-    """Until the view has so many."""
+    """Wait until the view has this many members."""
     changed = threading.Condition()
 
     def note(following: object) -> None:

@@ -1,4 +1,4 @@
-"""Addresses and ports as people write them."""
+"""Parsing addresses and ports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
      "host:٣", "host:²", "host:http", "http://host", "[::1]", "a:b:1"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_under_the_name_it_was_given_as(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"--rendezvous=.* was given. Use HOST:PORT, such as"):
+    with pytest.raises(ConfigurationError, match=r"--rendezvous must be HOST:PORT, such as .*, got"):
         parse_address(text, key="--rendezvous")
 
 
@@ -60,7 +60,7 @@ def test_ports(text: str, ports: range) -> None:
     "text", ["", "-", "1-", "-1", "2-1", "0-5", "65536", "1-65536", "a", "1,2", "1-2-3", "٣", "²", " 1"]
 )
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"transport.ports=.* given. Use a port such as"):
+    with pytest.raises(ConfigurationError, match=r"transport.ports must be a port such as .*, got"):
         parse_ports(text, key="transport.ports")
 
 

@@ -24,7 +24,7 @@ MakeEndpoints = Callable[[int], Sequence[Transport]]
 
 @pytest.fixture(params=["in process", "torch"])
 def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoints:
-    """Endpoints of each transport; those of a swarm agree by the same code as torch's."""
+    """Endpoints of each transport; those of a swarm agree with the same code as torch's."""
     if request.param == "in process":
         return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
     return wires.meet
@@ -32,7 +32,7 @@ def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoint
 
 def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:
     model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
-    for parameter in model.parameters():  # not drawn: replicas in threads share torch's generator
+    for parameter in model.parameters():  # not random, as replicas in threads share torch's generator
         parameter.data.fill_(0.5)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"schedule": SyncSchedule(inner_steps=2), **arguments}
@@ -72,7 +72,7 @@ def test_other_arguments_are_refused_in_process(different: tuple[dict[str, Any],
 
 
 def test_all_replicas_are_refused_in_a_sentence_with_both_values(make_endpoints: MakeEndpoints) -> None:
-    """Whichever comes first, and also the one that is as it should be."""
+    """This holds whichever comes first, and also for the replica with the right arguments."""
     ways = make_endpoints(3)
     codecs = ["float32", "float32", "fp4"]
     found = at_once([lambda m=m: train(made(ways[m], codec=codecs[m]), 4) for m in range(3)])
@@ -164,7 +164,7 @@ def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires:
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_who_takes_more_steps_is_told_at_once_who_left_and_when(on_failure: str) -> None:
-    """Before, each waited until a round had timed out, and once more for the round after it, and said nothing."""
+    """Formerly each waited without a message until a round had timed out, and again for the next round."""
     address = f"127.0.0.1:{free_port()}"
 
     def replica(number: int, steps: int) -> DiLoCo:

@@ -1,4 +1,4 @@
-"""From one address to connections: ports, ranks that do not fit together, ranks that did not come, and IPv6."""
+"""Connecting through a rendezvous: ports, incompatible ranks, missing ranks, and IPv6."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.transport.wires import at_once, rendezvous
 
 
 def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Connected]:
-    """Ranks that meet at ``address``, take part in one round, and part."""
+    """Connect ranks at ``address``, exchange one round, and return the connections after closing them."""
     found: list[Connected] = at_once(
         [
             lambda m=m: connect(
@@ -58,7 +58,7 @@ def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() ->
 
 
 def test_of_a_range_the_first_free_port_is_taken(connections: ConnectionManager) -> None:
-    for _ in range(20):  # until there are two neighbours, of which the first is taken
+    for _ in range(20):  # until two neighbouring ports are found, of which the first is in use
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             try:
@@ -76,16 +76,19 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
-    with rendezvous(1) as address, pytest.raises(TransportError, match="interface 'none7' of this machine") as caught:
+    with (
+        rendezvous(1) as address,
+        pytest.raises(TransportError, match="interface 'none7' can't be determined") as caught,
+    ):
         connect(place(0, 1, address), wire(interface="none7"))
     assert "transport.interface" in str(caught.value)
 
 
-# Ranks that do not fit together.
+# Incompatible ranks.
 
 
 def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() -> None:
-    """Whichever comes first, and also who comes when it is known already."""
+    """This holds whichever comes first, and also for a rank that comes after the refusal."""
     codecs, before = ["fp4", "int8", "fp4"], diloco_threads()
 
     def one(rank: int) -> object:
@@ -112,13 +115,13 @@ def test_a_rank_that_did_not_come_is_named() -> None:
     with rendezvous(3) as address:
         (words,) = [str(each) for each in at_once([lambda: connect(place(1, 3, address), wire())])]
     assert words == (
-        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ones, or choose a longer "
+        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ranks, or choose a longer "
         "transport.rendezvous_timeout_s."
     )
 
 
 def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First that nobody answers yet, and then who is missing, as the rendezvous tells."""
+    """The first message says that there is no answer yet, and later ones name the missing ranks."""
     monkeypatch.setattr("diloco.waiting.FIRST_S", 0.1)
     monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous.TELL_EVERY_S", 0.3)
     with rendezvous(3) as address:
@@ -143,15 +146,15 @@ def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
 
 
 def test_a_run_that_is_over_is_not_joined(connections: ConnectionManager) -> None:
-    """Its rendezvous, a launcher say, is still there, and knows addresses where nobody is any more."""
+    """Its rendezvous (of a launcher, say) still answers, with addresses at which nothing listens any more."""
     with nobody_at() as first, nobody_at() as second:
         serve(connections, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        assert "is over: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+        assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
 
 
 def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: ConnectionManager) -> None:
-    """The other side registers with an address where it does not listen, as behind a router."""
+    """The other side registers an address at which it does not listen, as behind a router."""
     with rendezvous(2) as address, nobody_at() as nowhere:
         found = at_once(
             [
@@ -161,10 +164,10 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: C
         )
     assert str(found[0]).startswith(f"rank 1 can't reach rank 0 at {nowhere} within 1 s: ")
     assert found[0].replicas == (0,)
-    assert "`diloco doctor` checks the way" in str(found[0])
+    assert "`diloco doctor` checks the connection" in str(found[0])
 
 
-# What works.
+# Successful connections.
 
 
 def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
@@ -182,6 +185,6 @@ def test_held_steps_of_all_are_known_to_all() -> None:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
 def test_everything_goes_over_ipv6_too() -> None:
-    """Rendezvous, control connections and gloo's payloads, at ::1."""
+    """The rendezvous, control connections and payloads all use ::1."""
     found = work_together(2, free_address("::1"))
     assert {parse_address(entry.address).host for entry in found[0].table.entries.values()} == {"::1"}

@@ -1,4 +1,4 @@
-"""`connect_peer`: replicas of a loop of one's own that find each other by a name."""
+"""`connect_peer`: replicas with a training loop of their own that find each other by the name of a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_find_each_other_and_train_and_nobody_comes_later(keys: Path) -> Non
 
 def test_who_waits_for_others_in_vain_says_so(keys: Path) -> None:
     with (
-        pytest.raises(RendezvousError, match=r"1 of 2 replicas had come within 0\.5 s"),
+        pytest.raises(RendezvousError, match=r"1 of 2 replicas joined within 0\.5 s"),
         peer(keys, 0, rendezvous_timeout_s=0.5),
     ):
         pass

@@ -1,4 +1,4 @@
-"""Direct streams between peers of a swarm: who may open one, and which way payloads take."""
+"""Direct streams between peers of a swarm: which peers may open one, and which route payloads take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 class Listener:
-    """The peer "me", which says "welcome, NAME" to all who have proved themselves."""
+    """The peer "me", which sends "welcome, NAME" to each peer that has proved itself."""
 
     def __init__(self) -> None:
         self.proven: dict[asyncio.StreamWriter, str] = {}
@@ -38,7 +38,7 @@ class Listener:
         writer.close()
 
     async def welcomes(self, peer: str, offer: dict[str, Any]) -> bytes:
-        """What ``peer`` hears who has an offer."""
+        """Return what ``peer`` receives when it uses an offer."""
         reader, writer = await DirectStreams(peer, {}).open(offer)
         try:
             return await reader.read()
@@ -66,14 +66,14 @@ def test_who_has_an_offer_is_known_by_name() -> None:
     async def body(listener: Listener) -> None:
         offer = listener.direct.offer("you", [HOST])
         assert await listener.welcomes("you", offer) == b"welcome, you"
-        assert await listener.welcomes("you", offer) == b"welcome, you", "as often as it likes"
+        assert await listener.welcomes("you", offer) == b"welcome, you", "an offer can be used again"
 
     run(body)
 
 
 def test_the_first_place_that_answers_is_taken() -> None:
     async def body(listener: Listener) -> None:
-        with socket.create_server((HOST, 0)) as mute:  # takes the connection and says nothing
+        with socket.create_server((HOST, 0)) as mute:  # accepts the connection and sends nothing
             offer = listener.direct.offer("you", [HOST])
             offer["places"].insert(0, f"{HOST}:{mute.getsockname()[1]}")
             assert await listener.welcomes("you", offer) == b"welcome, you"
@@ -96,7 +96,7 @@ def test_nothing_is_said_to_somebody_else_at_the_place() -> None:
         async with listening() as impostor:
             offer = listener.direct.offer("you", [HOST])
             offer["places"] = impostor.direct.offer("you", [HOST])["places"]
-            with pytest.raises(OSError, match="somebody else is at"):
+            with pytest.raises(OSError, match="another program listens at"):
                 await listener.welcomes("you", offer)
 
     run(body)
@@ -132,9 +132,9 @@ def test_whatever_a_stranger_says_it_is_turned_away(said: bytes) -> None:
             if context is None:
                 writer.write_eof()
             else:
-                writer.write(bytes(32))  # a proof that is wrong
+                writer.write(bytes(32))  # an invalid proof
             with suppress(ConnectionError):
-                assert len(await reader.read()) < 100, "at most TLS's own words"
+                assert len(await reader.read()) < 100, "at most messages of TLS itself"
             writer.transport.abort()
         assert await listener.welcomes("you", listener.direct.offer("you", [HOST])) == b"welcome, you"
         assert set(listener.proven.values()) == {"you"}
@@ -166,15 +166,15 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     run(body)
 
 
-# Which way payloads take.
+# The routes of payloads.
 
 
 Peer = tuple[int, dict[str, Any]]
-"""A number, and how it differs."""
+"""A replica number, and the options of its peer."""
 
 
 def meet(swarms: Swarms, founder: Peer, joiner: Peer) -> list[PeerTransport]:
-    """Two peers in one view, by number."""
+    """Return the transports of two peers in one view, by number."""
     made = {founder[0]: swarms.peer(founder[0], **founder[1]).transport}
     connected = swarms.peer(joiner[0], [made[founder[0]]], **joiner[1])
     join(connected, LIMIT_S)
@@ -191,7 +191,7 @@ WAYS: dict[str, tuple[Peer, Peer, str]] = {
     "one wants none": (
         (0, {}),
         (1, {"direct": "never"}),
-        "libp2p (one of the two wants no direct streams (swarm.direct))",
+        "libp2p (one of the two peers does not use direct streams (swarm.direct))",
     ),
 }
 
@@ -229,7 +229,7 @@ def test_who_allows_direct_streams_alone_uses_no_other_way(swarms: Swarms) -> No
 
 @HIVEMIND_LEAVES_CONNECTIONS
 def test_a_member_is_reached_whose_entry_is_still_on_its_way(swarms: Swarms) -> None:
-    """Another member, to which it has said who it is, may have let it in already."""
+    """Another member that has its entry may have admitted it already."""
     both = meet(swarms, (0, {}), (1, {}))
     for each in both:
         del each.registry.entries[1 - each.replica]
@@ -238,6 +238,6 @@ def test_a_member_is_reached_whose_entry_is_still_on_its_way(swarms: Swarms) -> 
 
 
 def request(transport: PeerTransport, peer: int) -> LinkRequest:
-    """Of another link to the one other peer."""
+    """Open another link to the only other peer."""
     first = transport.replica < peer
     return LinkRequest("another", rank=peer, first=first, streams=1, chosen=True, timeout_s=LIMIT_S)

@@ -1,4 +1,4 @@
-"""The doctor: every way that a way can fail, by name."""
+"""The doctor names every way in which a connection can fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_name_that_does_not_resolve() -> None:
 def test_something_that_connects_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         finding = look(Address("127.0.0.1", silent.getsockname()[1]), timeout_s=0.2)
-    assert finding.problem == "connected, and then silent for 0.2 s"
+    assert finding.problem == "it accepted the connection but did not respond for 0.2 s"
 
 
 def test_something_that_is_no_diloco() -> None:
@@ -78,7 +78,7 @@ def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
     with answering_probes() as address, socket.create_connection((address.host, address.port)) as asker:
         asker.settimeout(20)
         asker.sendall(pack({"kind": "probe", "ask": "give", "bytes": MOST_BYTES + 1}))
-        assert asker.recv(1) == b"", "the connection is closed, and nothing came"
+        assert asker.recv(1) == b"", "the connection is closed without an answer"
 
 
 def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

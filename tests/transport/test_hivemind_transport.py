@@ -1,4 +1,4 @@
-"""Payloads of a swarm, over direct streams and libp2p's. All else of the contract is the same code as over torch."""
+"""Payloads of a swarm over direct streams and libp2p; the code for the rest of the contract is the same as torch's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRSTS = itertools.count(step=100)
 
 @pytest.fixture(scope="class")
 def swarm_of(request: pytest.FixtureRequest, keys: Path) -> Iterator[MakeEndpoints]:
-    """One swarm of each size for all tests of a class: a peer takes long to start."""
+    """One swarm of each size for all tests of a class, because a peer takes long to start."""
     swarms = Swarms(keys)
     yield cache(partial(swarms.meet, **request.cls.options))
     swarms.close()
@@ -35,7 +35,7 @@ class SharedSwarms(contract.PayloadContract):
         monkeypatch.setattr(contract, "FIRST", next(FIRSTS))
         return swarm_of
 
-    @pytest.mark.parametrize("num_replicas", [2, 3])  # nothing travels where there is one
+    @pytest.mark.parametrize("num_replicas", [2, 3])  # a lone replica sends nothing
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
         super().test_every_replica_gets_the_same_weighted_mean(make_endpoints, num_replicas)
 

@@ -1,4 +1,4 @@
-"""The in-process transport: the contract, faults given as data, threads, and what only it can get wrong."""
+"""The in-process transport: the contract, injected faults, threads, and errors that only it can make."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def faulty(kind: str, *, min_contributors: int | None = None, seconds: float = 0
 
 
 FAULTS = [
-    ("drop", 0.0, "replica 1 was not heard of"),
-    ("late", 11.0, "replica 1 was 11 s late, 10 s are allowed"),
+    ("drop", 0.0, "replica 1 sent nothing"),
+    ("late", 11.0, "replica 1 was 11 s late, but the limit is 10 s"),
     ("truncate", 0.0, "the contribution of replica 1 was refused"),
     ("non-finite", 0.0, "the contribution of replica 1 was refused"),
 ]
@@ -77,7 +77,7 @@ def test_a_delay_within_the_timeout_changes_nothing() -> None:
 def test_a_missed_commit_is_the_business_of_one_replica() -> None:
     pending = [e.average(contribution(m)) for m, e in enumerate(endpoints_of(faulty("miss-commit")))]
     assert pending[0].wait().contributors == (0, 1, 2)
-    with pytest.raises(RoundVoidError, match="no commit was heard of"):
+    with pytest.raises(RoundVoidError, match="no commit was received"):
         pending[1].wait()
     assert pending[2].wait().contributors == (0, 1, 2)
 
@@ -112,7 +112,7 @@ def test_waiting_out_of_turn_in_one_thread_is_an_error_at_once() -> None:
 
 
 def test_so_it_is_before_the_other_replica_was_heard_of_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H = 1, first step: with one thread in the whole process nobody can ever send the rest."""
+    """With H = 1, in the first step: in a process with one thread, no other replica can ever contribute."""
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # other tests may have left threads behind
     pending = InProcessTransport(2).endpoint(0).average(contribution(0))
     with pytest.raises(RoundTimeoutError, match="replica 1 has not sent"):
@@ -125,7 +125,7 @@ def test_a_replica_that_never_comes_is_named_after_the_timeout() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        with pytest.raises(RoundTimeoutError, match="within 0 s: nothing was heard of replica 1"):
+        with pytest.raises(RoundTimeoutError, match="within 0 s: no contribution arrived from replica 1"):
             pending.wait(timeout_s=0)
     finally:
         done.set()
@@ -136,7 +136,7 @@ def test_an_average_is_taken_once() -> None:
     endpoint = InProcessTransport(1).endpoint(0)
     pending = endpoint.average(contribution(0))
     pending.wait()
-    with pytest.raises(TransportError, match="nothing in flight"):
+    with pytest.raises(TransportError, match="no contribution to it in flight"):
         pending.wait()
 
 
@@ -149,7 +149,7 @@ def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
 @pytest.mark.parametrize("number", [16, 64])
 @pytest.mark.parametrize("codec", ["float32", "fp4"])
 def test_many_replicas_share_one_mean_and_its_traffic_stops_growing(number: int, codec: str) -> None:
-    """A reduce-scatter from nine replicas on: each moves its payload and the float32 means, about once."""
+    """Nine or more replicas use a reduce-scatter: each moves its payload and the float32 means about once."""
     endpoints = endpoints_of(InProcessTransport(number))
     given = [contribution(m, codec=codec, weight=1.0 + m % 3) for m in range(number)]
     averages = exchange(endpoints, given)

@@ -1,4 +1,4 @@
-"""One rank of a replica talks to the others; all of its ranks hear the same (invariant 10)."""
+"""One rank of a replica communicates with the others, and all of its ranks get the same results (invariant 10)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TestLeaderOfOneRank(TransportContract):
 
 
 class Replica:
-    """Replica 1 of two, whose other one is played at its position 0, in the same process."""
+    """Replica 1 of two; its position 0 also plays replica 0, in the same process."""
 
     def __init__(self, position: int, size: int, folder: Path, **hub: Any) -> None:
         store = dist.FileStore(str(folder / "store"), size)
@@ -58,7 +58,7 @@ class Replica:
 
 
 def outcome(act: Callable[[], Any]) -> dict[str, Any]:
-    """What an error says, all of it."""
+    """Return everything that an error contains."""
     try:
         act()
     except DiLoCoError as error:
@@ -157,9 +157,9 @@ def test_a_second_way_out_is_refused_on_all_ranks(tmp_path: Path) -> None:
         processes.start(2, rank_is_given_a_transport_too_many, tmp_path)
         words = processes.results(timeout_s=300)
     assert "another rank" in words[0]
-    assert "position 1 was given one" in words[1]
+    assert "Position 1 was given one" in words[1]
 
 
 def test_without_a_way_out_the_leader_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="position 0 was given none"):
+    with pytest.raises(ConfigurationError, match="Position 0 was given none"):
         LeaderTransport(ReplicaGroup(), None)

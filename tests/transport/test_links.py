@@ -1,4 +1,4 @@
-"""Emulated links: times that can be checked by hand, on a clock that nobody waits for."""
+"""Emulated links: times that can be checked by hand, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_replica_waits_for_nobody() -> None:
 
 
 def test_bandwidth_latency_and_vote_add_up() -> None:
-    """2 MB at 1 MB/s, then 0.1 s to arrive and 0.1 s for the vote."""
+    """2 MB at 1 MB/s, then 0.1 s of latency and 0.1 s for the vote."""
     committed, after = transfer_times(equal(2, 2_000_000, at_s=1.0), [Link(MEGABYTE_PER_S, 0.1)] * 2, FREE)
     assert committed == pytest.approx(1.0 + 2.0 + 0.1 + 0.1)
     assert after[0] == LinkState(pytest.approx(3.0), pytest.approx(3.1))
@@ -75,7 +75,7 @@ def network(bandwidth: float, latency_s: float = 0.0, step_time_s: float = 1.0) 
 
 
 def test_what_is_overlapped_is_not_waited_for() -> None:
-    """4 kB at 1 kB/s take 4 s; 3 steps of 1 s pass before the merge, so 1 s is waited: CU = 3 / 4."""
+    """4 kB at 1 kB/s take 4 s; 3 steps of 1 s pass before the merge, so the replica waits 1 s: CU = 3 / 4."""
     emulated = network(8_000.0)
     hub = InProcessTransport(2, network=emulated)
     endpoints = [hub.endpoint(m) for m in range(2)]
@@ -100,12 +100,12 @@ def test_an_unlimited_link_is_never_waited_for() -> None:
 def test_a_round_slower_than_the_timeout_is_void() -> None:
     hub = InProcessTransport(2, network=network(8_000.0), round_timeout_s=3.9)
     pending = [hub.endpoint(m).average(contribution(m)) for m in range(2)]
-    with pytest.raises(RoundVoidError, match=r"it would take 4\.01 s, 3\.9 s are allowed"):
+    with pytest.raises(RoundVoidError, match=r"it would take 4\.01 s, but the limit is 3\.9 s"):
         pending[0].wait()
 
 
 def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
-    """The bytes of a round in flight have their place on the link; saving must not send them twice."""
+    """The bytes of a round in flight already occupy the link; saving must not send them twice."""
 
     def through(stop: bool) -> list[float]:
         hub = InProcessTransport(2, network=network(8_000.0))
@@ -127,12 +127,12 @@ def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
     ("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.nan, 0.0), (1.0, math.inf)]
 )
 def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
-    with pytest.raises(ConfigurationError, match="the bandwidth must be positive"):
+    with pytest.raises(ConfigurationError, match="must have a positive bandwidth"):
         Link(bandwidth, latency)
 
 
 def test_half_duplex_takes_turns() -> None:
-    """1 s out, then 1 s in, where full duplex does both at once."""
+    """Sending takes 1 s and receiving another second, which full duplex does at the same time."""
     link = Link(MEGABYTE_PER_S, half_duplex=True)
     assert transfer_times(equal(2, 1_000_000), [link] * 2, FREE)[0] == pytest.approx(2.0)
 

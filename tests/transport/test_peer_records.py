@@ -1,4 +1,4 @@
-"""What peers say of themselves: in the DHT, where anybody can write, and when they are asked."""
+"""Records that peers store in the DHT, where any peer can write, and the status that they report when asked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was
 
 
 def forged(**fields: Any) -> bytes:
-    """By one who knows the secret."""
+    """A record by an author that knows the secret."""
     said = json.loads(RECORD.to_bytes(ADMISSION)) | fields
     del said["proof"]
     proof = ADMISSION.of_record("Qm", json.dumps(said, sort_keys=True))
@@ -36,7 +36,7 @@ def test_a_record_survives_its_way() -> None:
 def test_only_who_has_the_secret_makes_a_record_that_counts() -> None:
     for other in (Admission("run"), Admission("run", "other words than those"), Admission("x", ADMISSION.secret)):
         assert not PeerRecord.from_bytes("Qm", RECORD.to_bytes(other), ADMISSION).proven
-    assert not PeerRecord.from_bytes("Qmother", RECORD.to_bytes(ADMISSION), ADMISSION).proven, "another peer's"
+    assert not PeerRecord.from_bytes("Qmother", RECORD.to_bytes(ADMISSION), ADMISSION).proven, "another peer's proof"
     changed = RECORD.to_bytes(ADMISSION).replace(b'"beat": 2', b'"beat": 3')
     assert not PeerRecord.from_bytes("Qm", changed, ADMISSION).proven
 

@@ -1,4 +1,4 @@
-"""How ranks find one address, and the ways in which they don't: each ends in time and says where and why."""
+"""How ranks find the rendezvous, and how that fails: always in time, with the address and the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.transport.connection_managers import stranger_at
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
 
-# Nobody, nowhere, or somebody else.
+# No listener, no route, or another program.
 
 
 def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
@@ -42,9 +42,7 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
 
 def test_a_name_that_does_not_resolve_is_named(connections: ConnectionManager) -> None:
     address = Address("replica-0.invalid", 29400)
-    assert "'replica-0.invalid' was given as the rendezvous, and there is no way to it" in failure(
-        connect, place(1, 2, address), wire()
-    )
+    assert "there is no route to the rendezvous 'replica-0.invalid'" in failure(connect, place(1, 2, address), wire())
     words = failure(ask, connections, address, Entry(1, "x:1"), PATIENCE_S)
     assert "no rendezvous at replica-0.invalid:29400 within 1 s" in words
     assert "its name does not resolve" in words
@@ -91,7 +89,7 @@ def test_somebody_else_on_that_port_is_told_apart(connections: ConnectionManager
 
 
 def test_replica_0_may_come_last(connections: ConnectionManager) -> None:
-    """Whoever comes first asks again until somebody listens."""
+    """A rank that comes first retries until the rendezvous listens."""
     address = free_address()
     entries = [Entry(rank, f"127.0.0.1:{rank + 1}") for rank in range(2)]
     asked = threading.Thread(target=lambda: tables.append(ask(connections, address, entries[1], 20.0)))
@@ -109,12 +107,12 @@ def test_replica_0_may_come_last(connections: ConnectionManager) -> None:
     assert tables[0].entries == tables[1].entries == dict(enumerate(entries))
 
 
-# A port of rank 0 that is taken.
+# A rendezvous port that is in use.
 
 
 @contextlib.contextmanager
 def another_program(answer: bytes | None) -> Iterator[Address]:
-    """Listens, and answers whatever comes so, and then hangs up; None: says nothing."""
+    """Listen, answer every connection with these bytes, and close it; with None, send nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as callers:
 
         def serve_all() -> None:
@@ -150,7 +148,7 @@ def test_rank_0_says_at_once_that_another_program_has_the_port(
     with another_program(answer) as address:
         words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
     assert time.monotonic() - began_s < 20, "far from the time-out"
-    assert words.startswith(f"port {address.port} of 127.0.0.1, at which replica 0 was to be met")
+    assert words.startswith(f"port {address.port} of 127.0.0.1, the rendezvous at which replica 0 was to listen")
     assert f"in use by another program, which {does}" in words
     assert diloco_threads() <= before
 
@@ -160,11 +158,11 @@ def test_the_others_say_so_too_of_one_that_never_answers(connections: Connection
     with another_program(None) as address:
         words = failure(ask, connections, address, Entry(1, "x:1"), 300.0, 0.2)
     assert time.monotonic() - began_s < 20
-    assert f"port {address.port} there is in use by another program, which says nothing." in words
+    assert f"port {address.port} there is in use by another program, which does not answer." in words
 
 
 def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the replica 0 of a run that has just been stopped may, which hangs up when it is asked."""
+    """The replica 0 of a run that has just been stopped may do so, and closes the connection when it is asked."""
     monkeypatch.setattr(torch_connect, "PORT_TIMEOUT_S", 30.0)
     with contextlib.ExitStack() as ending:
         address = ending.enter_context(another_program(b""))
@@ -181,7 +179,7 @@ def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.Mon
     connected.transport.close()
 
 
-# Strangers.
+# Unknown programs.
 
 
 @pytest.mark.parametrize("patience_s", [-1.0, float("1e9"), "soon", None])
@@ -190,7 +188,7 @@ def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> N
         with closing(stranger_at(address)) as stranger:
             message = {"kind": "register", "patience_s": patience_s, **Entry(0, "x:1").to_message()}
             stranger.sendall(pack(message))
-            assert stranger.recv(1) == b"", "the connection is closed, and nothing was registered"
+            assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
         connected = connect(place(0, 1, address), wire())
         assert not connected.joining
         connected.transport.close()
@@ -211,7 +209,7 @@ def test_rank_0_leaves_a_word_in_torchruns_store_and_the_others_read_it() -> Non
 
 
 def test_a_store_that_gives_no_word_is_named_in_time() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:  # accepts, as a frozen agent does, and says nothing
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:  # accepts but is silent, like a frozen agent
         master = Address("127.0.0.1", frozen.getsockname()[1])
         words = failure(exchange_word, master, None, PATIENCE_S, "address")
     assert words.startswith(f"the store of torchrun at {master} gave no address of rank 0 within 1 s: ")
@@ -219,7 +217,7 @@ def test_a_store_that_gives_no_word_is_named_in_time() -> None:
 
 
 def test_answers_are_read_as_frames(connections: ConnectionManager) -> None:
-    """A server that is asked by hand says what a client is told."""
+    """The test queries a server directly to see what a client receives."""
     with rendezvous(2) as address:
 
         async def by_hand() -> dict[str, Any]:

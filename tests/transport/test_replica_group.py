@@ -1,4 +1,4 @@
-"""What the ranks of a replica tell each other."""
+"""The communication between the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_group(position: int, size: int, folder: Path, *, replica: int = 0, time
 
 
 def rank_tells(rank: int, folder: Path) -> dict[str, Any]:
-    """Two replicas of three ranks that meet through one store."""
+    """Two replicas of three ranks that rendezvous through one store."""
     replica, position = divmod(rank, 3)
     group = open_group(position, 3, folder, replica=replica)
     said = 10 * replica + position
@@ -62,7 +62,7 @@ def test_each_replica_by_itself(tmp_path: Path) -> None:
         numbers = [10 * replica + s for s in range(3)]
         failure = found.pop("failure")
         assert ("CheckpointError: the disk is full" in failure) == (position == 0)
-        assert ("ReplicaLostError: position 0 of replica" in failure) == (position > 0)
+        assert ("ReplicaLostError: Position 0 of replica" in failure) == (position > 0)
         assert "the disk is full" in failure
         assert found == {
             "place": (replica, position, 3, position == 0),
@@ -93,7 +93,7 @@ def test_rows_are_those_of_tensor_split(size: int, batch_size: int) -> None:
 def test_a_batch_of_fewer_rows_than_ranks_is_refused() -> None:
     group = ReplicaGroup()
     group.size = 3
-    with pytest.raises(ConfigurationError, match="needs at least 3, one for each rank"):
+    with pytest.raises(ConfigurationError, match="a batch of at least 3 sequences, one per rank, got 2"):
         group.rows(2)
 
 
@@ -116,7 +116,7 @@ def test_the_loss_of_a_rank_is_an_error_that_names_the_replica(tmp_path: Path) -
         processes.kill(1)
         processes.tell(0, "go on")
         words = processes.results(timeout_s=300)[0]
-    assert words.startswith("(4,) a rank of replica 4 is gone or silent")
+    assert words.startswith("(4,) A rank of replica 4 has ended or does not respond")
 
 
 def rank_is_alone(position: int, folder: Path) -> str:
@@ -129,7 +129,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> N
     with Processes() as processes:
         processes.start(1, rank_is_alone, tmp_path)
         words = processes.results(timeout_s=300)[0]
-    assert words.startswith("position 0 of replica 7 did not find the other 1 ranks of it within 0.5 s")
+    assert words.startswith("Position 0 of replica 7 did not find the other 1 ranks of its replica within 0.5 s")
 
 
 def test_errors_that_are_no_loss_stay_what_they_are() -> None:

@@ -78,7 +78,7 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
         results[number] = (local, torch.cat([named[name].flatten() for name, _ in model.named_parameters()]))
 
     try:
-        transports = wires.meet(num_replicas, piece_bytes=512)  # several pieces even of what is small
+        transports = wires.meet(num_replicas, piece_bytes=512)  # small payloads are also divided into several pieces
         threads = [threading.Thread(target=live, args=(number,)) for number in range(num_replicas)]
         for thread in threads:
             thread.start()
@@ -91,13 +91,13 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
 
 @pytest.mark.parametrize(("codec", "num_replicas"), [("fp4", 3), ("float32", 3), ("int8", 3), ("float16", 2)])
 def test_over_seven_rounds_of_each_fragment_both_transports_give_the_same_bits(codec: str, num_replicas: int) -> None:
-    """P = 3, tau = 2, alpha = 0.5; float32 between three takes a reduce-scatter, the others an all-gather."""
+    """P = 3, tau = 2, alpha = 0.5; float32 among three replicas uses a reduce-scatter, the others an all-gather."""
     check_both(num_replicas, codec)
 
 
 @pytest.mark.parametrize(("codec", "mean_codec"), [("fp4", "fp4"), ("int8", "bfloat16")])
 def test_so_they_do_with_encoded_means_and_what_these_lost(codec: str, mean_codec: str) -> None:
-    """Four owners of up to 11 blocks."""
+    """There are four owners of up to 11 blocks."""
     means = make_codec(mean_codec) if mean_codec == "bfloat16" else make_codec(mean_codec, block_size=64)
     check_both(4, make_codec(codec, block_size=64), mean_codec=means, mean_error_feedback=True)
 

@@ -1,4 +1,4 @@
-"""The pace of an emulated uplink: in order, never above its rate, never below it without reason."""
+"""The pacing of an emulated uplink: in order, never above its rate, and never idle while messages wait."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from diloco.transport.links import Link, LinkState, Transfer, transfer_times
 from diloco.transport.shaping import Pacer
 
 MESSAGES = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 10**7)), min_size=1, max_size=20)
-"""(seconds since the message before, bytes)."""
+"""Messages as (seconds since the previous message, bytes)."""
 RATES = st.floats(1e3, 1e11)
 
 
 def paced(link: Link, messages: list[tuple[float, int]]) -> list[tuple[float, int, float]]:
-    """(handed over, bytes, departed) of each message."""
+    """Return (time of submission, bytes, time of departure) of each message."""
     pacer, times = Pacer(link), accumulate(gap for gap, _ in messages)
-    handed_over = [(now_s, num_bytes) for now_s, (_, num_bytes) in zip(times, messages, strict=True)]
-    return [(now_s, num_bytes, pacer.departure_s(now_s, num_bytes)) for now_s, num_bytes in handed_over]
+    submitted = [(now_s, num_bytes) for now_s, (_, num_bytes) in zip(times, messages, strict=True)]
+    return [(now_s, num_bytes, pacer.departure_s(now_s, num_bytes)) for now_s, num_bytes in submitted]
 
 
 def test_messages_queue_up_and_idle_time_is_not_saved() -> None:
@@ -33,7 +33,7 @@ def test_messages_queue_up_and_idle_time_is_not_saved() -> None:
 
 @given(messages=MESSAGES, rate=RATES)
 def test_over_no_window_is_the_rate_exceeded(messages: list[tuple[float, int]], rate: float) -> None:
-    """Property: from the first byte of any message to the last byte of any later one."""
+    """Property: this holds from the first byte of any message to the last byte of any later one."""
     sent = paced(Link(rate), messages)
     for first, (_, length, departed_s) in enumerate(sent):
         begin_s, bits = departed_s - 8 * length / rate, 0
@@ -44,7 +44,7 @@ def test_over_no_window_is_the_rate_exceeded(messages: list[tuple[float, int]], 
 
 @given(messages=MESSAGES, rate=RATES)
 def test_a_link_works_in_order_and_without_pause(messages: list[tuple[float, int]], rate: float) -> None:
-    """Property: a message starts when it is handed over or when the one before has left, whichever is later."""
+    """Property: a message starts when it is submitted or when the previous one has departed, whichever is later."""
     before_s = -math.inf
     for now_s, num_bytes, departed_s in paced(Link(rate), messages):
         assert departed_s >= before_s
@@ -71,7 +71,7 @@ def test_latency_delays_arrivals_and_nothing_else(
 def test_two_replicas_with_equal_links_take_as_long_as_on_the_virtual_clock(
     rate: float, latency: float, size: int
 ) -> None:
-    """Property: payloads one way and the votes, of no bytes, the other."""
+    """Property: payloads go one way and votes, without bytes, the other."""
     link = Link(rate, latency)
     virtual, _ = transfer_times({m: Transfer(1.0, size, size) for m in (0, 1)}, [link] * 2, [LinkState()] * 2)
     pacer = Pacer(link)

@@ -1,4 +1,4 @@
-"""Peers whose clocks are wrong, and clocks that are set while they train: nothing depends on any of them."""
+"""Peers whose clocks are wrong, or are set while they train: nothing depends on machines' clocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR_S = 3600.0
 
 
 def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, among: int) -> None:
-    """In a process: a member of a swarm whose clock is wrong by ``off_s``, and by more whenever the test says so."""
+    """The main function of a process: a member whose clock is off by ``off_s``, and by more when the test says so."""
     right, off = time.time, [off_s]
     time.time = lambda: right() + off[0]  # before Hivemind is loaded
     swarms = Swarms(keys)
@@ -36,7 +36,7 @@ def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, 
 
 
 def moved(rank: int, keys: Path, number: int, at: Sequence[str], by_s: float) -> None:
-    """In a process: a member that comes to another time of the network, as one does that has met others."""
+    """The main function of a process: a member whose network time changes, as in a merge of two networks."""
     node.KEEP_UP_EVERY_S = 0.2
     swarms, clock = Swarms(keys), load_engine().clock
     report(swarms.addresses_of(swarms.peer(number, at=at).transport))

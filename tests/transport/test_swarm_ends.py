@@ -1,4 +1,4 @@
-"""How a peer of a swarm ends when its libp2p daemon does not as it should, and the daemon with its peer."""
+"""How a peer of a swarm ends when its libp2p daemon misbehaves, and how the daemon ends with its peer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 ENDS_S = 20.0
-"""More than the limits of all that the end waits for."""
+"""Longer than the sum of all time limits at the end."""
 
 
 def daemon_of(transport: PeerTransport) -> int:
-    """The process of its libp2p daemon."""
+    """Return the process id of the peer's libp2p daemon."""
     streams = transport.connections.streams
     assert isinstance(streams, PeerStreams)
     return streams.node.daemon_pid
@@ -30,7 +30,7 @@ def daemon_of(transport: PeerTransport) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, number: signal.Signals) -> None:
-    """One that was killed or stands still answers nothing, and much of Hivemind would wait for it for ever."""
+    """A killed or frozen daemon does not answer, and much of Hivemind would wait for it forever."""
     transport = swarms.peer(0).transport
     daemon = daemon_of(transport)
     exited = os.pidfd_open(daemon)
@@ -39,13 +39,13 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
     transport.leave()
     transport.close()
     assert time.monotonic() - began_s < ENDS_S
-    assert transport.connections.loop.is_closed(), "its thread has ended, too"
-    assert select.select([exited], [], [], ENDS_S)[0], "nothing of the daemon is left"
+    assert transport.connections.loop.is_closed(), "the thread of the peer has ended, too"
+    assert select.select([exited], [], [], ENDS_S)[0], "the daemon has ended"
     os.close(exited)
 
 
 def peer(rank: int, keys: Path) -> None:
-    """In a process: a peer that stands until the test ends it."""
+    """The main function of a process: a peer that runs until the test ends it."""
     transport = Swarms(keys).peer(0).transport
     report(daemon_of(transport))
     told()
@@ -55,7 +55,7 @@ def test_the_daemon_has_a_session_of_its_own_and_ends_with_a_peer_that_is_killed
     with Processes() as processes:
         processes.start(1, peer, keys)
         daemon = processes.heard(0)
-        assert os.getsid(daemon) == daemon, "Ctrl-C in the terminal of its peer does not reach it"
+        assert os.getsid(daemon) == daemon, "Ctrl-C in the peer's terminal does not reach the daemon"
         exited = os.pidfd_open(daemon)
         processes.kill(0)
         assert select.select([exited], [], [], 60.0)[0]

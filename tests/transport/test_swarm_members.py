@@ -1,4 +1,4 @@
-"""Who may be a member of a swarm, and how one comes to be."""
+"""Which peers may be members of a swarm, and how a swarm is founded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE = {"rendezvous_timeout_s": 2.0}
 
 @pytest.fixture(scope="module")
 def lasting(keys: Path) -> Iterator[Swarms]:
-    """For peers that several tests find as they were."""
+    """Swarms of peers that several tests share and do not change."""
     made = Swarms(keys)
     yield made
     made.close()
@@ -42,13 +42,13 @@ def lasting(keys: Path) -> Iterator[Swarms]:
 
 @pytest.fixture(scope="module")
 def member(lasting: Swarms) -> PeerTransport:
-    """The only one of its run; who looks for it begins anew or is turned away."""
+    """The only peer of its run; peers that search for it found another swarm or are rejected."""
     return lasting.peer(0, facts={"codec": "fp4"}).transport
 
 
 @pytest.fixture(scope="module")
 def standing(lasting: Swarms) -> PeerTransport:
-    """A standing peer, through which runs of all names are found."""
+    """A running peer, through which all runs can be found."""
     return lasting.peer(7, run="a standing peer of another run").transport
 
 
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
         load_identity(path)
 
 
-# Coming together.
+# Founding and joining.
 
 
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
@@ -87,7 +87,7 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     hidden = swarms.peer(1, [first], hidden=True)
     join(hidden, LIMIT_S)
     third = swarms.peer(2, [first])
-    join(third, LIMIT_S)  # it has to reach the hidden one, too
+    join(third, LIMIT_S)  # it has to connect to the hidden peer, too
     transports = [first, hidden.transport, third.transport]
     for transport in transports:
         wait_for_members(transport, 3)
@@ -99,13 +99,13 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     told = {each.number: (each.problem, *(each.status[name] for name in ("words", "members", "step"))) for each in seen}
     steps = {each.replica: each.step for each in transports}
     expected = {m: ("", f"of peer {m}", [0, 1, 2], steps[m]) for m in range(3)}
-    assert told == expected, "who looks hears of the hidden one, too"
+    assert told == expected, "an observer gets the status of the hidden peer, too"
 
 
 def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answers(
     swarms: Swarms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have ended just now, and nobody else have noticed."""
+    """The member may just have ended without the others having noticed."""
     first = swarms.peer(0).transport
     second = swarms.peer(1, [first])
     join(second, LIMIT_S)
@@ -119,7 +119,7 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
 
     monkeypatch.setattr(PeerStreams, "open", unreachable)
     theirs = second.transport.connections.streams
-    monkeypatch.setattr(theirs, "calls_back_at", lambda entry: None)  # it does not call back either
+    monkeypatch.setattr(theirs, "calls_back_at", lambda entry: None)  # it does not connect back either
     third = swarms.peer(2, [first], silence_s=1.0)
     assert (third.joining, len(failed)) == (True, 2)
     monkeypatch.undo()
@@ -132,13 +132,13 @@ def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, key
     first = swarms.peer(0, secret="the words of this run", allowed=allowed).transport
     assert swarms.peer(1, [first], secret="the words of this run", allowed=allowed).joining
     for number, secret in ((2, "the words of this run"), (3, "some words")):
-        with pytest.raises(RendezvousError, match=r"nobody of it could be joined within 2 s: .* turned this peer away"):
+        with pytest.raises(RendezvousError, match=r"no member could be joined within 2 s: .* rejected this peer"):
             swarms.peer(number, [first], secret=secret, **PATIENCE)
     assert first.view.members == (0,)
 
 
 def refuses_for_good(member: PeerTransport) -> None:
-    """From now on a member tells whoever asks who takes part to go away, and more than that."""
+    """Make a member refuse every request for its table, with a reason that contains control characters."""
 
     async def refuse(message: Any, blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(pack({"kind": "refused", "reason": "\x1b[2Jgo away", "for_good": True}))
@@ -148,7 +148,7 @@ def refuses_for_good(member: PeerTransport) -> None:
 
 
 def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> None:
-    """Also not the first one, whom all joiners are sent to."""
+    """This holds even if it is the first member, to which all joiners are sent."""
     members = swarms.meet(2)
     for liar, joiner in ((0, 2), (1, 3)):
         services = members[liar].connections.services
@@ -187,7 +187,7 @@ def test_a_number_that_is_taken_is_refused(member: PeerTransport, keys: Path) ->
     (keys / "other-0").mkdir(exist_ok=True)
     other = Swarms(keys / "other-0")
     try:
-        with pytest.raises(RendezvousError, match=r"replica 0 is .* already; take another number"):
+        with pytest.raises(RendezvousError, match=r"replica 0 is .* already; choose another number"):
             other.peer(0, [member], facts={"codec": "fp4"}, **PATIENCE)
     finally:
         other.close()
@@ -203,7 +203,7 @@ def test_a_member_of_another_swarm_of_the_run_joins_this_one_unless_it_is_furthe
 
 
 def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swarms, standing: PeerTransport) -> None:
-    """The record of a swarm outlives its last member; only who holds a checkpoint may begin again."""
+    """The record of a swarm outlives its last member, and only a peer with a checkpoint may found the swarm again."""
     gone = swarms.peer(0, [standing], run="gone")
     assert not gone.joining
     gone.transport.close()
@@ -226,12 +226,12 @@ def test_of_those_who_look_at_once_one_founds_the_swarm(
 
     monkeypatch.setattr(Search, "find", look)
     found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], **options) for m in steps])
-    assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
+    assert [each.joining for each in found] == [True, False, True], "the lowest peer with the newest step founds it"
     assert {each.swarm for each in found} == {found[1].swarm}
 
 
 def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swarms: Swarms) -> None:
-    """A founder that came back with an older checkpoint than somebody else's; what that one did would be lost."""
+    """The founder resumed from an older checkpoint than another peer's, whose work would be lost."""
     first = swarms.peer(0, held_step=30)
     first.transport.step = 40
     with pytest.raises(RendezvousError, match=r"is at step 40, and the newest checkpoint of replica 1 is of step 50"):
@@ -243,7 +243,7 @@ def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swa
 
 
 def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, standing: PeerTransport) -> None:
-    """Its record stays, and says that it holds a newer step."""
+    """Its record stays and claims a newer step."""
     with pytest.raises(RendezvousError):
         swarms.peer(1, [standing], run="ended", held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
     began_s = time.monotonic()
@@ -261,16 +261,16 @@ def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Sw
             lambda: swarms.peer(4, [standing], run="fresh", **looks, rendezvous_timeout_s=3.5),
         ]
     )
-    assert "replica 1 of run 'held', which has a checkpoint of step 90, looks for the others, too" in str(waiting[1])
-    assert "replica 3 of run 'fresh', which has no checkpoint, looks for the others, too" in str(waiting[3])
+    assert "replica 1 of run 'held', which has a checkpoint of step 90, is also searching for" in str(waiting[1])
+    assert "replica 3 of run 'fresh', which has no checkpoint, is also searching for the others" in str(waiting[3])
 
 
 def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one may be starting itself, or be cut off for a moment; if it does not come, the error names it."""
+    """The peer may be starting or briefly unreachable; if it never answers, the error names it."""
     first = swarms.peer(0).transport
     known = swarms.addresses_of(first)
     first.close()
-    with pytest.raises(RendezvousError, match=r"the network can't be entered through|nobody at .* answers as a peer"):
+    with pytest.raises(RendezvousError, match=r"the network can't be entered through|no peer answers at"):
         swarms.peer_at(1, known, **PATIENCE)
     where = [address.rpartition("/p2p/")[0] for address in known]
 

@@ -1,4 +1,4 @@
-"""What strangers and hostile members can send to a peer of a swarm: it goes on, and nobody else hears of it."""
+"""Messages of unknown and hostile peers: the receiving peer continues, and no other peer is affected."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ OPENINGS: dict[str, bytes] = {
     "register": pack({"kind": "register", "patience_s": 1e300, **ENTRY}),
     "probe of 1 TB": pack({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
 }
-"""What a stream begins with, from somebody who knows the secret; ``{me}`` is his own identity."""
+"""Openings of a stream from a peer that knows the secret; ``{me}`` is its own identity."""
 
 AFTER_HELLO: dict[str, dict[str, Any]] = {
     "a header of a round": {"kind": "header", "view": 2, "round": [0, 0], "weight": "1e300", "digest": "d"},
@@ -100,11 +100,11 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
     "being replaced": {"kind": "replaced"},
     "nothing known": {"kind": "?"},
 }
-"""What somebody says who is connected and no member."""
+"""Messages of a connected peer that is not a member."""
 
 
 class Stranger:
-    """A peer of its own, in its own event loop."""
+    """An unknown peer in its own event loop."""
 
     def __init__(self, key: Path, secret: str, known: tuple[str, ...]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -115,7 +115,7 @@ class Stranger:
         )
 
     def say(self, target: str, data: bytes, *, proof: bool = True) -> bytes:
-        """Open a stream, say it, and hear what comes back until the other side ends the stream."""
+        """Open a stream, send ``data``, and read the answer until the other side ends the stream."""
         return self.loop.run_until_complete(asyncio.wait_for(self._say(target, data, proof), LIMIT_S))
 
     async def _say(self, target: str, data: bytes, proof: bool) -> bytes:
@@ -141,14 +141,14 @@ class Stranger:
 
 
 def _with_me(data: bytes, me: str) -> bytes:
-    """A frame whose text names the sender; its size is put right."""
+    """Insert the sender's identity into the text of a frame and correct the frame's size."""
     magic, _, blob_bytes = struct.unpack(">4sIQ", data[:16])
     text = data[16:].replace(b"{me}", me.encode())
     return struct.pack(">4sIQ", magic, len(text), blob_bytes) + text
 
 
 class Live:
-    """Two members that go on exchanging, whatever a stranger says to one of them."""
+    """Two members that continue to exchange, whatever an unknown peer sends to one of them."""
 
     def __init__(self, members: list[PeerTransport], stranger: Stranger) -> None:
         self.members = members

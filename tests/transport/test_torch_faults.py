@@ -1,4 +1,4 @@
-"""Every fault at every stage of a round, between real processes: who goes on, who stops, and what they hold then."""
+"""Every fault at every stage of a round, between real processes: which replicas continue, and with which state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.transport.wires import rendezvous
 
 @pytest.mark.parametrize("scenario", CASES, ids=name)
 def test_a_round_is_applied_by_all_who_are_left_or_by_none(scenario: Scenario) -> None:
-    """Invariants 1 and 2, and that each process ends as configured, in time."""
+    """Invariants 1 and 2 hold, and each process ends as configured and in time."""
     outcomes = play(scenario)
     for number in scenario.goes_on:
         went_on(scenario, outcomes[number])
@@ -47,13 +47,13 @@ def test_a_round_is_applied_by_all_who_are_left_or_by_none(scenario: Scenario) -
         assert outcome.void.keys() == together[0].void.keys()
     assert (TARGET in together[0].committed) == target_commits(scenario)
     assert replayed(scenario, together[0]) == (together[0].digests, together[0].last)
-    for outcome in outcomes.values():  # up to the fault all were one
+    for outcome in outcomes.values():  # up to the fault all were identical
         for step in range(1, SCHEDULE.inner_steps * 2 + 1):
             assert outcome.digests[step] == together[0].digests[step]
 
 
 def play(scenario: Scenario) -> dict[int, Outcome]:
-    """Let it happen; what became of all that live."""
+    """Inject the fault, and return the outcomes of all live processes."""
     outcomes: dict[int, Outcome] = {}
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
@@ -97,7 +97,7 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
 
 
 def strike(processes: Processes, scenario: Scenario) -> None:
-    """Wait for the victim to be where the fault is due, and do it."""
+    """Wait until the victim reaches the stage of the fault, and inject it."""
     victim = scenario.victim
     if scenario.stage == "vote":
         assert processes.heard(victim, LIMIT_S) == "summed"
@@ -109,13 +109,13 @@ def strike(processes: Processes, scenario: Scenario) -> None:
         processes.kill(victim)
     elif scenario.fault == "freeze":
         processes.freeze(victim)
-        processes.tell(victim, ("go on",))  # heard when it is thawed
+        processes.tell(victim, ("go on",))  # received when it is thawed
     else:
         processes.tell(victim, (scenario.fault,))
 
 
 def end(processes: Processes, ranks: Any) -> None:
-    """Everybody closes its transport and ends: nothing hangs."""
+    """Every process closes its transport and ends; none hangs."""
     for rank in ranks:
         processes.tell(rank, ("end",))
     processes.results(LIMIT_S, ranks)
@@ -143,12 +143,12 @@ def stopped(scenario: Scenario, number: int, outcome: Outcome) -> None:
         return
     left_out = outcome.lost == (number,) and f"without replica {number}" in words
     smaller = outcome.lost == scenario.others and "can't be reached" in words
-    too_few = f"of at least {scenario.min_replicas} replicas are left" in words  # it woke before it heard of the others
+    too_few = f"of at least {scenario.min_replicas} replicas are left" in words  # it resumed before the others answered
     assert left_out or smaller or too_few or scenario.num_replicas == 2
 
 
 def target_commits(scenario: Scenario) -> bool:
-    """Who goes on commits it in any case; else it depends on whether all votes had come to one who is left."""
+    """Return whether the target is committed. If no replica continues, a survivor must have received all votes."""
     if scenario.goes_on:
         return True
     reached = {"before send": False, "in flight": False, "commit": True, "merge": True}
@@ -158,7 +158,7 @@ def target_commits(scenario: Scenario) -> bool:
 
 
 class Replay(Transport):
-    """Replicas in one thread whose rounds end as they ended elsewhere."""
+    """Replicas in one thread whose rounds have the outcomes of another run."""
 
     def __init__(self, replica: int, ended: Outcome, given: dict[RoundId, dict[int, Contribution]]) -> None:
         self.replica = replica
@@ -199,9 +199,9 @@ class _Replayed:
 
 
 def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
-    """Digests after each step and at the end, of a run in one thread with the same rounds committed.
+    """Return the digests after each step and at the end of a run in one thread that commits the same rounds.
 
-    What a void round did not bring is in the next one there, by the definition of the pseudo-gradient.
+    The work of a void round is part of the next one there, by the definition of the pseudo-gradient.
     """
     given: dict[RoundId, dict[int, Contribution]] = {}
     replicas = [

@@ -1,4 +1,4 @@
-"""The torch.distributed transport: the contract, over real sockets."""
+"""The torch transport: the contract over real sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
 
 
 def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
-    """Each of the others finds it in its own exchange; here all stop when one is lost."""
+    """Each other replica notices the fault in its own exchange; in this test all stop when one is lost."""
     transports = wires.meet(3)
 
     def contribute() -> None:
@@ -51,7 +51,7 @@ def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
 def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
     wires: Wires, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one says nothing: it has contributed nothing, is at no barrier, and never has its state ready."""
+    """The other replica is silent: it contributes nothing, enters no barrier, and never publishes its state."""
     transport, other = wires.meet(2)
     asked, ready = threading.Event(), threading.Event()
     other.publish(lambda fragment: {"ready": asked.set() or ready.wait()})
@@ -62,7 +62,7 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
         transport.fetch_beside(0, [1]),
     ]
     assert asked.wait(20)
-    # what is handed in while the control thread ends is never heard of there
+    # the control thread never processes what is submitted while it ends
     monkeypatch.setattr(transport.connections, "post", lambda *call: None)
     waiting.append(in_thread(transport.average(contribution(0, fragment=1)).wait, "late"))
     try:

@@ -1,4 +1,4 @@
-"""Views that change: who comes back after a fault, who takes whose place, and who can't see whom."""
+"""View changes: replicas that rejoin after a fault, are replaced, or lose contact with each other."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ RETURNS = [
 
 @pytest.mark.parametrize("scenario", RETURNS, ids=name)
 def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario) -> None:
-    """Invariants 7 and 8. The others train on all the time, and have no void round when the first process is lost and
-    at most `VOID_PER_JOIN` when the second comes; the second takes over each fragment's state while they train, and
-    stays with them from then on."""
+    """Invariants 7 and 8. The others continue to train, with no void round when the first process is lost and at most
+    `VOID_PER_JOIN` when the second one joins. The second adopts each fragment's state while they train, and has the
+    same state as they do from then on."""
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
@@ -53,7 +53,7 @@ def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
 
 @pytest.mark.parametrize("stage", ["before send", "vote"])
 def test_a_new_process_replaces_one_that_stands_still(stage: str) -> None:
-    """Nobody has to notice the silence: who is started again says that the first process is gone."""
+    """No replica has to notice the silence, as the restarted process shows that the first one has ended."""
     scenario = Scenario(fault="freeze", stage=stage, rejoins=True)  # type: ignore[arg-type]
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
@@ -72,7 +72,7 @@ def test_a_new_process_replaces_one_that_stands_still(stage: str) -> None:
 
 
 def test_who_wakes_up_when_the_others_have_finished_does_not_go_on_alone() -> None:
-    """Their ports refuse by then, which means something only to who has not stood still."""
+    """Their ports refuse connections by then, which only a replica that was not frozen may take as their end."""
     scenario = Scenario(fault="freeze", stage="in flight")
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
@@ -91,7 +91,7 @@ def test_who_wakes_up_when_the_others_have_finished_does_not_go_on_alone() -> No
 
 
 def test_the_last_of_three_goes_on_alone() -> None:
-    """The second one dies while the first one's loss is being dealt with, or after."""
+    """The second one dies while the others handle the loss of the first, or afterwards."""
     scenario = Scenario(fault="kill", stage="in flight")
     with rendezvous(3) as address, Processes() as processes:
         processes.start(3, replica, scenario, address)
@@ -115,14 +115,14 @@ def go_on(processes: Processes, scenario: Scenario) -> None:
 
 
 def outcomes(processes: Processes, ranks: tuple[int, ...]) -> list[Outcome]:
-    """Of all of them; they have parted then."""
+    """Return the outcomes of all processes, which have closed their connections by then."""
     found = [processes.heard(rank, LIMIT_S) for rank in ranks]
     end(processes, ranks)
     return found
 
 
 def are_one(scenario: Scenario, found: list[Outcome], *, joins: int) -> None:
-    """Who came last holds what the others hold, and nobody had more void rounds than so many joiners bring."""
+    """Check that the last joiner has the others' state, and that no replica had more void rounds than joins explain."""
     *others, joiner = found
     everybody = tuple(range(scenario.num_replicas))
     for outcome in found:
@@ -147,12 +147,12 @@ def are_one(scenario: Scenario, found: list[Outcome], *, joins: int) -> None:
 
 
 def merged_at(fragment: int, outer_step: int) -> int:
-    """The step after which a round is merged."""
+    """Return the step after which a round is merged."""
     return next(step for step in itertools.count(1) if Merge(fragment, outer_step) in SCHEDULE.actions(step))
 
 
 def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
-    """Who is lost for the third has no say in who else is: two of three go on, whichever they are."""
+    """A replica that the third has lost can't accuse another one: two of three continue, whichever they are."""
     transports = wires.meet(3, go_on=True)
     told = [threading.Event() for _ in transports]
     for transport, event in zip(transports, told, strict=True):

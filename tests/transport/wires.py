@@ -1,4 +1,4 @@
-"""Ranks of a torch transport, each with its own threads and connections, in one process; and ports of nobody's."""
+"""Ranks of a torch transport, each with its own threads and connections, in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 @contextmanager
 def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
-    """A connection manager that hears nobody."""
+    """A connection manager that ignores all messages."""
     connections = ConnectionManager(rank, Timing(), TcpStreams(secret=secret))
     try:
         yield connections
@@ -33,7 +33,7 @@ def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager
 
 @contextmanager
 def rendezvous(num_ranks: int, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
-    """An address to meet at, which is no rank's."""
+    """A rendezvous at an address that belongs to no rank."""
     with deaf_manager(secret=secret) as connections:
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
         serve(connections, Registry(num_ranks, ranks_per_replica))
@@ -42,14 +42,14 @@ def rendezvous(num_ranks: int, ranks_per_replica: int = 1, secret: str = "") -> 
 
 @contextmanager
 def answering_probes(host: str = "127.0.0.1") -> Iterator[Address]:
-    """Where the doctor gets an answer."""
+    """An address that answers the doctor's probes."""
     with deaf_manager() as connections:
         serve_probes(connections)
         yield connections.listen(host, range(1), host)
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call all of them in threads; their results or the exceptions they raised."""
+    """Call all functions in threads, and return their results or the exceptions that they raised."""
     results: list[Any] = [None] * len(functions)
 
     def call(index: int) -> None:
@@ -67,7 +67,7 @@ def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Wires:
-    """Makes and closes transports of ranks that meet at one address."""
+    """Makes and closes the transports of ranks that rendezvous at one address."""
 
     def __init__(self) -> None:
         self._open: list[PeerTransport] = []

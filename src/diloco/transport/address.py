@@ -1,4 +1,4 @@
-"""Addresses of control ports, and how names resolve."""
+"""Addresses and ports: parsing them, and finding the addresses of this machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if sys.platform != "win32":
 __all__ = ["Address", "address_of_interface", "local_host_towards", "parse_address", "parse_ports"]
 
 _INTERFACE_ADDRESS = {"linux": 0x8915, "darwin": 0xC0206921}
-"""The request of ``ioctl`` by which the kernel tells it (SIOCGIFADDR)."""
+"""The ``ioctl`` request that returns an interface's address (SIOCGIFADDR), by platform."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a process listens.
+    """The address at which a process listens.
 
     >>> str(Address("::1", 29400))
     '[::1]:29400'
@@ -34,10 +34,10 @@ class Address:
 
 
 def parse_address(text: str, *, key: str = "the address") -> Address:
-    """``HOST:PORT``, IPv6 in brackets.
+    """Parse ``HOST:PORT``; an IPv6 host must be in brackets.
 
     Raises:
-        ConfigurationError: for anything else; it names ``key``, the option.
+        ConfigurationError: if ``text`` has another form; the message names ``key``, the option.
 
     >>> parse_address("[fe80::1]:29400")
     Address(host='fe80::1', port=29400)
@@ -46,15 +46,15 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):
-        raise ConfigurationError(f"{key}={text!r} was given. Use HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400.")
+        raise ConfigurationError(f"{key} must be HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400, got {text!r}.")
     return Address(bare, int(port))
 
 
 def parse_ports(text: str, *, key: str = "ports") -> range:
-    """``PORT``, ``FIRST-LAST``, or ``0`` for any free one.
+    """Parse ``PORT``, ``FIRST-LAST``, or ``0`` for any free port.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: if ``text`` has another form; the message names ``key``, the option.
 
     >>> parse_ports("29400-29402")
     range(29400, 29403)
@@ -65,37 +65,37 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
         if low <= high <= 65535 and (low > 0 or not dash):
             return range(low, high + 1)
     raise ConfigurationError(
-        f"{key}={text!r} was given. Use a port such as 29400, a range such as 29400-29431, or 0 for any free port."
+        f"{key} must be a port such as 29400, a range such as 29400-29431, or 0 for any free port, got {text!r}."
     )
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface of this machine.
+    """Return the IPv4 address of a network interface of this machine.
 
     Raises:
-        TransportError: if there is no such interface, or it has no such address.
+        TransportError: if there is no such interface, or it has no IPv4 address.
 
     >>> address_of_interface("lo")
     '127.0.0.1'
     """
-    why: str | None = f"{sys.platform} can't be asked"
+    why: str | None = f"looking it up is not supported on {sys.platform}"
     if sys.platform != "win32" and sys.platform in _INTERFACE_ADDRESS:
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 request = struct.pack("256s", name.encode()[:15])
-                return socket.inet_ntoa(fcntl.ioctl(asking, _INTERFACE_ADDRESS[sys.platform], request)[20:24])
+                return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS[sys.platform], request)[20:24])
         except OSError as error:
             why = error.strerror
     raise TransportError(
-        f"the IPv4 address of the interface {name!r} of this machine can't be found: {why}. Choose an interface (see "
-        "`ip address`; transport.interface), or an address of this machine (transport.host)."
+        f"The IPv4 address of the network interface {name!r} can't be determined: {why}. Choose another interface with "
+        "transport.interface (`ip address` lists them), or an address of this machine with transport.host."
     )
 
 
 def local_host_towards(remote: Address) -> str:
-    """The address of this machine from which ``remote`` is reached.
+    """Return the address of this machine that the route to ``remote`` starts from.
 
-    Nothing is sent: connecting a datagram socket only looks up the route.
+    Nothing is sent, because connecting a datagram socket only looks up the route.
 
     Raises:
         OSError: if the name does not resolve or there is no route.
@@ -108,5 +108,5 @@ def local_host_towards(remote: Address) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Only ASCII digits: `int` reads more than that."""
+    """Return whether ``text`` consists of ASCII digits; `int` accepts more than that."""
     return text.isascii() and text.isdigit()

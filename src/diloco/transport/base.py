@@ -1,6 +1,7 @@
-"""The one interface between a replica and the others: a contribution in, an average out, the same on every replica.
+"""The interface between a replica and the others: it submits a contribution and gets an average, the same everywhere.
 
-Not ``all_reduce(tensor)``: quantised bytes can't be summed on the wire, and a DHT can't promise a collective.
+The interface is not ``all_reduce(tensor)``, because quantised bytes can't be summed in transit and a DHT can't promise
+a collective.
 """
 
 from __future__ import annotations
@@ -19,46 +20,46 @@ __all__ = ["Fetching", "Pending", "SnapshotSource", "Transport"]
 
 
 class Pending(Protocol):
-    """An average on its way."""
+    """The result of a round in flight."""
 
     def wait(self, timeout_s: float | None = None) -> Average:
-        """The average, once the round is decided.
+        """Wait until the round is decided and return its average.
 
         Args:
-            timeout_s: the longest to wait; None: the transport's round timeout.
+            timeout_s: maximum time to wait, in seconds; None means the transport's round timeout.
 
         Raises:
-            RoundVoidError: the round is void for every replica; it says why.
-            DivergedError: this replica's digest differs from the majority's; the round is void for every replica.
-            RoundTimeoutError: nothing was decided in time; it names the replicas that were not heard of.
+            RoundVoidError: if the round is void for every replica; the message gives the reason.
+            DivergedError: if this replica's digest differs from the majority's; the round is void for every replica.
+            RoundTimeoutError: if the round is not decided in time; the error names the replicas that did not respond.
         """
 
 
 class Fetching(Protocol):
-    """A fragment's state on its way."""
+    """A fragment's state that is being fetched."""
 
     def done(self) -> bool:
-        """Whether `result` does not wait any more."""
+        """Return whether `result` would return or raise without waiting."""
         ...
 
     def result(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """As `Transport.fetch`; `TimeoutError` if it is not done after ``timeout`` seconds."""
+        """Return or raise what `Transport.fetch` does; raise `TimeoutError` if that takes over ``timeout`` seconds."""
         ...
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]
-"""Fragment index -> that fragment's global parameters and outer state, as a nested state of tensors that nobody changes
-afterwards."""
+"""A function from a fragment's index to its global parameters and outer state: a nested state whose tensors must not
+change afterwards."""
 
 
 class Transport(abc.ABC):
-    """One replica's way to the others.
+    """One replica's connection to the others.
 
     Attributes:
         replica: this replica's number in the view.
-        view: who takes part in the next round.
-        sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
-        fetched_bytes: of others' state that have come so far, where the transport counts them; else 0.
+        view: the members that take part in the next round.
+        sent_bytes, received_bytes: payload bytes that this replica has moved in all rounds so far, including void ones.
+        fetched_bytes: bytes of other replicas' state received so far; 0 if the transport does not count them.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
@@ -74,59 +75,63 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def average(self, contribution: Contribution) -> Pending:
-        """Hand in a contribution; returns at once. Afterwards the contribution's tensors must not be changed.
+        """Submit a contribution and return at once. The caller must not change the contribution's tensors afterwards.
 
-        Every replica of the view gets the same average from `Pending.wait`, or every replica gets `RoundVoidError`.
+        Either every replica of the view gets the same average from `Pending.wait`, or every replica gets
+        `RoundVoidError`.
         """
 
     def check_name(self, contribution: Contribution) -> None:
         """Raise `TransportError` for another replica's contribution."""
         if contribution.replica != self.replica:
             raise TransportError(
-                f"replica {self.replica} handed in a contribution in the name of replica {contribution.replica}; each "
-                "replica contributes for itself. It was not taken."
+                f"Replica {self.replica} submitted a contribution in the name of replica {contribution.replica}, but a "
+                "replica may only contribute for itself. The contribution was ignored."
             )
 
     @abc.abstractmethod
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
-        """From now on, answer those who `fetch` from this replica with ``source(fragment)``.
+        """Serve ``source(fragment)`` from now on to replicas that `fetch` from this one.
 
         Args:
-            source: called in any thread.
-            version: fragment -> something that differs once the fragment's state has changed; None: it may at any time.
+            source: returns a fragment's state; it may be called in any thread.
+            version: returns a value for a fragment that changes whenever the fragment's state does; None means that the
+                state may change at any time.
         """
 
     @abc.abstractmethod
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        """What ``donors`` have as global parameters and outer state of ``fragment``: a copy that is the caller's own.
+        """Return a copy of the global parameters and outer state of ``fragment`` that ``donors`` hold.
+
+        The caller owns the copy.
 
         Args:
-            fragment: which one.
-            donors: members of the view; one that does not answer is not waited for where another does.
-            expected_bytes: more than this is refused; None: anything is taken.
+            fragment: index of the fragment.
+            donors: members of the view to fetch from; an unresponsive donor does not delay the call if another answers.
+            expected_bytes: a larger state is refused; None accepts any size.
 
         Raises:
-            TransportError: if none of them is a member of the view, or has published anything, or answers.
+            TransportError: if no donor is a member of the view, has published anything, or answers.
         """
 
-    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - where there are no others, all agree
-        """Compare what must be the same on all replicas with the others, before the first contribution.
+    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - a transport without other replicas always agrees
+        """Compare with the other replicas what must be the same on all of them, before the first contribution.
 
-        Waits until all members have told theirs, or raises on every side where two differ. Who joins later compares
-        with the members, and they don't with it.
+        The call waits for the facts of all members. If two replicas differ, it raises on every one of them. A late
+        joiner compares its facts with the members', and only the joiner fails if they differ.
 
         Args:
-            facts: name -> value in words, the likeliest mistakes first.
+            facts: name -> value as text, with the likeliest mistakes first.
 
         Raises:
-            ConfigurationError: two replicas differ; it names both, and what each has.
-            RendezvousError: a member told nothing for as long as a round may take; it is named.
+            ConfigurationError: if two replicas differ; the message names both and their values.
+            RendezvousError: if a member sends no facts within the round timeout; the error names it.
         """
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
-        """`fetch` beside the training, where the transport can; else it is done when this returns.
+        """Start a `fetch` that runs alongside training.
 
-        What goes wrong is raised by `Fetching.result`.
+        A transport that can't do that fetches before it returns. `Fetching.result` raises any error.
         """
         fetched: Future[Mapping[str, Any]] = Future()
         try:
@@ -136,8 +141,8 @@ class Transport(abc.ABC):
         return fetched
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
-        """One inner step of this replica is done; a virtual clock moves on.
+        """Record that this replica has finished an inner step, which advances a virtual clock.
 
-        `DiLoCo` calls it in each of its steps. Who trains with `DiLoCo` does not: one call more, and those who join
-        later begin a step too late, and may miss a round that the others then wait for.
+        `DiLoCo` calls this once per step, so a training loop that uses `DiLoCo` must not. After an extra call, late
+        joiners would begin one step too late and could miss a round for which the others then wait.
         """

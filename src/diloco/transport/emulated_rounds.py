@@ -1,7 +1,7 @@
-"""The rounds of replicas in one process, decided once the last contribution is in.
+"""The rounds of replicas in one process; each is decided when its last contribution arrives.
 
-No payload travels, so an emulated network, if there is one, says when a round is committed and who stands still for it,
-and faults given as data say what goes wrong. Nothing here waits.
+No payload is transferred. An emulated network, if there is one, determines when a round is committed and how long each
+replica stalls for it, and injected faults determine what fails. Nothing in this module blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["EmulatedRounds"]
 
 @dataclass(eq=False)
 class _Round:
-    """A round that not everybody has taken the outcome of."""
+    """A round whose outcome at least one replica has not collected yet."""
 
     contributions: dict[int, Contribution] = field(default_factory=dict)
     sent_at_s: dict[int, float] = field(default_factory=dict)
@@ -38,14 +38,14 @@ class _Round:
 
 
 class EmulatedRounds:
-    """All rounds of a view that not everybody has taken the outcome of.
+    """The rounds of one view whose outcome at least one replica has not collected yet.
 
     Args:
         view: the replicas that take part.
         min_contributors: a round with fewer usable contributions is void.
-        timeout_s: a contribution that would be later than this, in virtual seconds, counts as not arrived.
-        network: links on a virtual clock; None: payloads arrive at once.
-        faults: what goes wrong.
+        timeout_s: a contribution that would be later than this, in virtual seconds, counts as missing.
+        network: links on a virtual clock; None means that payloads arrive at once.
+        faults: the faults to inject.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class EmulatedRounds:
         self._decided_before: dict[RoundId, float] = {}
 
     def accept(self, contribution: Contribution) -> bool:
-        """Take in a contribution; returns whether it was the last one, which decides the round.
+        """Record a contribution and return whether it was the last one, which decides the round.
 
         Raises:
-            TransportError: if the replica has contributed to the round already.
+            TransportError: if the replica has already contributed to the round.
         """
         replica, round_id = contribution.replica, contribution.round
         state = self._rounds.setdefault(round_id, _Round())
         if replica in state.contributions:
             raise TransportError(
-                f"replica {replica} has contributed to {round_id} already. The first contribution stands.",
+                f"Replica {replica} has already contributed to {round_id}. Its first contribution stands.",
                 round=str(round_id),
                 replicas=[replica],
             )
@@ -85,30 +85,35 @@ class EmulatedRounds:
         return state.verdict is not None
 
     def missing(self, replica: int, round_id: RoundId) -> list[int]:
-        """Who has not contributed yet to a round that ``replica`` has in flight; without anybody missing it is decided.
+        """Return the replicas that have not contributed yet to a round that ``replica`` has in flight.
+
+        The round is decided if there are none.
 
         Raises:
-            TransportError: if ``replica`` has not contributed to the round, or has taken its outcome.
+            TransportError: if ``replica`` has not contributed to the round, or has already collected its outcome.
         """
         state = self._rounds.get(round_id)
         if state is None or replica not in state.contributions or replica in state.taken:
             raise TransportError(
-                f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
+                f"Replica {replica} waits for {round_id} but has no contribution to it in flight.", round=str(round_id)
             )
         return [member for member in self.view.members if member not in state.contributions]
 
     def bytes_of(self, replica: int, round_id: RoundId) -> tuple[int, int]:
-        """What ``replica`` sends and receives in a decided round, also if that is void."""
+        """Return the bytes that ``replica`` sends and receives in a decided round, even if the round is void."""
         exchange, position = self._rounds[round_id].exchange, self.view.members.index(replica)
         assert exchange is not None, "it is decided"
         return exchange.sent_bytes(position), exchange.received_bytes(position)
 
     def take(self, replica: int, round_id: RoundId) -> Average:
-        """The average of a decided round for ``replica``, which has it in flight and stands still until its commit.
+        """Return the average of a decided round for ``replica``, whose clock advances to the commit.
+
+        ``replica`` must have the round in flight.
 
         Raises:
-            RoundVoidError: if there is none, or this replica never hears of it.
-            DivergedError: likewise, as its global parameters or outer state are not the majority's.
+            RoundVoidError: if the round is void, or a fault keeps its commit from this replica.
+            DivergedError: if the round is void because this replica's global parameters or outer state differ from the
+                majority's.
         """
         state = self._rounds[round_id]
         verdict = state.verdict
@@ -123,7 +128,7 @@ class EmulatedRounds:
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
-            raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
+            raise RoundVoidError(f"{round_id}: no commit was received.", round=str(round_id), replicas=[replica])
         residual = state.residuals[self.view.members.index(replica)] if state.residuals else None
         return Average(
             **vars(replace(state.mean, residual=residual)),
@@ -136,19 +141,19 @@ class EmulatedRounds:
         )
 
     def tick(self, replica: int) -> None:
-        """``replica`` has computed one inner step."""
+        """Record that ``replica`` has computed one inner step."""
         if self.network is not None:
             self.network.tick(replica)
 
     def state_dict(self) -> dict[str, Any]:
-        """Clocks, links and decided rounds; contributions in flight are kept by the replicas that sent them."""
+        """Return clocks, links and decided rounds; the replicas that sent contributions in flight save them."""
         return {
             "network": self.network.state_dict() if self.network else None,
             "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; the replicas then hand in again what they have in flight."""
+        """Restore what `state_dict` returned. The replicas then resubmit their contributions in flight."""
         if self.network is not None and state["network"] is not None:
             self.network.load_state_dict(state["network"])
             self._decided_before = {RoundId(int(p), int(k)): float(at_s) for p, k, at_s in state["decided"]}
@@ -161,7 +166,7 @@ class EmulatedRounds:
         state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
         taken_s = state.commit_at_s - min(state.sent_at_s.values())
         if taken_s > self.timeout_s and not verdict.void:
-            verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.timeout_s:g} s are allowed")
+            verdict = Verdict((), f"it would take {taken_s:.3g} s, but the limit is {self.timeout_s:g} s")
         if not verdict.void:
             try:
                 state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
@@ -177,7 +182,7 @@ class EmulatedRounds:
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
         if self.network is None:
             return 0.0
-        if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
+        if round_id in self._decided_before:  # the restored links already include its transfers
             return self._decided_before.pop(round_id)
         transfers = {m: Transfer(sent_s, *self.bytes_of(m, round_id)) for m, sent_s in sorted(state.sent_at_s.items())}
         return self.network.commit_time_s(transfers) + delay_s

@@ -1,4 +1,4 @@
-"""Faults given as data: who, which round, what."""
+"""Faults to inject into rounds, given as data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Fault:
 
     Attributes:
         kind: ``drop``: the contribution never arrives; ``late``: it arrives ``seconds`` after it was sent;
-            ``truncate``: its last byte is missing; ``non-finite``: its bytes decode to NaN or are no valid payload;
-            ``miss-commit``: the replica never hears that the round was committed, and goes on without it.
-        replica: that it happens to.
-        round: in which it happens.
-        seconds: for ``late``.
+            ``truncate``: its last byte is missing; ``non-finite``: its bytes decode to NaN or are not a valid payload;
+            ``miss-commit``: the replica never receives the commit of the round and continues without it.
+        replica: the replica that has the fault.
+        round: the round in which it has the fault.
+        seconds: the delay of a ``late`` contribution.
     """
 
     kind: FaultKind
@@ -36,17 +36,19 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from its text form.
+    """Parse a fault from its text form.
 
     Raises:
-        ConfigurationError: if a word is unknown, missing or no number.
+        ConfigurationError: if a word is unknown or missing, or a value is not a number.
 
     >>> parse_fault("late replica=1 fragment=0 outer_step=3 seconds=2.5")
     Fault(kind='late', replica=1, round=RoundId(fragment=0, outer_step=3), seconds=2.5)
     """
     kind, *words = text.split() or [""]
     if kind not in get_args(FaultKind):
-        raise ConfigurationError(f"the fault {text!r} begins with {kind!r}; {nearest(kind, get_args(FaultKind))}")
+        raise ConfigurationError(
+            f"The fault {text!r} has the unknown kind {kind!r}; {nearest(kind, get_args(FaultKind))}"
+        )
     try:
         fields = {name: float(value) for name, value in (word.split("=") for word in words)}
         seconds = fields.pop("seconds", 0.0)
@@ -55,7 +57,7 @@ def parse_fault(text: str) -> Fault:
         fields = {"?": 0.0}
     if fields:
         raise ConfigurationError(
-            f'the fault {text!r} can\'t be read. Write "KIND replica=R fragment=P outer_step=K [seconds=S]".'
+            f'The fault {text!r} can\'t be parsed. Write "KIND replica=R fragment=P outer_step=K [seconds=S]".'
         )
     return Fault(kind=kind, replica=replica, round=RoundId(fragment, outer_step), seconds=seconds)  # type: ignore[arg-type]  # checked above
 
@@ -63,14 +65,16 @@ def parse_fault(text: str) -> Fault:
 def arrivals(
     contributions: Mapping[int, Contribution], faults: Sequence[Fault], timeout_s: float
 ) -> tuple[dict[int, Contribution], dict[int, str], float]:
-    """What becomes of one round's contributions.
+    """Apply faults to the contributions of one round.
 
     Args:
-        timeout_s: what is later than this counts as not arrived.
+        contributions: replica -> its contribution.
+        faults: the faults of all rounds.
+        timeout_s: a contribution that is later than this, in seconds, counts as missing.
 
     Returns:
-        Replica -> its contribution as it arrives; replica -> why nothing arrives; by how many seconds the latest one
-        is late.
+        A mapping from replica to its contribution as it arrives, a mapping from replica to the reason why nothing
+        arrives, and the delay of the latest contribution in seconds.
     """
     arrived: dict[int, Contribution] = {}
     absent: dict[int, str] = {}
@@ -79,9 +83,9 @@ def arrivals(
         mine = [fault for fault in faults if (fault.round, fault.replica) == (contribution.round, replica)]
         late_s = sum(fault.seconds for fault in mine if fault.kind == "late")
         if any(fault.kind == "drop" for fault in mine):
-            absent[replica] = "was not heard of"
+            absent[replica] = "sent nothing"
         elif late_s > timeout_s:
-            absent[replica] = f"was {late_s:g} s late, {timeout_s:g} s are allowed"
+            absent[replica] = f"was {late_s:g} s late, but the limit is {timeout_s:g} s"
         else:
             arrived[replica] = _tampered(contribution, mine)
             delay_s = max(delay_s, late_s)

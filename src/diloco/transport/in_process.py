@@ -1,7 +1,7 @@
-"""M replicas in one process: they take turns in one thread, or run in a thread each; deterministic either way.
+"""A transport for M replicas in one process, which take turns in one thread or run in one thread each.
 
-In one thread, begin a step on every replica before finishing it on any (`DiLoCo.begin`, `DiLoCo.finish`), since the
-round is decided when the last contribution is in. The average of a round is computed once and shared.
+Both are deterministic. With one thread, begin a step on every replica before finishing it on any (`DiLoCo.begin`,
+`DiLoCo.finish`), because the last contribution decides the round. The average of a round is computed once and shared.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["InProcessEndpoint", "InProcessTransport"]
 
 
 class InProcessTransport:
-    """The meeting place of ``num_replicas`` replicas; each uses its `endpoint`.
+    """The hub that connects ``num_replicas`` replicas; each replica uses its own `endpoint`.
 
     Args:
         num_replicas: M.
-        min_contributors: a round with fewer usable contributions is void; default: all of them.
-        round_timeout_s: a contribution that would be later than this, in virtual seconds, counts as not arrived; and
-            the longest that `Pending.wait` waits in real seconds for replicas in other threads.
-        network: emulated links on a virtual clock; None: payloads arrive at once.
-        faults: what goes wrong, as data.
+        min_contributors: a round with fewer usable contributions is void; the default is all M.
+        round_timeout_s: a contribution that would be later than this, in virtual seconds, counts as missing. It is also
+            the longest time, in real seconds, that `Pending.wait` waits for replicas in other threads.
+        network: emulated links on a virtual clock; None means that payloads arrive at once.
+        faults: the faults to inject.
 
     >>> import torch
     >>> from diloco.algorithm.codec import make_codec
@@ -61,17 +61,18 @@ class InProcessTransport:
     ) -> None:
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
-                f"a network of {len(network.links)} links was given for {num_replicas} replicas. It needs one link for "
-                "each."
+                f"The network must have one link per replica, got {len(network.links)} links for {num_replicas} "
+                "replicas."
             )
         num_replicas = check_whole("num_replicas", num_replicas, 1)
         if not round_timeout_s >= 0:
-            raise ConfigurationError(f"round_timeout_s={round_timeout_s} was given. Use 0 or more.")
+            raise ConfigurationError(f"round_timeout_s must be at least 0, got {round_timeout_s}.")
         self.view = View.of(num_replicas)
         enough = num_replicas if min_contributors is None else min_contributors
         if not 1 <= enough <= num_replicas:
             raise ConfigurationError(
-                f"min_contributors={min_contributors} was given for {num_replicas} replicas. Use 1 to {num_replicas}."
+                f"min_contributors must be between 1 and {num_replicas}, the number of replicas, got "
+                f"{min_contributors}."
             )
         self.rounds = EmulatedRounds(self.view, enough, round_timeout_s, network, faults)
         self.changed = threading.Condition()
@@ -82,32 +83,35 @@ class InProcessTransport:
         self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
     def endpoint(self, replica: int) -> InProcessEndpoint:
-        """The transport that replica number ``replica`` uses."""
+        """Return the transport that replica number ``replica`` uses."""
         return self._endpoints[replica]
 
     def state_dict(self) -> dict[str, Any]:
-        """Traffic, clocks, links, decided rounds; contributions in flight are kept by the replicas that sent them."""
+        """Return traffic counters, clocks, links and decided rounds.
+
+        The replicas that sent contributions in flight save them.
+        """
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
             **self.rounds.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; the replicas then hand in again what they have in flight."""
+        """Restore what `state_dict` returned. The replicas then resubmit their contributions in flight."""
         for endpoint, (sent_bytes, received_bytes) in zip(self._endpoints, state["traffic"], strict=True):
             endpoint.sent_bytes, endpoint.received_bytes = int(sent_bytes), int(received_bytes)
         self.rounds.load_state_dict(state)
 
-    # What endpoints call, always under `changed`.
+    # Endpoints call the methods below, always holding `changed`.
 
     def agree(self, replica: int, facts: Mapping[str, str]) -> None:
-        """Compare with the replicas that have told theirs; those hear of a difference when they next exchange."""
+        """Compare facts with replicas that have sent theirs, which raise for a difference at their next exchange."""
         if self._facts.get(replica, facts) != facts:
-            self._facts.clear()  # it begins anew, and so will the others
+            self._facts.clear()  # this replica restarts with other facts, and so will the others
         self._facts[replica] = facts
         entries = [Entry(other, "", theirs) for other, theirs in sorted(self._facts.items())]
-        words = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
-        self._refusal = f"{words}. All replicas need the same arguments of DiLoCo." if words else ""
+        reason = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
+        self._refusal = f"{reason}. All replicas must pass the same arguments to DiLoCo." if reason else ""
         self.changed.notify_all()
         self._refuse()
 
@@ -116,13 +120,13 @@ class InProcessTransport:
             raise ConfigurationError(self._refusal)
 
     def accept(self, contribution: Contribution) -> None:
-        """Take in a contribution; the last one decides the round."""
+        """Record a contribution; the last one decides the round."""
         self._refuse()
         if self.rounds.accept(contribution):
             self.changed.notify_all()
 
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
-        """The average of a round for ``replica``, waiting until it is decided."""
+        """Wait until a round is decided and return its average for ``replica``."""
         self._wait(replica, round_id, self.rounds.timeout_s if timeout_s is None else timeout_s)
         sent_bytes, received_bytes = self.rounds.bytes_of(replica, round_id)
         endpoint = self._endpoints[replica]
@@ -140,14 +144,13 @@ class InProcessTransport:
         )
 
     def _wait(self, replica: int, round_id: RoundId, timeout_s: float) -> None:
-        """Wait until a round is decided."""
         missing = self.rounds.missing(replica, round_id)
-        mine = threading.get_ident()
-        if missing and (threading.active_count() == 1 or any(self.threads.get(each) == mine for each in missing)):
+        thread = threading.get_ident()
+        if missing and (threading.active_count() == 1 or any(self.threads.get(each) == thread for each in missing)):
             raise RoundTimeoutError(
-                f"replica {replica} would wait for ever for {round_id}: replica {missing[0]} has not sent its part and "
-                "runs in this same thread. Call begin() on every replica before finish() on any, or give each replica "
-                "a thread.",
+                f"Replica {replica} would wait forever for {round_id}: replica {missing[0]} has not sent its "
+                "contribution and runs in the same thread. Call begin() on every replica before finish() on any, or "
+                "run each replica in its own thread.",
                 round=str(round_id),
                 replicas=missing,
             )
@@ -156,7 +159,7 @@ class InProcessTransport:
         self._refuse()
         if missing := self.rounds.missing(replica, round_id):
             raise RoundTimeoutError(
-                f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
+                f"{round_id} was not decided within {timeout_s:g} s: no contribution arrived from replica "
                 f"{', '.join(map(str, missing))}. Nothing was applied.",
                 round=str(round_id),
                 replicas=missing,

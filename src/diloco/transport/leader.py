@@ -1,7 +1,7 @@
-"""A replica whose ranks all hold the whole model: position 0 talks to the other replicas, and tells its ranks.
+"""The transport of a replica whose ranks all hold the whole model, over the one transport of its position 0.
 
-So every rank applies the same average, or none, at the same step (invariant 10), and each value crosses the link
-between replicas once.
+Position 0 communicates with the other replicas and broadcasts the results to its ranks. So every rank applies the same
+average, or none, at the same step (invariant 10), and each value crosses the link between replicas once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ __all__ = ["LeaderTransport"]
 
 
 class LeaderTransport(Transport):
-    """The transport of one rank of a replica, around that of the replica's position 0.
+    """The transport of one rank of a replica, which uses the transport of the replica's position 0.
 
-    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. An error on
-    position 0 is raised on every rank, of the same class and with the same words.
+    All ranks must call `agree`, `average`, `Pending.wait`, `fetch` and `shared` in the same order. An error on position
+    0 is raised on every rank, with the same class and message.
 
     Args:
-        transport: position 0's way to the other replicas; None on the other ranks.
+        group: the ranks of the replica.
+        transport: position 0's transport to the other replicas; None on the other ranks.
 
     Raises:
-        ConfigurationError: if a rank has a transport that should have none, or position 0 has none.
+        ConfigurationError: if position 0 has no transport, or another rank has one.
     """
 
     shared_by_ranks = True
@@ -44,8 +45,8 @@ class LeaderTransport(Transport):
         if group.any(wrong):
             raise ConfigurationError(
                 f"Position 0 of a replica needs a transport to the other replicas, and its other ranks must have none. "
-                f"Here position {group.position} was given {'none' if transport is None else 'one'}"
-                f"{'' if wrong else ', as it should be, but another rank was not'}."
+                f"Position {group.position} was given {'none' if transport is None else 'one'}"
+                f"{'' if wrong else ', which is right, but another rank breaks this rule'}."
             )
         self.group = group
         self.transport = transport
@@ -72,34 +73,41 @@ class LeaderTransport(Transport):
             self.transport.tick()
 
     def shared(self, ask: Callable[[Transport], Any]) -> Any:
-        """On every rank, what ``ask`` returns on position 0's transport, as JSON can hold it, or the error it raises.
+        """Call ``ask`` on position 0's transport, and return its result or raise its error on every rank.
 
-        View and traffic are then position 0's, too.
+        JSON must be able to represent the result. The view and traffic of every rank become those of position 0.
         """
-        told: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
         raised: Exception | None = None
         if self.transport is not None:
             try:
-                told["value"] = ask(self.transport)
+                outcome["value"] = ask(self.transport)
             except DiLoCoError as error:
-                raised, told["error"] = error, _described(error)
-            except Exception as error:  # a defect, but the others must not wait for ever
-                raised, told["error"] = error, _described(_failed(self.group, error))
-            told["view"] = [self.transport.view.id, *self.transport.view.members]
-            told["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
-        told = self.group.share(told)
-        identity, *members = told["view"]
-        self.view = View(identity, tuple(members))
-        self.sent_bytes, self.received_bytes = told["traffic"]
-        if "error" in told:
+                raised, outcome["error"] = error, _described(error)
+            except Exception as error:  # a bug, but the other ranks must not wait forever
+                raised = error
+                outcome["error"] = _described(
+                    ReplicaLostError(
+                        f"Position 0 of replica {self.group.replica}, which communicates with the other replicas, has "
+                        f"failed: {error!r}. This rank can't continue without it.",
+                        replicas=[self.group.replica],
+                    )
+                )
+            outcome["view"] = [self.transport.view.id, *self.transport.view.members]
+            outcome["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
+        outcome = self.group.share(outcome)
+        view_id, *members = outcome["view"]
+        self.view = View(view_id, tuple(members))
+        self.sent_bytes, self.received_bytes = outcome["traffic"]
+        if "error" in outcome:
             try:
-                raise raised or _rebuilt(told["error"])
+                raise raised or _rebuilt(outcome["error"])
             finally:
-                del raised  # which holds this frame, and with it the round of whoever called
-        return told["value"]
+                del raised  # the error refers to this frame, which keeps the caller's round alive
+        return outcome["value"]
 
     def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
-        """As `shared`, for anything that `diloco.state_tree` can hold; tensors stay on the same type of device."""
+        """Do as `shared` for results that `diloco.state_tree` can represent; tensors keep their device type."""
         tensors: dict[str, Tensor] = {}
 
         def asked(leader: Transport) -> list[Any]:
@@ -116,7 +124,7 @@ class LeaderTransport(Transport):
 
 
 class _LeaderPending:
-    """An average on its way to position 0, and from there to this rank."""
+    """The result of a round in flight, which this rank gets through position 0."""
 
     def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
         self._transport = transport
@@ -137,20 +145,12 @@ class _LeaderPending:
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:
-    """An error as JSON."""
+    """Return an error as JSON."""
     fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor", "digest")}
     return {"class": type(error).__name__, "message": str(error), "fields": fields}
 
 
 def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
-    """The error that `_described` was given."""
+    """Return the error from the JSON that `_described` returned."""
     kind: type[DiLoCoError] = getattr(errors, described["class"])
     return kind(described["message"], **described["fields"])
-
-
-def _failed(group: ReplicaGroup, error: Exception) -> ReplicaLostError:
-    return ReplicaLostError(
-        f"Position 0 of replica {group.replica}, which talks to the other replicas, has failed: {error!r}. This rank "
-        "can't go on without it.",
-        replicas=[group.replica],
-    )

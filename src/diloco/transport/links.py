@@ -1,8 +1,8 @@
-"""Emulated links on a virtual clock: what a round would have waited, without anybody waiting.
+"""Emulated links on a virtual clock, which compute how long a round would take without waiting for it.
 
-Each replica has one link with a bandwidth each way (full duplex, or half: one way at a time) and a one-way latency to
-the middle of the network. Payloads of one replica leave in the order in which they were sent, one after the other; so
-do those that arrive.
+Each replica has one link with the same bandwidth in both directions, full duplex or half duplex, and a one-way latency.
+The link sends the payloads of a replica one after the other, in the order in which they were submitted, and receives
+them in the same way.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-"""Seconds or bytes by ``(..., M)``: any number of scenarios at once, and the replicas that take part."""
+"""Seconds or bytes of shape ``(..., M)``: any number of scenarios, and the M replicas that take part."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One replica's way to the others.
+    """One replica's link to the others.
 
     Attributes:
-        bandwidth_bits_per_s: each way; infinite by default.
-        latency_s: one way, from this replica to any other half-way; a message from a to b takes the mean of both.
-        half_duplex: sending and receiving take turns: what is received comes in after what the same round sends is out.
+        bandwidth_bits_per_s: bandwidth in each direction; infinite by default.
+        latency_s: one-way latency; a message from one replica to another takes the mean of their latencies.
+        half_duplex: whether sending and receiving take turns; the link then receives a round's payloads only after it
+            has sent those of the same round.
     """
 
     bandwidth_bits_per_s: float = math.inf
@@ -49,14 +50,14 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth_bits_per_s > 0 or not 0 <= self.latency_s < math.inf:
             raise ConfigurationError(
-                f"a link of {self.bandwidth_bits_per_s} bit/s and {self.latency_s} s was given; the bandwidth must "
-                "be positive and the latency 0 or more."
+                "A link must have a positive bandwidth and a finite latency of at least 0 s, got "
+                f"{self.bandwidth_bits_per_s} bit/s and {self.latency_s} s."
             )
 
 
 @dataclass(frozen=True)
 class LinkState:
-    """Until when a link is taken, each way, in virtual seconds."""
+    """The virtual times, in seconds, until which a link is busy in each direction."""
 
     up_free_s: float = 0.0
     down_free_s: float = 0.0
@@ -64,7 +65,7 @@ class LinkState:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One replica's part in a round: when it sent, how much it sends, and how much it receives."""
+    """One replica's part in a round: the time at which it submits, and the bytes that it sends and receives."""
 
     sent_at_s: float
     sent_bytes: int
@@ -73,7 +74,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class LinkArrays:
-    """The links of a round's replicas, each array ``(..., M)`` or what broadcasts to it."""
+    """The links of a round's replicas; each array has the shape ``(..., M)`` or broadcasts to it."""
 
     bandwidth_bits_per_s: Floats
     latency_s: Floats
@@ -90,7 +91,7 @@ class LinkArrays:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """When what happens to a round, in seconds, each ``(..., M)`` by replica but for ``committed_s``, ``(..., 1)``."""
+    """The times of a round in seconds, each of shape ``(..., M)``, except ``committed_s`` of shape ``(..., 1)``."""
 
     up_start_s: Floats
     up_end_s: Floats
@@ -107,25 +108,26 @@ def round_times(
     up_free_s: Floats,
     down_free_s: Floats,
 ) -> RoundTimes:
-    """When a round is committed, and when it takes the links, for any number of scenarios at once.
+    """Return when a round occupies the links and when it is committed, for any number of scenarios at once.
 
-    The upload of m starts when m has sent and its link is free, and takes ``8 * sent_bytes / bandwidth``. The download
-    of m streams from the others as they upload: it starts with the first of them, takes at least
-    ``8 * received_bytes / bandwidth``, and ends no earlier than the last of them plus the latency. A vote, one latency
-    long, follows the last download; then the round is committed for all.
+    The upload of replica m starts when m has submitted its contribution and its uplink is free, and takes
+    ``8 * sent_bytes / bandwidth``. The download of m runs while the others upload. It starts when the first byte of the
+    earliest upload arrives, takes at least ``8 * received_bytes / bandwidth``, and ends no earlier than the last
+    upload plus the latency. A vote, which takes one latency, follows the last download. Then the round is committed for
+    all replicas.
 
     Args:
-        links: of the replicas that take part, M of them.
-        sent_at_s: when each hands in its contribution.
-        sent_bytes: by replica.
-        received_bytes: by replica.
-        up_free_s: until when each link is taken by earlier rounds, this way.
-        down_free_s: and the other way.
+        links: the links of the M replicas that take part.
+        sent_at_s: when each replica submits its contribution.
+        sent_bytes: bytes that each replica sends.
+        received_bytes: bytes that each replica receives.
+        up_free_s: when earlier rounds release each uplink.
+        down_free_s: when earlier rounds release each downlink.
     """
     half_s = links.latency_s / 2
     up_start = np.maximum(sent_at_s, up_free_s)
     up_end = up_start + 8 * sent_bytes / links.bandwidth_bits_per_s
-    if up_end.shape[-1] == 1:  # nobody else: nothing to wait for
+    if up_end.shape[-1] == 1:  # a lone replica waits for nothing
         return RoundTimes(up_start, up_end, sent_at_s, sent_at_s, sent_at_s)
     first = half_s - _most_of_others(-(up_start + half_s))
     last = half_s + _most_of_others(up_end + half_s)
@@ -137,7 +139,7 @@ def round_times(
 
 
 def _most_of_others(values: Floats) -> Floats:
-    """By replica, the largest value of all the others; at least two replicas.
+    """Return for each of at least two replicas the largest value among the others.
 
     >>> _most_of_others(np.array([1.0, 5.0, 3.0]))
     array([5., 3., 5.])
@@ -146,19 +148,19 @@ def _most_of_others(values: Floats) -> Floats:
         return values[..., ::-1]
     two = np.partition(values, -2, axis=-1)[..., -2:]
     second, most = two[..., :1], two[..., 1:]
-    # where several have the most, the second is the most, too
+    # where several replicas have the largest value, the second largest equals it
     return np.where(values == most, second, most)
 
 
 def transfer_times(
     transfers: Mapping[int, Transfer], links: Sequence[Link], states: Sequence[LinkState]
 ) -> tuple[float, tuple[LinkState, ...]]:
-    """When a round is committed, and the links' states afterwards: `round_times` for the replicas that take part.
+    """Return when a round is committed and the state of all links afterwards, from `round_times`.
 
     Args:
-        transfers: replica -> its part; those that take no part are missing.
-        links: of all replicas.
-        states: of all links, before.
+        transfers: replica -> its part in the round; replicas without a part are absent.
+        links: the links of all replicas.
+        states: the states of all links before the round.
 
     >>> links = [Link(8e6, 0.1), Link(8e6, 0.1)]    # 1 MB/s and 0.1 s between them
     >>> both = {replica: Transfer(0.0, 1_000_000, 1_000_000) for replica in (0, 1)}
@@ -180,18 +182,18 @@ def transfer_times(
 
 
 class VirtualNetwork:
-    """The links and clocks of all replicas. Time passes only by `tick` (compute) and `wait_until` (waiting).
+    """The links and virtual clocks of all replicas. Only `tick` (compute) and `wait_until` (waiting) advance a clock.
 
     Args:
-        links: one per replica.
-        step_time_s: compute time of one inner step, one per replica.
+        links: one link per replica.
+        step_time_s: compute time of one inner step, one value per replica.
     """
 
     def __init__(self, links: Sequence[Link], step_time_s: Sequence[float]) -> None:
         if len(links) != len(step_time_s) or any(not time_s >= 0 for time_s in step_time_s):
             raise ConfigurationError(
-                f"{len(links)} links and step times {tuple(step_time_s)} were given; each replica needs a "
-                "link and a step time of 0 or more seconds."
+                f"Each replica needs one link and a step time of at least 0 s, got {len(links)} links and step times "
+                f"{tuple(step_time_s)}."
             )
         self.links = tuple(links)
         self.step_time_s = tuple(step_time_s)
@@ -200,33 +202,33 @@ class VirtualNetwork:
         self.states: tuple[LinkState, ...] = (LinkState(),) * len(links)
 
     def tick(self, replica: int) -> None:
-        """``replica`` has computed one inner step."""
+        """Advance the clock of ``replica`` by one inner step."""
         self.now_s[replica] += self.step_time_s[replica]
 
     def commit_time_s(self, transfers: Mapping[int, Transfer]) -> float:
-        """When a round with these transfers is committed; its bytes take their place on the links."""
+        """Return when a round with these transfers is committed, and occupy the links with its bytes."""
         committed, self.states = transfer_times(transfers, self.links, self.states)
         return committed
 
     def wait_until(self, replica: int, time_s: float) -> float:
-        """``replica`` stands still until ``time_s``; returns for how long, which may be 0."""
+        """Stall ``replica`` until ``time_s`` and return for how long, in seconds (>= 0)."""
         waited = max(0.0, time_s - self.now_s[replica])
         self.now_s[replica] += waited
         self.wait_s[replica] += waited
         return waited
 
     def compute_utilization(self, replica: int) -> float:
-        """Compute time / (compute time + time waiting for communication) of ``replica`` so far; 1 before any time."""
+        """Return compute time / (compute time + time spent waiting) of ``replica`` so far; 1 if no time has passed."""
         now_s = self.now_s[replica]
         return 1 - self.wait_s[replica] / now_s if now_s > 0 else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Clocks and links, as plain values."""
+        """Return clocks and link states as plain values."""
         links = [[state.up_free_s, state.down_free_s] for state in self.states]
         return {"now_s": list(self.now_s), "wait_s": list(self.wait_s), "links": links}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.now_s = [float(value) for value in state["now_s"]]
         self.wait_s = [float(value) for value in state["wait_s"]]
         self.states = tuple(LinkState(float(up), float(down)) for up, down in state["links"])

@@ -1,7 +1,7 @@
-"""The ranks of one replica, and what they tell each other.
+"""The ranks of one replica and the communication between them.
 
-A replica of S ranks has a process group of its own, in which rank s is the replica's position s. It knows nothing of
-the other replicas, so that a failure there does not reach it, nor the other way round.
+A replica of S ranks has its own process group, in which rank s is the replica's position s. The group contains no rank
+of another replica, so a failure in one replica does not spread to the others through it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 __all__ = ["ReplicaGroup", "open_replica_group"]
 
 _ENDED: list[dist.ProcessGroup] = []
-"""Groups that are not in use any more. If DistributedDataParallel were the last to hold one, it would free it while it
-holds the interpreter's lock, and wait forever for a thread of the group that waits for that lock."""
+"""Groups that are no longer in use. If DistributedDataParallel held the last reference to one, it would free the group
+while holding the GIL and deadlock with a thread of the group that waits for the GIL."""
 
 atexit.register(_ENDED.clear)
 
 
 class ReplicaGroup:
-    """This rank's place among the ranks of its replica. A lone rank is a group of one, and nothing is sent.
+    """The ranks of one replica, as seen by one of them. A lone rank is a group of one and sends nothing.
 
-    All methods must be called on all ranks in the same order, and return the same on all of them.
+    All ranks must call the methods that communicate in the same order, and get the same results.
 
     Args:
-        process_group: of the replica's ranks, in which CPU tensors can travel; None: this rank is the whole replica.
-        replica: m.
+        process_group: the process group of the replica's ranks, which must support CPU tensors; None means that this
+            rank is the whole replica.
+        replica: the replica's number m.
 
     >>> alone = ReplicaGroup()
     >>> alone.position, alone.size, alone.share({"step": 3}), alone.gather_texts("here")
@@ -53,26 +54,26 @@ class ReplicaGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank at position 0, which speaks for the replica where one must."""
+        """Whether this rank is at position 0, which represents the replica where a single rank has to."""
         return self.position == 0
 
     def rows(self, batch_size: int) -> slice:
-        """Which sequences of the replica's batch this rank computes: in order, as evenly as possible.
+        """Return the rows of the replica's batch that this rank computes: in order and divided as evenly as possible.
 
         Raises:
-            ConfigurationError: if some rank would have none.
+            ConfigurationError: if a rank would have none.
         """
         if batch_size < self.size:
             raise ConfigurationError(
-                f"a batch of {batch_size} sequences was given to a replica of {self.size} ranks. It needs at least "
-                f"{self.size}, one for each rank."
+                f"A replica of {self.size} ranks needs a batch of at least {self.size} sequences, one per rank, got "
+                f"{batch_size}."
             )
-        share, more = divmod(batch_size, self.size)  # as tensor_split: the first ones have one more
+        share, more = divmod(batch_size, self.size)  # as in tensor_split, the first ranks get one more
         start = self.position * share + min(self.position, more)
         return slice(start, start + share + (self.position < more))
 
     def gather(self, value: Tensor) -> Tensor:
-        """``(size, ...)``: the ``value`` of every rank, in order; a sum of them has the same bits on all ranks."""
+        """Return the ``value`` of every rank in order, ``(size, ...)``; their sum has the same bits on all ranks."""
         if self.process_group is None:
             return value.unsqueeze(0)
         gathered = torch.empty((self.size, *value.shape), dtype=value.dtype, device=value.device)
@@ -81,15 +82,15 @@ class ReplicaGroup:
         return gathered
 
     def all(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on every rank."""
+        """Return whether ``flag`` is true on every rank."""
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8)).all())
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on some rank."""
+        """Return whether ``flag`` is true on at least one rank."""
         return bool(self.gather(torch.tensor(flag, dtype=torch.uint8)).any())
 
     def gather_texts(self, text: str) -> list[str]:
-        """The ``text`` of every rank, in order."""
+        """Return the ``text`` of every rank in order."""
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         lengths = [int(length) for length in self.gather(torch.tensor(data.numel()))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -98,7 +99,7 @@ class ReplicaGroup:
         return [rows[position, : length - 1].numpy().tobytes().decode() for position, length in enumerate(lengths)]
 
     def share(self, value: Any) -> Any:
-        """The ``value`` of position 0, which JSON must be able to hold; those of the others are ignored."""
+        """Return the ``value`` of position 0, which JSON must be able to represent; other ranks' values are ignored."""
         if self.process_group is None:
             return value
         data = json.dumps(value if self.leads else None).encode()
@@ -107,71 +108,74 @@ class ReplicaGroup:
         return json.loads(self.share_(room).numpy().tobytes())
 
     def share_(self, values: Tensor) -> Tensor:
-        """Overwrite ``values``, contiguous and of the same shape and dtype on all ranks, with those of position 0."""
+        """Overwrite ``values`` with those of position 0 and return them.
+
+        They must be contiguous and have the same shape and dtype on all ranks.
+        """
         if self.process_group is not None and values.numel():
             with self.watched():
                 dist.broadcast(values, group=self.process_group, group_src=0)
         return values
 
     def done_by_leader(self, act: Callable[[], Any]) -> Any:
-        """Call ``act`` on position 0 only; its result, which JSON must be able to hold, on all ranks.
+        """Call ``act`` on position 0 only, and return its result on all ranks; JSON must be able to represent it.
 
         Raises:
-            Exception: what ``act`` raises, on position 0.
-            ReplicaLostError: elsewhere, when that happened.
+            Exception: on position 0, if ``act`` raises it.
+            ReplicaLostError: on the other ranks, if ``act`` raises.
         """
         outcome, error = None, None
         if self.leads:
             try:
                 outcome = act()
-            except Exception as raised:  # raised again below, once the others know
+            except Exception as raised:  # raised again below, once the other ranks know
                 error = raised
-        told = self.share({"failed": repr(error) if error else "", "value": outcome})
+        shared = self.share({"failed": repr(error) if error else "", "value": outcome})
         if error is not None:
             raise error
-        if told["failed"]:
+        if shared["failed"]:
             raise ReplicaLostError(
-                f"position 0 of replica {self.replica} has failed, and position {self.position} can't go on without "
-                f"it: {told['failed']}",
+                f"Position 0 of replica {self.replica} has failed, and position {self.position} can't continue without "
+                f"it: {shared['failed']}",
                 replicas=[self.replica],
             )
-        return told["value"]
+        return shared["value"]
 
     def required_process_group(self) -> dist.ProcessGroup:
-        """The process group, where one is needed.
+        """Return the process group.
 
         Raises:
-            ConfigurationError: if there is none.
+            ConfigurationError: if this group is a lone rank without a process group.
         """
         if self.process_group is None:
             raise ConfigurationError(
-                "a replica of one rank without a process group was given where a process group is needed. Open one, "
-                "also for one rank, with open_replica_group."
+                "A process group is needed, but this replica is a lone rank without one. Open a group with "
+                "open_replica_group, which also works for one rank."
             )
         return self.process_group
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """All ranks in one dimension, for tensors on ``device``."""
+        """Return a one-dimensional device mesh of all ranks, for tensors on ``device``."""
         if device.type not in self._meshes:
             self._meshes[device.type] = DeviceMesh.from_group(self.required_process_group(), device.type)
         return self._meshes[device.type]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around communication with the other ranks: turns their loss into a `ReplicaLostError` that says whose."""
+        """Turn a network error inside the ``with`` block into a `ReplicaLostError` that names this replica."""
         try:
             yield
         except RuntimeError as error:
             if not _is_of_the_network(error):
                 raise
             raise ReplicaLostError(
-                f"a rank of replica {self.replica} is gone or silent, so position {self.position} of it can't go on: "
-                f"{str(error).splitlines()[0]} The other replicas go on. Start this one again.",
+                f"A rank of replica {self.replica} has ended or does not respond, so its position {self.position} "
+                f"can't continue: {str(error).splitlines()[0]} The other replicas continue. Restart this replica.",
                 replicas=[self.replica],
             ) from error
 
     def close(self) -> None:
-        """End the process group, if there is one."""
+        """Destroy the process group, if there is one."""
         if self.process_group is not None:
             _ENDED.append(self.process_group)
             dist.destroy_process_group(self.process_group)
@@ -181,23 +185,28 @@ class ReplicaGroup:
 def open_replica_group(
     store: Store, *, replica: int, position: int, size: int, device: torch.device, timeout_s: float
 ) -> ReplicaGroup:
-    """Meet the other ranks of this replica. It becomes torch.distributed's default process group.
+    """Rendezvous with the other ranks of this replica, and return their group.
 
-    gloo on the CPU; on CUDA also NCCL for the tensors that lie there, after ``torch.cuda.set_device``.
+    The group becomes torch.distributed's default process group. It uses gloo, and for a CUDA device also NCCL for CUDA
+    tensors; then call ``torch.cuda.set_device`` first.
 
     Args:
-        store: that all ranks of the replica reach; other replicas may use it, too.
-        device: that the model is trained on.
-        timeout_s: for the ranks to find each other, and after which a silent one counts as gone.
+        store: a store that all ranks of the replica can reach; other replicas may use the same store.
+        replica: the replica's number m.
+        position: position of this rank within the replica.
+        size: number of ranks of the replica.
+        device: the device on which the model is trained.
+        timeout_s: how long the ranks wait for each other at the start, and how long a rank may be silent in later
+            communication before it counts as lost.
 
     Raises:
-        ConfigurationError: if torch.distributed has a default process group already.
-        RendezvousError: if not all are there in time.
+        ConfigurationError: if torch.distributed already has a default process group.
+        RendezvousError: if not all ranks arrive in time.
     """
     if dist.is_initialized():
         raise ConfigurationError(
-            f"torch.distributed already has a process group of {dist.get_world_size()}. Use ReplicaGroup(that group), "
-            "or a process without one."
+            f"torch.distributed already has a default process group of {dist.get_world_size()} ranks. Wrap that group "
+            "in ReplicaGroup, or use a process without one."
         )
     on_cuda = device.type == "cuda"
     try:
@@ -210,7 +219,7 @@ def open_replica_group(
         )
     except RuntimeError as error:
         raise RendezvousError(
-            f"position {position} of replica {replica} did not find the other {size - 1} ranks of it within "
+            f"Position {position} of replica {replica} did not find the other {size - 1} ranks of its replica within "
             f"{timeout_s:g} s: {str(error).splitlines()[0]}",
             replicas=[replica],
         ) from error
@@ -218,5 +227,5 @@ def open_replica_group(
 
 
 def _is_of_the_network(error: RuntimeError) -> bool:
-    # gloo raises plain errors that name its source files
+    # gloo raises plain RuntimeErrors whose messages name its source files
     return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -1,4 +1,4 @@
-"""The words that all processes of a run share, and how one proves to another that it knows them without saying them."""
+"""The secret that all processes of a run share, and proofs that a process knows it, which do not reveal it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _SHORTEST_SECRET = 16
 
 
 class TurnedAwayError(OSError):
-    """The other side of a connection does not know the secret, or says that this one does not."""
+    """One side of a connection does not know the secret: the other side, or this one according to the other."""
 
 
 def proof(run: str, secret: str, prover: str, verifier: str) -> bytes:
-    """What ``prover`` says to ``verifier``: ``(32,)`` bytes, which are of no use to anybody else who sees them.
+    """Return the 32 bytes by which ``prover`` shows ``verifier`` that it knows the secret.
+
+    A third party that observes the proof can't use it.
 
     Args:
-        run: name of the run, or of what else the secret is for.
-        secret: what both know.
-        prover, verifier: names of the two ends of a connection, which no other connection has.
+        run: name of the run, or of another purpose of the secret.
+        secret: the shared secret.
+        prover, verifier: names of the two ends of a connection; no other connection may use the same names.
 
     >>> proof("r", "s", "a", "b") == proof("r", "t", "a", "b")
     False
@@ -34,19 +36,19 @@ def proof(run: str, secret: str, prover: str, verifier: str) -> bytes:
 
 
 def is_proof(given: bytes, run: str, secret: str, prover: str, verifier: str) -> bool:
-    """Whether ``given`` is the `proof` of these."""
+    """Return whether ``given`` equals the `proof` for the other arguments, in constant time."""
     return hmac.compare_digest(given, proof(run, secret, prover, verifier))
 
 
 def read_secret(path: Path | None, key: str) -> str:
-    """What the file holds; "" for none.
+    """Return the secret in a file, or "" if ``path`` is None.
 
     Args:
-        path: of the file, or None.
-        key: the setting that names it, for errors.
+        path: path of the file, or None.
+        key: the setting that names the file, for errors.
 
     Raises:
-        ConfigurationError: if it can't be read, or is too short to keep anybody out.
+        ConfigurationError: if the file can't be read, or holds fewer than 16 characters.
     """
     if path is None:
         return ""
@@ -54,11 +56,11 @@ def read_secret(path: Path | None, key: str) -> str:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{key}={path} can't be read: {error}. All peers need a file with the same words."
+            f"{key}={path} can't be read: {error}. Every peer needs a file with the same secret."
         ) from error
     if len(secret) < _SHORTEST_SECRET:
         raise ConfigurationError(
-            f"{key}={path} holds {len(secret)} characters, and a secret needs at least {_SHORTEST_SECRET}. "
-            "`openssl rand -hex 32` makes one."
+            f"The secret in {key}={path} must have at least {_SHORTEST_SECRET} characters, got {len(secret)}. "
+            "Create one with `openssl rand -hex 32`."
         )
     return secret

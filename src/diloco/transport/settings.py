@@ -1,4 +1,4 @@
-"""What can be set about the way between replicas. No torch here."""
+"""The settings of the transport between replicas. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -19,79 +19,88 @@ class TransportSettings:
     """How replicas exchange their contributions."""
 
     name: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas take turns in this process; torch: each is a process of its own, over
-    torch.distributed; hivemind: each finds the others in a DHT, comes and goes, with nobody in charge."""
+    """in-process: all replicas take turns in this process. torch: each replica is a process of its own (or several),
+    connected over TCP. hivemind: replicas find each other in a DHT and may join and leave at any time, without a
+    coordinator."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
-    """Number of replicas (M). hivemind: see swarm.start_replicas."""
+    """Number of replicas (M). For hivemind, see swarm.start_replicas."""
     mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
-    """What the mean of a part of the values is encoded as, by the replica that sums that part, where this moves fewer
-    bytes than sending everything to everybody. auto: int8 among 8 replicas or more whose contributions take less than
-    16 bits a value, else float32. Blocks of int8 and fp4 have codec.block_size values, those of auto 256."""
+    """Codec with which the replica that sums a slice of the values sends its mean, in rounds where summing slices
+    moves fewer bytes than sending every contribution to every replica. auto: int8 with 8 or more replicas whose
+    contributions take less than 16 bits per value, else float32. A block of int8 and fp4 has codec.block_size values, a
+    block of auto has 256."""
     mean_error_feedback: bool = False
-    """Keep what `mean_codec` lost and add it to the next mean; 4 bytes per parameter, shared out over the replicas."""
+    """Keep the quantisation error of `mean_codec` and add it to the next mean. This takes 4 bytes per parameter,
+    divided among the replicas."""
     min_contributors: int | None = None
     """A round with fewer contributions than this is void. Default: all replicas."""
     round_timeout_s: float = 600.0
-    """A round that takes longer from its first contribution to its last commit is void."""
+    """A round is void if it takes longer than this from its first contribution to its last commit, in seconds."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
-    """torch: processes (ranks) of one replica."""
+    """torch: number of processes (ranks) of one replica."""
     on_failure: Annotated[Literal["stop", "continue"], arg(aliases=["--on-failure"])] = "stop"
-    """torch: when a replica is lost: stop: all save and stop; continue: the others go on in a smaller view, and the
-    lost one comes back by itself, or may be started again."""
+    """torch: what happens when a replica is lost. stop: all replicas save their state and stop. continue: the others
+    continue in a smaller view, and the lost replica rejoins by itself or may be started again."""
     min_replicas: int = 1
-    """torch: fewer replicas than this never go on."""
+    """torch, hivemind: after a loss, training continues only if at least this many replicas are left."""
     restarts: int = 0
-    """torch: how often a replica that ended is started again by the command that started it."""
+    """torch: how often the command that started a replica restarts it if it ends early."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """torch: start only this replica here; the others are started elsewhere with the same --rendezvous."""
+    """torch: start only this replica here; the others are started elsewhere with the same --rendezvous. hivemind: the
+    number of this replica; by default it follows from the peer's identity."""
     position: int = 0
-    """torch: with --replica: which of its processes this is."""
+    """torch: with --replica, the position of this process within its replica."""
     inner_store: str | None = None
-    """torch: HOST:PORT of the store at which the processes of a replica meet; the command that starts them sets it."""
+    """torch: HOST:PORT of the store at which the processes of a replica rendezvous. The command that starts them sets
+    it."""
     rendezvous: Annotated[str | None, arg(aliases=["--rendezvous"])] = None
-    """torch: HOST:PORT that all replicas meet at: replica 0 listens there; for a replica that joins a run, the address
-    of any other."""
+    """torch: HOST:PORT at which all replicas rendezvous; replica 0 listens there. To join a running training, give the
+    address of any of its replicas."""
     host: str | None = None
-    """torch: address of this machine to listen at. Default: the one that the way to the rendezvous begins at."""
+    """torch: address of this machine to listen at. Default: the one from which the route to the rendezvous starts."""
     ports: str = "0"
-    """torch: port to listen at: 0 for any, or FIRST-LAST."""
+    """torch: port to listen at, or a range FIRST-LAST to choose from. 0: any free port."""
     secret_file: Path | None = None
-    """torch: a file whose content all replicas share; who does not have it is turned away before it can say anything.
-    It does not encrypt, and does not cover the stores of torch: see the page on security."""
+    """torch: a file with a secret that all replicas share. A process without it is rejected before it can send any
+    message. The secret does not encrypt traffic and does not protect torch's stores; see the page on security."""
     interface: str | None = None
-    """torch: network interface of the payload connections. Default: they come in where all others do."""
+    """torch: network interface on which payload connections are accepted. Default: the address of all other
+    connections."""
     streams: int | None = None
-    """Payload connections to each other replica; of what two choose, the larger counts. Default: one over short ways;
-    else about four in all where TCP keeps its rate (bbr), and at first sixteen where loss and pauses slow it down
-    (cubic and others), then as many as the round trips and losses that show make useful, up to 64 in all."""
+    """Payload connections to each other replica; if two replicas choose different numbers, the larger one counts.
+    Default: one where the round trip is short. Elsewhere about four to all replicas together if TCP keeps its rate
+    (bbr). If loss and pauses slow TCP down (cubic and others), sixteen at first, and then as many as the measured round
+    trips and losses justify, up to 64 to all replicas together."""
     pace: bool = True
-    """Where TCP keeps its rate (bbr), payloads leave at 97 % of the rate that the way out has shown when it was full,
-    instead of filling the queues of routers again and again. More is tried now and then."""
+    """If TCP keeps its rate (bbr), send payloads at 97 % of the rate that the uplink has reached when it was full,
+    instead of repeatedly filling the queues of routers. Higher rates are tried from time to time."""
     piece_bytes: int = 524_288
-    """torch: payloads travel in pieces of about this size, or smaller, so that there are sixteen."""
+    """torch, hivemind: payloads are sent in pieces of about this many bytes. Small payloads are divided into smaller
+    pieces, so that there are about sixteen."""
     heartbeat_s: float = 2.0
-    """torch: replicas tell each other that they are there, this often."""
+    """torch, hivemind: interval between heartbeats, in seconds."""
     silence_s: float = 15.0
-    """torch: a replica that was not heard of for so long counts as lost."""
+    """torch, hivemind: a replica from which nothing is received for this many seconds counts as lost."""
     give_up_after_s: Annotated[float | None, arg(aliases=["--give-up-after"])] = None
-    """A replica that has lost the others looks for them for so long, and then saves its state and ends. Default: it
-    never gives up. torch: with on_failure "continue"."""
+    """A replica that has lost the others searches for them for this many seconds, then saves its state and ends.
+    Default: it never stops searching. torch: only with on_failure "continue"."""
     rendezvous_timeout_s: float = 300.0
-    """torch: the longest that replicas wait for each other at the start."""
+    """torch, hivemind: the longest time that replicas wait for each other at the start, in seconds."""
     bandwidth_bits_per_s: tuple[float, ...] = ()
-    """Emulated bandwidth each way, one value for all replicas or one for each. Empty: unlimited. in-process: on a
-    virtual clock; torch: sending is held back."""
+    """Emulated bandwidth in each direction, one value for all replicas or one per replica. Empty: unlimited.
+    in-process: emulated on a virtual clock; torch: sending is delayed."""
     latency_s: tuple[float, ...] = ()
-    """Emulated one-way latency, one value for all replicas or one for each. Empty: none."""
+    """Emulated one-way latency in seconds, one value for all replicas or one per replica. Empty: none."""
     step_time_s: tuple[float, ...] = ()
-    """in-process: compute time of one inner step on the virtual clock, one value for all replicas or one for each."""
+    """in-process: compute time of one inner step on the virtual clock in seconds, one value for all replicas or one per
+    replica."""
     faults: tuple[str, ...] = ()
     """in-process: faults to inject, each "KIND replica=R fragment=P outer_step=K [seconds=S]"; KIND is one of
     drop, late, truncate, non-finite, miss-commit."""
 
     @property
     def num_ranks(self) -> int:
-        """M x S."""
+        """The number of ranks of all replicas (M x S)."""
         return self.replicas * self.replica_size
 
     def __post_init__(self) -> None:
@@ -110,30 +119,31 @@ class TransportSettings:
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= (math.inf if high is None else high):
-                works = f"at least {low}" if high is None else f"{low} to {high}"
-                raise ConfigurationError(f"transport.{name}={value} was given. Use {works}.")
+                allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ConfigurationError(f"transport.{name} must be {allowed}, got {value}.")
         in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
         if self.name != "in-process" and not in_order:
             raise ConfigurationError(
-                f"transport.heartbeat_s={self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s="
-                f"{self.round_timeout_s} were given. Each must be shorter than the next, and two heartbeats must fit "
-                "into a silence."
+                "transport.heartbeat_s must be positive and less than half of transport.silence_s, and "
+                "transport.silence_s must be less than transport.round_timeout_s, got heartbeat_s="
+                f"{self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s={self.round_timeout_s}."
             )
         if not self.rendezvous_timeout_s > 0:
             raise ConfigurationError(
-                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given. It must be positive."
+                f"transport.rendezvous_timeout_s must be positive, got {self.rendezvous_timeout_s}."
             )
         for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
             values = getattr(self, name)
             if len(values) not in (0, 1, self.replicas):
                 raise ConfigurationError(
-                    f"transport.{name} has {len(values)} values for {self.replicas} replicas. Give none, one, or "
-                    f"{self.replicas}."
+                    f"transport.{name} must have no value, one value, or one per replica ({self.replicas}), got "
+                    f"{len(values)} values."
                 )
             if any(value < 0 or (value == 0 and name == "bandwidth_bits_per_s") for value in values):
-                raise ConfigurationError(f"transport.{name}={values} has an invalid value.")
+                least = "positive" if name == "bandwidth_bits_per_s" else "at least 0"
+                raise ConfigurationError(f"The values of transport.{name} must be {least}, got {values}.")
         if self.name == "in-process" and (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
             raise ConfigurationError(
-                "transport.bandwidth_bits_per_s or latency_s was given without transport.step_time_s. An emulated link "
-                "runs on a virtual clock, which needs the compute time of one inner step."
+                "transport.bandwidth_bits_per_s and transport.latency_s need transport.step_time_s, because an "
+                "emulated link runs on a virtual clock, which needs the compute time of one inner step."
             )

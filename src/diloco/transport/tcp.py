@@ -1,4 +1,4 @@
-"""What TCP makes of a link, and how many connections are worth having on it."""
+"""A model of TCP's throughput, the number of connections that a link justifies, and TCP counters of the kernel."""
 
 from __future__ import annotations
 
@@ -30,36 +30,39 @@ CONGESTION_CONTROLS: tuple[CongestionControl, ...] = ("bbr", "cubic", "reno")
 
 SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
-"""Of a connection that has been silent for longer than a round trip or two: RFC 6928, RFC 5681 section 4.1."""
+"""The congestion window of a connection that is new or was idle for longer than a round trip or two (RFC 6928, and
+section 4.1 of RFC 5681)."""
 
-LARGEST_WINDOW_BYTES = 1 << 22  # in flight over one connection: Linux's largest send buffer by default
+LARGEST_WINDOW_BYTES = 1 << 22  # the most in flight over one connection: Linux's default limit on the send buffer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tcp:
-    """The connections by which a replica sends.
+    """The TCP connections over which a replica sends.
 
     Raises:
-        ConfigurationError: for a loss that is no share below 1, or without connections.
+        ConfigurationError: if the congestion control is unknown, ``loss`` is not in [0, 1), or there is no connection.
     """
 
-    # bbr keeps its rate over pauses and losses; cubic and reno start anew after a pause, and take a loss for a full
-    # link
+    # bbr keeps its rate across pauses and losses; cubic and reno restart slowly after a pause, and treat a loss as
+    # congestion
     congestion_control: CongestionControl = "bbr"
-    loss: float = 0.0  # share of packets that get lost, other than in a full queue
-    connections: int = 4  # to all other replicas together
+    loss: float = 0.0  # fraction of packets lost for other reasons than a full queue
+    connections: int = 4  # number of connections to all other replicas together
 
     def __post_init__(self) -> None:
         if self.congestion_control not in CONGESTION_CONTROLS or not 0 <= self.loss < 1 or self.connections < 1:
             raise ConfigurationError(
                 f"congestion control {self.congestion_control!r} with a loss of {self.loss:.4g} and {self.connections} "
-                f"connections cannot be simulated: it takes {', '.join(CONGESTION_CONTROLS)}, a loss of 0 or more and "
-                "below 1, and at least one connection."
+                f"connections cannot be simulated: use {', '.join(CONGESTION_CONTROLS)}, a loss of at least 0 and "
+                "less than 1, and at least one connection."
             )
 
     def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats) -> Floats:
-        """What the connections get of a link, ``(..., M)``: what loss leaves of it, and at most a window of each in a
-        round trip. Where loss counts as a full link, that is ``sqrt(1.5 / loss)`` segments (Mathis et al., 1997).
+        """Return the throughput of the connections on a link, ``(..., M)``.
+
+        It is the share of the bandwidth that loss leaves, but at most one window per connection and round trip. Where
+        loss counts as congestion, a window is ``sqrt(1.5 / loss)`` segments (Mathis et al., 1997).
 
         >>> Tcp(congestion_control="cubic", loss=0.005, connections=2).carried_bits_per_s(np.array(3e8), np.array(0.08))
         np.float64(5016019.1...)
@@ -73,8 +76,9 @@ class Tcp:
         return carried
 
     def start_s(self, sent_bytes: Floats, carried_bits_per_s: Floats, round_trip_s: Floats) -> Floats:
-        """How much longer than at full speed it takes, ``(..., M)``, while connections that start anew double what they
-        send with every round trip.
+        """Return how many seconds slow start adds to a transfer at full speed, ``(..., M)``.
+
+        Connections in slow start double what they send with every round trip.
 
         >>> Tcp(congestion_control="cubic").start_s(np.array([1e4, 1e7]), np.array(2e8), np.array(0.5)).round(2)
         array([0.08, 3.06])
@@ -91,19 +95,19 @@ class Tcp:
         return np.maximum(0.0, lost)
 
 
-KEEPING_THEIR_RATE = ("bbr",)  # congestion control that does not slow down at a lost packet or after a pause
-MOST_IN_ALL = 64  # connections to all other hosts, where nobody has chosen their number
-NEARLY, UNNOTICED_S = 1.1, 0.01  # a transfer that takes so many times as long, and so much longer, is as good
-NEAR_S = 0.002  # over a shorter round trip one connection is as good as many
+KEEPING_THEIR_RATE = ("bbr",)  # congestion controls that do not slow down at a lost packet or after a pause
+MOST_IN_ALL = 64  # the most connections to all other hosts together, unless the user has chosen their number
+NEARLY, UNNOTICED_S = 1.1, 0.01  # a transfer up to this factor plus this many seconds slower counts as equally fast
+NEAR_S = 0.002  # with a shorter round trip, one connection is as good as many
 
 FEW, MANY = 4, 16
-"""Connections to all others together. One that halves its rate at every loss carries little over a long way, and starts
-with ten packets after a pause: many together carry more. Where a connection keeps its rate, more of them only fill the
-queue on the way, and what is lost there is sent again."""
+"""Connections to all other replicas together. A connection that slows down at every loss carries little over a long
+path, and sends only ten packets at first after a pause, so many connections carry more together. If a connection keeps
+its rate, more connections only fill the queue on the path, and the packets that it drops have to be resent."""
 
 
 def streams_to_each(others: int, control: str) -> int:
-    """Payload connections to each of ``others`` replicas by default.
+    """Return the default number of payload connections to each of ``others`` replicas.
 
     >>> streams_to_each(1, "bbr"), streams_to_each(2, "cubic"), streams_to_each(40, "cubic")
     (4, 8, 1)
@@ -112,7 +116,7 @@ def streams_to_each(others: int, control: str) -> int:
 
 
 def congestion_control() -> str:
-    """Congestion control of new connections of this process, such as cubic or bbr; "" if the kernel doesn't tell."""
+    """Return the congestion control of this process's new connections, such as "cubic" or "bbr"; "" if unknown."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return ""
@@ -127,15 +131,16 @@ def connections_worth_having(
     bandwidth_bits_per_s: float = math.inf,
     hosts: int = 1,
 ) -> int:
-    """The fewest connections to one host that are nearly as fast as any number, where TCP starts anew after a pause and
-    takes a loss for a full link.
+    """Return the smallest number of connections to one host that is nearly as fast as any other number.
+
+    This is for congestion controls that restart slowly after a pause and treat a loss as congestion (cubic).
 
     Args:
-        burst_bytes: that are sent to the host without a pause.
-        round_trip_s: without queues.
-        loss: share of packets that get lost.
-        bandwidth_bits_per_s: to the host, where the way has been filled.
-        hosts: to which this one sends.
+        burst_bytes: number of bytes that are sent to the host without a pause.
+        round_trip_s: round trip without queueing, in seconds.
+        loss: fraction of packets that get lost.
+        bandwidth_bits_per_s: bandwidth to the host, if the path has been full; else infinite.
+        hosts: number of hosts to which this host sends.
 
     >>> connections_worth_having(3e6, 0.08, 0.005), connections_worth_having(3e6, 0.08, 0.005, hosts=4)
     (64, 16)
@@ -159,39 +164,43 @@ def _burst_s(connections: int, sent_bytes: float, trip_s: float, loss: float, ba
 
 @dataclass(frozen=True)
 class Counters:
-    """What the kernel has counted on a connection since it was made, and its round trips."""
+    """The kernel's counters of one TCP connection since it was opened, and its round trips."""
 
-    # that the other side's kernel has: those before the first one lost, and about as many after it as it told of. The
-    # former alone stand still at each loss, and jump once it is repaired, which would look like a fast link.
+    # Bytes that the other side's kernel has received: those before the first lost segment, and roughly those after it
+    # that it reported (SACK). The former alone stall at each loss and jump once it is repaired, which would look like a
+    # fast link.
     acknowledged_bytes: int
-    sent_segments: int  # with payload
-    resent_segments: int
-    round_trip_s: float  # of late, with queues on the way
-    least_round_trip_s: float  # ever
-    paced_bits_per_s: float  # at which congestion control lets it send
+    sent_segments: int  # segments sent with payload
+    resent_segments: int  # segments sent again
+    round_trip_s: float  # recent round trip, queueing included
+    least_round_trip_s: float  # the shortest round trip so far
+    paced_bits_per_s: float  # the rate at which congestion control allows sending
 
     def after(self, before: Counters) -> Counters:
-        """These, told later than ``before``: what came out of order was told of in full segments, of which the last one
-        may prove to be shorter, and what has come once does not become less."""
+        """Return these counters with ``acknowledged_bytes`` no lower than in ``before``, which was read earlier.
+
+        Bytes received out of order are estimated in full segments. The last of them may turn out to be shorter, which
+        would make the count decrease.
+        """
         return replace(self, acknowledged_bytes=max(self.acknowledged_bytes, before.acknowledged_bytes))
 
     @classmethod
-    def of(cls, connection: _Asked | None) -> Counters | None:
-        """Of a socket; None where the kernel does not tell."""
+    def of(cls, connection: _HasOptions | None) -> Counters | None:
+        """Return the counters of a socket, or None if the kernel does not report them."""
         if connection is None or sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         try:
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-            found = _TCP_INFO.unpack(told)
-        except (OSError, struct.error):  # it is closed, or the kernel is older than 4.6
+            data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            found = _TCP_INFO.unpack(data)
+        except (OSError, struct.error):  # the socket is closed, or the kernel is older than 4.6
             return None
         words, (paced, _, in_order, _), (_, _, _, least, _, sent) = found[8:32], found[32:36], found[36:42]
         segment_bytes, beyond = words[2], words[5]
         return cls(in_order + beyond * segment_bytes, sent, words[23], words[15] / 1e6, least / 1e6, 8.0 * paced)
 
 
-class _Asked(Protocol):
-    """A socket, or what asyncio shows of one."""
+class _HasOptions(Protocol):
+    """A socket, or asyncio's wrapper of one."""
 
     @property
     def family(self) -> int: ...
@@ -199,4 +208,4 @@ class _Asked(Protocol):
     def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes: ...
 
 
-_TCP_INFO = struct.Struct("=8B24I4Q6I")  # the beginning of Linux's ``struct tcp_info``
+_TCP_INFO = struct.Struct("=8B24I4Q6I")  # the first fields of Linux's ``struct tcp_info``

@@ -1,1 +1,1 @@
-"""Replicas anywhere, with nobody in charge: found in a Hivemind DHT, connected over libp2p's encrypted streams."""
+"""Replicas without a coordinator, which find each other in a Hivemind DHT and connect over libp2p."""

@@ -1,4 +1,4 @@
-"""From a run's name and the address of any peer to a connected transport: as a member, a founder or a joiner."""
+"""Connecting to a swarm as a founder or a joiner, given the run's name and the address of any peer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from diloco.waiting import waiting_for
 __all__ = ["SwarmConnected", "connect_swarm"]
 
 _START_AGAIN_S = 0.5
-_FAREWELL_S = 10.0  # for a peer that ends to tell that the run is over
+_FAREWELL_S = 10.0  # time limit for a leaving peer to announce that the run has ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConnected(Connected):
-    """Connected to the members of a swarm."""
+    """A transport connected to the members of a swarm."""
 
-    node: Node  # this peer in the network
+    node: Node  # this peer
     dialer: MemberDialer
     announcer: Announcer
 
@@ -56,12 +56,14 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
-        held_step: the newest step that this peer could resume from; -1: none, so it can't take the place of a swarm
-            that was there before.
+        place: this peer and its run.
+        wire: how the peers exchange contributions.
+        held_step: the newest step that this peer could resume from; -1 for none, in which case the peer can't found a
+            swarm that replaces an earlier one.
 
     Raises:
-        RendezvousError: if that does not succeed in time, or the peers do not fit together, or the swarm is not as far
-            as this peer was; nothing stays open.
+        RendezvousError: if this does not succeed in time, the peers are incompatible, or the swarm is behind this
+            peer's checkpoint; nothing stays open.
         TransportError: if the peer can't be started.
     """
     identity = load_identity(place.identity)
@@ -81,9 +83,9 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
 
 
 def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> None:
-    """Start the peer; the peers through which it is to enter the network may be starting themselves, or cut off."""
+    """Start the peer, and retry for up to ``timeout_s`` seconds: the peers it joins through may be starting, too."""
     deadline_s = time.monotonic() + timeout_s
-    with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
+    with waiting_for(lambda: f"an answer from a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
         while True:
             try:
                 transport.connections.listen()
@@ -110,10 +112,10 @@ def _connect(
     announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
     founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
-        transport.step = founded_step if place.last else 0  # which those who join are told
+        transport.step = founded_step if place.last else 0  # joining peers receive it
     transport.begin(view, registry, routes.open_link, member=found is None, closed=place.closed)
     if found is None:
-        connections.call(announcer.announce())  # before anybody looks
+        connections.call(announcer.announce())  # before other peers search
     SwarmService(transport, announcer.swarm, founded_step, place.status)
     connections.post(announcer.keep_announcing)
     entries = {**(found.entries if found else {}), number: registry.entries[number]}

@@ -1,7 +1,7 @@
-"""The libp2p daemon of a peer: streams to others and from them.
+"""The libp2p daemon of a peer, which opens and accepts streams.
 
-Hivemind starts and ends it. Requests go over connections of this module, because those of Hivemind's client stay open
-when something goes wrong.
+Hivemind starts and ends the daemon. This module opens its own connections for requests, because those of Hivemind's
+client stay open after errors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from diloco.transport.hivemind.engine import load_engine
 __all__ = ["Daemon", "Handler", "plainly"]
 
 _ENDING_S = 2.0
-_ANSWER_S = 60.0  # more than libp2p takes to find out that nobody answers
+_ANSWER_S = 60.0  # longer than libp2p takes to notice that a peer does not answer
 _MOST_CHARACTERS = 160
 _HOST = re.compile(r"^/ip[46]/([^/]+)")
 _DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
 _PLAIN_WORDS = {
     "dial backoff": "it did not answer a moment ago",
-    "failed to find any peer": "nobody knows its address",
-    "no addresses": "nobody knows its address",
+    "failed to find any peer": "its address is unknown",
+    "no addresses": "its address is unknown",
     "failed to connect to bootstrap peers": "none of them answers",
     "responded to a ping": "none of them answers",
     "connection refused": "connection refused",
@@ -38,21 +38,22 @@ _PLAIN_WORDS = {
     "stream reset": "the connection was reset",
     "i/o timeout": "no answer in time",
     "deadline exceeded": "no answer in time",
-    "not supported": "it is no diloco of this version, or is starting or ending",
+    "not supported": "it is not a diloco of this version, or it is starting or ending",
     "dial to self": "it has the identity of this peer",
     "bytes read on a total of": "the libp2p daemon of this peer has ended",
 }
-"""What libp2p's messages mean."""
+"""Parts of libp2p's messages -> what they mean."""
 
 Handler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a stream that a peer, the first argument, has opened from a machine, the second one; "": it is unknown."""
+"""Handles an incoming stream; the arguments are the identity of the peer, its host ("" if unknown), and the stream."""
 
 
 class Daemon:
     """A running daemon.
 
     Args:
-        p2p: as Hivemind started it.
+        p2p: Hivemind's object for the daemon that it has started.
+        protocol: name of the protocol of the streams.
     """
 
     def __init__(self, p2p: Any, protocol: str) -> None:
@@ -65,22 +66,22 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process id of the daemon."""
         pid: int = self.p2p._child.pid
         return pid
 
     async def addresses(self) -> tuple[str, ...]:
-        """Multiaddresses at which this peer can be reached, its identity included; maybe none."""
+        """Return the multiaddresses at which this peer can be reached, which include its identity; possibly none."""
         engine = load_engine()
         answer = await self._ask_once(self._request("IDENTIFY"))
         me = f"/p2p/{self.p2p.peer_id}"
         return tuple(f"{engine.Multiaddr(each)}{me}" for each in answer.identify.addrs)
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer at these multiaddresses, its identity left out.
+        """Connect to a peer at these multiaddresses, which must not include its identity.
 
         Raises:
-            OSError: if it can't be reached.
+            OSError: if the peer can't be reached.
         """
         engine = load_engine()
         asked = engine.p2pd_pb2.ConnectRequest(
@@ -89,17 +90,17 @@ class Daemon:
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
     async def open(self, peer_id: str) -> Stream:
-        """A stream to another peer.
+        """Open a stream to another peer.
 
         Raises:
-            OSError: if it can't be reached.
+            OSError: if the peer can't be reached.
         """
         asked = load_engine().p2pd_pb2.StreamOpenRequest(peer=_bytes_of(peer_id), proto=[self._protocol])
         _, reader, writer = await self._ask(self._request("STREAM_OPEN", streamOpen=asked), about=peer_id)
         return reader, writer
 
     async def handle(self, handler: Handler) -> None:
-        """Hand over every stream that is opened to this peer."""
+        """Pass every incoming stream to ``handler``."""
         engine = load_engine()
         self._folder = Path(tempfile.mkdtemp(prefix="diloco-"))
 
@@ -110,7 +111,7 @@ class Daemon:
                 found = _HOST.search(str(engine.Multiaddr(info.addr)))
                 await handler(str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
             except (OSError, EOFError, ValueError, asyncio.CancelledError):
-                writer.close()  # of a daemon that ends, or of a peer that does
+                writer.close()  # the daemon or the peer is ending
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._writers = {each for each in self._writers if not each.is_closing()} | {writer}
@@ -123,10 +124,10 @@ class Daemon:
         await self._ask_once(self._request("STREAM_HANDLER", streamHandler=asked))
 
     async def close(self) -> None:
-        """End the daemon, and every stream with it."""
+        """End the daemon and all of its streams."""
         if self._server is not None:
             await stop_listening(self._server)
-        for _ in range(4):  # turns of the loop, in which connections that have just come get to be known
+        for _ in range(4):  # iterations of the event loop, in which connections just accepted reach `accepted`
             await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
@@ -162,7 +163,7 @@ class Daemon:
         engine = load_engine()
         try:
             reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
-        except OSError as error:  # which says nothing about the peer that was to be reached
+        except OSError as error:  # this does not concern the other peer
             raise OSError("the libp2p daemon of this peer has ended") from error
         try:
             await engine.write_pbmsg(writer, request)
@@ -179,7 +180,7 @@ class Daemon:
 
 
 def plainly(error: BaseException) -> str:
-    """An error of libp2p or Hivemind in a few words; its own may fill a page with all addresses that it tried.
+    """Summarise an error of libp2p or Hivemind; the original may list every address that was tried.
 
     >>> plainly(OSError("Connect failed. msg=failed to dial: all dials failed * [/ip4/10.0.0.1/tcp/1] dial backoff * "
     ...     "[/ip4/10.0.0.2/tcp/1] dial tcp4 10.0.0.2:1: connect: no route to host"))
@@ -188,7 +189,7 @@ def plainly(error: BaseException) -> str:
     'none of them answers'
     """
     words = _DAEMON_SAYS.sub("", " ".join(str(error).split()))
-    found = [said for meant, said in _PLAIN_WORDS.items() if meant in words]
+    found = [meaning for part, meaning in _PLAIN_WORDS.items() if part in words]
     return ", ".join(dict.fromkeys(found)) or words[:_MOST_CHARACTERS] or type(error).__name__
 
 

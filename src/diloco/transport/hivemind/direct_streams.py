@@ -1,8 +1,8 @@
-"""Streams between peers that reach each other without libp2p: TLS 1.3 over TCP, several at a time for one payload link.
+"""Streams between peers without libp2p: TLS 1.3 over TCP, several in parallel for one payload link.
 
-A peer's certificate is its own, made at its start and signed by nobody. It tells its digest to another peer over the
-control connection, on which libp2p has proved who is who and the run's secret was asked for, together with a key for
-that peer alone. So who connects knows whom it has reached before it says anything, and proves itself by the key.
+Each peer creates its own unsigned certificate when it starts. It sends the certificate's digest and a key for one other
+peer to that peer over the control connection, where libp2p has authenticated both ends and the run's secret was
+checked. The connecting peer therefore verifies the listener before it sends anything, and proves itself with the key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DirectStreams", "hosts_in"]
 
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
-_MOST_UNPROVEN = 64  # of more connections than this at a time that have proved nothing yet, the newest are refused
+_MOST_UNPROVEN = 64  # connections that have not proved themselves yet; while there are this many, new ones are refused
 _MOST_PLACES = 16
 _REACH_S = 10.0
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
@@ -41,27 +41,29 @@ class DirectStreams:
     """The direct streams of one peer.
 
     Args:
-        proven: gets the peer at the other end of every stream that comes in.
+        peer_id: identity of this peer.
+        proven: receives the identity of the other end of every incoming stream.
     """
 
     def __init__(self, peer_id: str, proven: MutableMapping[asyncio.StreamWriter, str]) -> None:
-        self.port = 0  # where it listens; 0: nowhere
+        self.port = 0  # the port at which this peer listens; 0: none
         self._me = peer_id
         self._proven = proven
         self._certificate = b""
-        self._keys: dict[str, bytes] = {}  # by peer
+        self._keys: dict[str, bytes] = {}  # peer -> the key that was sent to it
         self._unproven = 0
         self._servers: list[asyncio.Server] = []
 
     async def listen(self, hosts: Sequence[str], port: int, accept: Accept) -> None:
-        """Hand every stream whose opener has proved itself to ``accept``.
+        """Listen for streams, and pass each one whose other end has proved itself to ``accept``.
 
         Args:
-            hosts: addresses of this machine; empty: nothing is listened at.
-            port: 0: any.
+            hosts: addresses of this machine to listen at; none if empty.
+            port: port to listen at; 0 for any.
+            accept: called with each proven stream.
 
         Raises:
-            TransportError: if this machine can't be listened on there.
+            TransportError: if this peer can't listen there.
         """
         context = self._server_context()
 
@@ -74,13 +76,13 @@ class DirectStreams:
                 self._servers.append(await asyncio.start_server(arrive, host, self.port or port))
             except OSError as error:
                 raise TransportError(
-                    f"direct streams can't be listened for at port {self.port or port} of {host}: {error}. Choose "
+                    f"this peer can't listen for direct streams at port {self.port or port} of {host}: {error}. Choose "
                     "another swarm.direct_port, or swarm.direct='never'."
                 ) from error
             self.port = self._servers[0].sockets[0].getsockname()[1]
 
     def offer(self, peer_id: str, hosts: Sequence[str]) -> dict[str, Any]:
-        """What a peer has to know to open streams to this one, which others find at ``hosts``: for that peer alone."""
+        """Return what ``peer_id`` needs to open streams to this peer at ``hosts``; no other peer may receive it."""
         if not self.port or not hosts:
             return {}
         key = self._keys.setdefault(peer_id, secrets.token_bytes(_PROOF_BYTES))
@@ -88,19 +90,17 @@ class DirectStreams:
         return {"places": places, "certificate": _digest(self._certificate), "key": key.hex()}
 
     async def open(self, offer: object) -> Stream:
-        """A stream to the peer that made an offer, at the first of its places that answers.
+        """Open a stream to the peer that made an offer, at the first of its addresses that answers.
 
         Raises:
-            OSError: if there is no way to it, the offer is none, or somebody else is at its place.
+            OSError: if no address can be reached, the offer is invalid, or another program listens there.
         """
         try:
             fields = Fields({"offer": offer}).message("offer")
             key, certificate = bytes.fromhex(Fields(fields).text("key")), Fields(fields).printable("certificate")
             places = [parse_address(each) for each in Fields(fields).list_of_texts("places", _MOST_PLACES)]
         except ValueError as error:
-            raise OSError(
-                f"it offers direct streams in a way that can't be understood ({visible(str(error))})"
-            ) from error
+            raise OSError(f"its offer of direct streams is invalid ({visible(str(error))})") from error
         dialing = [asyncio.ensure_future(_dial(each, certificate)) for each in places]
         why: BaseException | None = None
         try:
@@ -116,16 +116,16 @@ class DirectStreams:
         except BaseException:
             _close_others(dialing, None)
             raise
-        said = str(why) or f"no answer within {_REACH_S:g} s"
-        raise OSError(f"no direct way to {', '.join(map(str, places)) or 'it'}: {said}")
+        reason = str(why) or f"no answer within {_REACH_S:g} s"
+        raise OSError(f"no direct connection to {', '.join(map(str, places)) or 'it'}: {reason}")
 
     async def refuse(self) -> None:
-        """Accept nothing any more."""
+        """Stop accepting streams."""
         for server in self._servers:
             await stop_listening(server)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext) -> bool:
-        """Whether somebody who has connected proves to be a peer that this one has made an offer to."""
+        """Return whether the other end proves to be a peer that has an offer of this one; abort the stream if not."""
         found: str | None = None
         if self._unproven >= _MOST_UNPROVEN:
             writer.close()
@@ -140,7 +140,7 @@ class DirectStreams:
                     found = peer
                     self._proven[writer] = peer
         except (OSError, EOFError, TimeoutError):
-            pass  # a stranger
+            pass  # an unauthenticated peer
         finally:
             self._unproven -= 1
             if found is None:
@@ -150,7 +150,7 @@ class DirectStreams:
     def _server_context(self) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         key, self._certificate = _make_certificate()
-        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # which nobody else can read
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
             file = Path(folder) / "key-and-certificate.pem"
             file.write_bytes(key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
             context.load_cert_chain(file)
@@ -158,7 +158,7 @@ class DirectStreams:
 
 
 def hosts_in(addresses: Sequence[str]) -> list[str]:
-    """The hosts in multiaddresses at which a peer can be reached itself, those of its machine alone last.
+    """Return the hosts in multiaddresses that reach a peer without a relay; loopback addresses come last.
 
     >>> hosts_in(["/ip4/127.0.0.1/tcp/4/p2p/Qm", "/ip4/10.0.0.7/tcp/4/p2p/Qm", "/ip4/9.9.9.9/tcp/1/p2p/Q/p2p-circuit"])
     ['10.0.0.7', '127.0.0.1']
@@ -172,27 +172,21 @@ async def _dial(place: Address, certificate: str) -> Stream:
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if not hmac.compare_digest(_digest(shown), certificate):
         writer.transport.abort()
-        raise OSError(f"somebody else is at {place}")
+        raise OSError(f"another program listens at {place}")
     return reader, writer
 
 
-def _close_others(
-    dialing: Sequence[asyncio.Future[Stream]],
-    kept: asyncio.StreamWriter | None,
-) -> None:
+def _close_others(dialing: Sequence[asyncio.Future[Stream]], kept: asyncio.StreamWriter | None) -> None:
     for task in dialing:
         task.cancel()
-        if (
-            task.done()
-            and not task.cancelled()
-            and task.exception() is None
-            and (writer := task.result()[1]) is not kept
-        ):
-            writer.transport.abort()
+        if task.done() and not task.cancelled() and task.exception() is None:
+            _, writer = task.result()
+            if writer is not kept:
+                writer.transport.abort()
 
 
 def _context(side: int) -> ssl.SSLContext:
-    """Certificates are compared with what was told, not verified: nobody has signed them."""
+    """Return a TLS context that does not verify certificates, as they are unsigned and compared by digest instead."""
     context = ssl.SSLContext(side)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -200,7 +194,7 @@ def _context(side: int) -> ssl.SSLContext:
 
 
 def _make_certificate() -> tuple[bytes, bytes]:
-    """A private key (PEM) and a certificate of it (DER)."""
+    """Return a private key (PEM) and a certificate of it (DER)."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

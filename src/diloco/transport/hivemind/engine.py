@@ -1,8 +1,8 @@
-"""The parts of Hivemind that are used: its DHT, and libp2p's identities and streams. Imported when first asked for.
+"""The parts of Hivemind that this package uses, imported on first use: its DHT, and libp2p's identities and streams.
 
-The DHT does not go by the clocks of the machines: Hivemind dates records by them, and refuses peers whose clock is more
-than 3 s off. Here a peer takes over the time of those through which it enters the network, so that no clock has to be
-right, and that time goes on evenly when the machine's clock is set.
+Hivemind dates records by the clocks of the machines, and refuses peers whose clock is more than 3 s off. This package
+makes the DHT use a network time instead: a peer adopts the time of the peers through which it enters the network. So no
+machine's clock has to be right, and the network time does not jump when a machine's clock is set.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from diloco.errors import ConfigurationError
 __all__ = ["NetworkClock", "load_engine"]
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
-_NOISE_S = 1.0  # that a slow answer may cause
+_NOISE_S = 1.0  # the error in a peer's time that a slow answer may cause
 
 
 @cache
 def load_engine() -> Any:
-    """Hivemind's classes by name.
+    """Return Hivemind's classes as attributes of one object.
 
     Raises:
-        ConfigurationError: if it is not installed.
+        ConfigurationError: if Hivemind is not installed.
     """
     import torch.multiprocessing as multiprocessing
 
     strategy = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types for it
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its mixture of experts, which comes along, uses what torch deprecates
+            warnings.simplefilter("ignore")  # its mixture of experts, imported too, uses deprecated torch
             import hivemind.utils.auth
             import hivemind.utils.timed_storage
             from hivemind.dht import node, protocol, routing
@@ -59,26 +59,26 @@ def load_engine() -> Any:
             from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
-        way = "Install it with pip install 'diloco[hivemind]'."
-        if sys.platform == "win32":  # its daemon is made for Linux and macOS
-            way = "It does not run on Windows itself: use WSL 2, or --transport torch."
+        remedy = "Install it with pip install 'diloco[hivemind]'."
+        if sys.platform == "win32":  # its daemon is built for Linux and macOS
+            remedy = "It does not run on native Windows: use WSL 2, or --transport torch."
         raise ConfigurationError(
-            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {way}"
+            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {remedy}"
         ) from error
     finally:
-        # which importing Hivemind changes for the whole process
+        # importing Hivemind changes it for the whole process
         multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
 
-    if "HIVEMIND_LOGLEVEL" not in os.environ:  # the errors of this package say what matters
+    if "HIVEMIND_LOGLEVEL" not in os.environ:  # the errors of this package report what matters
         for name in ("hivemind.p2p", "hivemind.dht"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     clock = NetworkClock()
     for module in (hivemind.utils, hivemind.utils.timed_storage, hivemind.utils.auth, node, protocol, routing):
         module.get_dht_time = clock.now_s
-    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # a record that is far off is moved, not refused
+    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # peers with another time are accepted and adapt
 
     class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
-        """Its daemon has a session of its own: signals to this process's group, such as Ctrl-C, don't reach it."""
+        """A P2P whose daemon runs in its own session, so that signals such as Ctrl-C do not reach the daemon."""
 
         @staticmethod
         def _make_process_args(*words: Any, **options: Any) -> list[str]:
@@ -108,24 +108,24 @@ def load_engine() -> Any:
 
 
 class NetworkClock:
-    """Seconds since 1970, as the peers of a network count them. Reads the clock of this machine once, at its start."""
+    """The time that the peers of a network share, in seconds since 1970; it starts from this machine's clock."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
 
     def now_s(self) -> float:
-        """The time of the network."""
+        """Return the time of the network."""
         return time.monotonic() + self._ahead_s
 
     def off_s(self) -> float:
-        """Seconds by which the clock of this machine is ahead of the network's; negative: behind."""
+        """Return how many seconds the clock of this machine is ahead of the network's (negative: behind)."""
         return time.time() - self.now_s()
 
     def enter(self, ahead_s: Sequence[float]) -> None:
-        """Take over the time of a network.
+        """Adopt the time of a network.
 
         Args:
-            ahead_s: seconds by which the clocks of some of its peers are ahead of this one; empty: unknown.
+            ahead_s: how many seconds the clocks of some of its peers are ahead of this one; empty if unknown.
 
         >>> clock = NetworkClock()
         >>> clock.enter([3600.0, 3600.5, -50.0])
@@ -136,13 +136,13 @@ class NetworkClock:
             self._ahead_s += statistics.median_high(ahead_s)
 
     def keep_up(self, ahead_s: Sequence[float]) -> None:
-        """Follow the time that most peers have; of two times, the later one.
+        """Follow the time that most peers have; if there are two times, follow the later one.
 
         Args:
             ahead_s: as in `enter`.
 
         >>> clock = NetworkClock()
-        >>> clock.keep_up([3600.0])  # networks that meet: the other one does not move
+        >>> clock.keep_up([3600.0])  # two networks merge; the other one keeps its time
         >>> clock.keep_up([0.0, 0.5, -3600.0])
         >>> round(clock.off_s())
         -3600

@@ -1,7 +1,7 @@
-"""Who a peer is, and what peers say of themselves in the DHT.
+"""The identities of peers, and the records that they store in the DHT.
 
-A peer is a key pair of its machine. It signs its record in the DHT, which only says where to ask: whether a peer is
-there, and what it does, it says itself when asked. No clock of one machine is compared with another's.
+A peer is identified by a key pair, with which it signs its record in the DHT. The record only tells others which peers
+to ask; a peer reports its current state itself when asked. No machine's clock is compared with another's.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ __all__ = [
 
 MAX_RECORD_BYTES = 4096
 _MAX_ADDRESSES = 16
-_NO_BYTES = b"\xc4\x00"  # in MessagePack
-_SHA2_256 = bytes((0x12, 32))  # what a multihash of that kind begins with: its code and its size
+_NO_BYTES = b"\xc4\x00"  # empty bytes in MessagePack
+_SHA2_256 = bytes((0x12, 32))  # the prefix of a SHA2-256 multihash: its code and its size
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A key pair."""
+    """A peer's key pair."""
 
     path: Path  # file of the private key
-    peer_id: str  # by which others know this peer: a hash of the public key, in base 58
-    private_key: Any  # signs the records of this peer
+    peer_id: str  # the peer's public identity: a hash of the public key, in base 58
+    private_key: Any  # the key that signs the peer's records
 
 
 def load_identity(path: Path) -> Identity:
-    """The key at ``path``; made, readable by its owner alone, if there is none yet.
+    """Load the key at ``path``; if there is none, create one that only its owner can read.
 
     Raises:
-        ConfigurationError: if others can read it, or it is not a key.
+        ConfigurationError: if other users can read the file, or it is not a key.
     """
     engine = load_engine()
     if not path.exists():
@@ -73,16 +73,16 @@ def load_identity(path: Path) -> Identity:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
-    except Exception as error:  # whatever its parsers raise
+    except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
-            f"{path} holds no usable private key ({error}). Choose another swarm.identity, or remove the file, so that "
-            "a key is made."
+            f"{path} holds no usable private key ({error}). Choose another swarm.identity, or remove the file to have "
+            "a new key created."
         ) from error
     return Identity(path, peer_id, key)
 
 
 def number_of(peer_id: str) -> int:
-    """The replica number of a peer that was given none: from its identity, so that it stays the same.
+    """Return the default replica number of a peer, which is derived from its identity and so stays the same.
 
     >>> number_of("12D3KooWJrhzcn17yUmoHusNY4jT2mWtmrD7UtawBVTF1L1kTfMa")
     178120399
@@ -92,42 +92,42 @@ def number_of(peer_id: str) -> int:
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """One peer of a run."""
+    """The record of one peer of a run."""
 
-    peer_id: str  # who
-    number: int  # its replica number; -1 for one that does not train
-    swarm: str = ""  # of which it is a member; "" while it looks for one
-    held_step: int = -1  # the newest step that it could resume from; -1 for none
-    addresses: tuple[str, ...] = field(default=())  # multiaddresses, ``/p2p/`` and its identity left out
-    finished: bool = False  # whether it has done all steps of the run, and is leaving
-    beat: int = 0  # grows each time that the record is stored
-    was: str = ""  # of a peer that looks, the swarm that it was a member of
-    last: View | None = None  # the newest view of that swarm that it was a member of, or had agreed to be
-    proven: bool = True  # whether whoever has made the record knows the secret of the run
+    peer_id: str  # the peer's identity
+    number: int  # the peer's replica number; -1 if it does not train
+    swarm: str = ""  # the swarm that the peer is a member of; "" while it is searching for one
+    held_step: int = -1  # the newest step that the peer could resume from; -1 for none
+    addresses: tuple[str, ...] = field(default=())  # multiaddresses without ``/p2p/`` and the identity
+    finished: bool = False  # whether the peer has finished all steps of the run and is leaving
+    beat: int = 0  # a counter that grows each time the record is stored
+    was: str = ""  # the swarm that a searching peer was a member of
+    last: View | None = None  # the newest view of that swarm that the peer was a member of, or had agreed to
+    proven: bool = True  # whether the author of the record knows the secret of the run
 
     def looker(self, swarm: str) -> Looker:
-        """What it says, as a peer that looks, to those who were members of ``swarm``."""
+        """Return the record of a searching peer as a `Looker`, for former members of ``swarm``."""
         return Looker(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
 
     def to_bytes(self, admission: Admission) -> bytes:
-        """As it is stored, with a proof that whoever has made it knows the secret of the run."""
+        """Return the record as stored, with a proof that its author knows the secret of the run."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
         last = [] if self.last is None else [self.last.id, *self.last.members]
         fields |= {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
-        said = json.dumps(fields, sort_keys=True)
-        return json.dumps(fields | {"proof": admission.of_record(self.peer_id, said)}).encode()
+        content = json.dumps(fields, sort_keys=True)
+        return json.dumps(fields | {"proof": admission.of_record(self.peer_id, content)}).encode()
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes, admission: Admission) -> PeerRecord:
-        """From what was stored; `ValueError` for anything else."""
+        """Parse a stored record; raise `ValueError` if it is invalid."""
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError("it is too large")
         message = json_object(data)
         fields = Fields(message)
         last = fields.integers("last")
-        said = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
-        proof = admission.of_record(peer_id, said)
+        content = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
+        proof = admission.of_record(peer_id, content)
         return cls(
             peer_id,
             fields.rank("number", -1),
@@ -143,10 +143,10 @@ class PeerRecord:
 
 
 def owner_of(subkey: bytes) -> str:
-    """The peer whose public key a record's subkey holds; only it can sign the record.
+    """Return the peer whose public key is in a record's subkey; only that peer can sign the record.
 
     Raises:
-        ValueError: if there is no key in it.
+        ValueError: if the subkey contains no key.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -156,7 +156,7 @@ def owner_of(subkey: bytes) -> str:
         raise ValueError("the subkey of a record names no owner")
     try:
         key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
-    except Exception as error:  # whatever its parsers raise
+    except Exception as error:  # the parser raises errors of many types
         raise ValueError("the subkey of a record holds no key") from error
     data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=data).SerializeToString()
@@ -164,11 +164,11 @@ def owner_of(subkey: bytes) -> str:
 
 
 def make_validator(private_key: Any) -> Any:
-    """Signs what this peer stores, and accepts from others only what is small and signed by its owner."""
+    """Return a validator that signs this peer's records, and accepts only small records signed by their owners."""
     engine = load_engine()
 
     class SmallAndOwned(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # its base has no types
-        """Runs before the signature is looked at."""
+        """Checks size and owner before the signature is checked."""
 
         priority = 20
 
@@ -181,7 +181,7 @@ def make_validator(private_key: Any) -> Any:
             return isinstance(other, type(self))
 
     class OfBytes(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # as above
-        """Runs when the signature has been taken off. Hivemind never ends a search that finds what it can't unpack."""
+        """Checks the type once the signature is removed; a search of Hivemind that can't unpack a value never ends."""
 
         priority = 0
 
@@ -198,7 +198,7 @@ def make_validator(private_key: Any) -> Any:
 
 
 def _is_bytes(packed: bytes) -> bool:
-    r"""Whether MessagePack makes of it bytes, of which a record consists, and nothing else.
+    r"""Return whether ``packed`` is exactly one MessagePack value of type bytes, as a record is.
 
     >>> [_is_bytes(packed) for packed in (b"\xc4\x02hi", b"\xc4\x03hi", b"\xc5\x00\x02hi", b"\x91" * 3000, b"")]
     [True, False, True, False, False]
@@ -208,6 +208,6 @@ def _is_bytes(packed: bytes) -> bool:
 
 
 def make_subkey(identity: Identity) -> bytes:
-    """The subkey under which only this identity can store."""
+    """Return the subkey under which only this identity can store records."""
     key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
     return key

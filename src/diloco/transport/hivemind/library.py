@@ -1,4 +1,4 @@
-"""Ways into a swarm: as a replica with a training loop of one's own, and as a peer that trains nothing."""
+"""Entry points to a swarm: for a replica with a training loop of your own, and for a peer that does not train."""
 
 from __future__ import annotations
 
@@ -38,27 +38,29 @@ def connect_peer(
     node: NodePlace | None = None,
     **wire: Any,
 ) -> Iterator[PeerTransport]:
-    """A transport to the other replicas of ``run``, wherever they are; libp2p finds and connects them.
+    """Find the other replicas of ``run``, connect to them over libp2p, and yield the transport.
 
-    All begin together, once there are ``num_replicas``. Nobody can join later, since your training loop can't be moved
-    to the step of the others (``diloco train --transport hivemind`` can). A replica that is lost later stays lost, and
-    the others go on without it. At the end of the ``with`` this replica leaves, and the others go on.
+    All replicas begin together, as soon as ``num_replicas`` are connected. No replica can join later, because your
+    training loop can't be moved to the step of the others (``diloco train --transport hivemind`` can do that). A
+    replica that is lost later stays lost, and the others continue without it. At the end of the ``with`` block this
+    replica leaves, and the others continue.
 
     Args:
-        run: a name, the same for all.
-        num_replicas: M, with which training begins.
-        identity: file of this peer's private key; made if it does not exist.
-        join_at: addresses of any peers of the run, as ``on_address`` got them; empty for the first one.
-        replica: m; None: a number that follows from the identity, which is no index into shares of the data.
-        secret: the same words for all peers; a peer without them is turned away. "": none is.
-        allow: identities of the peers that may take part; empty: all.
-        on_address: called with each address at which others can join, before they are waited for.
-        node: where to listen, instead of every address of this machine.
+        run: name of the run, the same for all replicas.
+        num_replicas: number of replicas M with which training begins.
+        identity: file of this peer's private key, created if it does not exist.
+        join_at: addresses of any peers of the run, as passed to ``on_address``; empty for the first peer.
+        replica: number m of this replica. None derives a number from the identity, which can't serve as an index into
+            shards of the data.
+        secret: the secret of the run, the same for all peers; peers without it are rejected. "" means no secret.
+        allow: identities of the peers that may take part; empty means all.
+        on_address: called with each address at which others can join, before waiting for them.
+        node: where to listen, if not at every address of this machine.
         wire: any field of `Wire`, such as ``round_timeout_s=60`` or ``facts=...``.
 
     Raises:
-        RendezvousError: if the others don't come in time or don't fit together, or the run has begun already.
-        ConfigurationError: if hivemind is not installed, or the key can't be used.
+        RendezvousError: if the others do not join in time or are incompatible, or the run has already begun.
+        ConfigurationError: if Hivemind is not installed, or the key can't be used.
     """
     place = SwarmPlace(
         identity=Path(identity),
@@ -78,7 +80,7 @@ def connect_peer(
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
                 raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
-        transport.close_to_joiners("its replicas have begun together, in a loop of their own")
+        transport.close_to_joiners("its replicas run a training loop that no other replica can join")
         yield transport
         connected.finish()
         transport.leave()
@@ -88,27 +90,30 @@ def connect_peer(
 
 def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None:
     transport, deadline_s = connected.transport, time.monotonic() + timeout_s
-    with waiting_for(lambda: f"{num_replicas} replicas, {len(transport.view.members)} of which are there,", timeout_s):
+    with waiting_for(
+        lambda: f"{num_replicas} replicas, {len(transport.view.members)} of which have joined,", timeout_s
+    ):
         while len(transport.view.members) < num_replicas:
             if transport.failure is not None:
                 raise transport.failure
             if time.monotonic() > deadline_s:
                 raise RendezvousError(
-                    f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s."
+                    f"{len(transport.view.members)} of {num_replicas} replicas joined within {timeout_s:g} s. Start "
+                    "the missing ones, or choose a longer rendezvous_timeout_s."
                 )
             time.sleep(_CHECK_S)
 
 
 async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
-    """Run a peer that trains nothing and that others find each other through, until cancelled.
+    """Run a peer that does not train, through which others find each other, until cancelled.
 
     Args:
-        identity: file of its private key.
-        place: where it is.
-        ready: called with its addresses, once it can be reached.
+        identity: file of the peer's private key.
+        place: where the peer listens, and the peers that it knows.
+        ready: called with the peer's addresses once it can be reached.
 
     Raises:
-        RendezvousError, TransportError: if it can't be started.
+        RendezvousError, TransportError: if the peer can't be started.
     """
     node = await Node.start(load_identity(identity), place)
     try:

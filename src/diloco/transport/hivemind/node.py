@@ -1,4 +1,4 @@
-"""One peer of the network: its libp2p daemon, its part of the DHT, and streams to others. Runs in one event loop."""
+"""One peer of the network: its libp2p daemon, its part of the DHT, and its streams. It runs in one event loop."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from diloco.transport.hivemind.place import Admission, NodePlace
 __all__ = ["Node"]
 
 _PROTOCOL = "diloco/1"
-_RECORD_S = 1800.0  # how long a record stays: a peer that has ended is forgotten then
+_RECORD_S = 1800.0  # lifetime of a record, after which a peer that has ended is forgotten
 _PING_S = 3.0
 KEEP_UP_EVERY_S = 30.0  # how often a peer compares its time with that of others
-_KEY = "diloco/1/"  # of the records of a run in the DHT, before its name
-_MOST_RECORDS = 4096  # of a run that are looked at
-_MOST_CLOCKS = 8  # peers that are asked for their time
-_GONE_S = 0.2  # until a daemon that did not start is gone
-_ENDING_S = 2.0  # for a DHT that is told to end to answer
-_DAEMON_IDLE_S = 3.0  # a daemon without its process ends after that
+_KEY = "diloco/1/"  # prefix of a run's key in the DHT, before the name of the run
+_MOST_RECORDS = 4096  # the most records of a run that are examined
+_MOST_CLOCKS = 8  # the most peers that are asked for their time
+_GONE_S = 0.2  # how long a daemon that failed to start takes to end
+_ENDING_S = 2.0  # how long the DHT may take to shut down
+_DAEMON_IDLE_S = 3.0  # how long a daemon outlives its process
 
 
 class Node:
-    """A running peer. Made by `start`."""
+    """A running peer, created by `start`."""
 
     def __init__(self, identity: Identity, daemon: Daemon, dht: Any, place: NodePlace) -> None:
         self.peer_id = identity.peer_id
@@ -46,8 +46,8 @@ class Node:
         """Start the daemon and enter the DHT.
 
         Raises:
-            RendezvousError: if nobody of ``place.join`` answers.
-            TransportError: if the daemon can't be started, or not listen where it should.
+            RendezvousError: if no peer of ``place.join`` answers.
+            TransportError: if the daemon can't be started, or can't listen at the given addresses.
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
@@ -69,8 +69,8 @@ class Node:
             why = plainly(error)
             if entrance:
                 raise RendezvousError(
-                    f"the network can't be entered through {', '.join(place.join)}: {why}. Give the address of a peer "
-                    "that can be reached, as it printed it."
+                    f"the network can't be entered through {', '.join(place.join)}: {why}. Give the address of a "
+                    "reachable peer, as that peer printed it."
                 ) from error
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another swarm.listen."
@@ -85,16 +85,16 @@ class Node:
                 cache_size=10_000,
                 record_validator=make_validator(identity.private_key),
             )
-        except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
+        except Exception as error:  # Hivemind raises plain RuntimeErrors and errors of libp2p
             await daemon.close()
             raise RendezvousError(
-                f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. Give the address of a peer "
-                "that can be reached, as it printed it."
+                f"no peer answers at {', '.join(place.join)}: {plainly(error)}. Give the address of a reachable peer, "
+                "as that peer printed it."
             ) from error
         return cls(identity, daemon, dht, place)
 
     async def enter(self) -> None:
-        """Try to reach those of `NodePlace.join` that the DHT does not know: the network may be back."""
+        """Try to reach the peers of `NodePlace.join` that the DHT does not know, as the network may be up again."""
         protocol = self._dht.protocol
         known = {str(peer) for peer in protocol.routing_table.uid_to_peer_id.values()}
 
@@ -108,29 +108,29 @@ class Node:
         await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
-        """Multiaddresses at which this peer can be reached, ``/p2p/`` and its identity included; maybe none."""
+        """Return the multiaddresses at which this peer can be reached, with ``/p2p/`` and its identity; maybe none."""
         return await self._daemon.addresses()
 
     @property
     def daemon_pid(self) -> int:
-        """Process id of the libp2p daemon."""
+        """The process id of the libp2p daemon."""
         return self._daemon.pid
 
     @property
     def clock_off_s(self) -> float:
-        """Seconds by which the clock of this machine is ahead of the network's; negative: behind."""
+        """How many seconds the clock of this machine is ahead of the network's (negative: behind)."""
         ahead_s: float = load_engine().clock.off_s()
         return ahead_s
 
     async def handle(self, handler: Handler) -> None:
-        """Hand over every stream that is opened to this peer."""
+        """Pass every incoming stream to ``handler``."""
         await self._daemon.handle(handler)
 
     async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
-        """A stream to another peer, which may be at ``addresses`` where the network does not find it by itself.
+        """Open a stream to another peer, and try ``addresses`` if the network does not find it by itself.
 
         Raises:
-            OSError: if it can't be reached.
+            OSError: if the peer can't be reached.
         """
         try:
             return await self._daemon.open(peer_id)
@@ -146,10 +146,10 @@ class Node:
         await self._dht.store(f"{_KEY}{admission.run}", record.to_bytes(admission), expires_s, subkey=self._subkey)
 
     async def find(self, admission: Admission) -> list[PeerRecord]:
-        """The records of the other peers of a run; invalid ones are left out.
+        """Return the valid records of the other peers of a run.
 
-        Only those whose makers know its secret, unless there is none of these: then this peer may have the wrong one,
-        which the others tell it.
+        Only records whose authors know the run's secret are returned. If there are none, all valid records are, because
+        this peer may have the wrong secret and learns that when it asks their authors.
         """
         found = await self._dht.get(f"{_KEY}{admission.run}", latest=True)
         records: list[PeerRecord] = []
@@ -165,27 +165,27 @@ class Node:
         return sorted(proven or records, key=lambda record: record.peer_id)
 
     async def close(self) -> None:
-        """Leave the network and end the daemon, even if it does not answer any more."""
+        """Leave the network and end the daemon, even if the daemon no longer answers."""
         self._keeping_up.cancel()
         with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
             await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
 
     async def _keep_up(self) -> None:
-        """Two networks with different times may have become one, and this machine may have slept."""
+        """Follow the network's time, as networks with different times may merge and this machine may be suspended."""
         while True:
             await asyncio.sleep(KEEP_UP_EVERY_S)
             known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
             try:
                 load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
-            except Exception:  # of libp2p; a later time will do
+            except Exception:  # from libp2p; the next attempt may succeed
                 logging.getLogger(__name__).debug("asking for the time failed", exc_info=True)
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
-    """Seconds by which the clocks of the peers that answer are ahead of this one's, to half a round trip."""
+    """Return how many seconds the clocks of the peers that answer are ahead of this one, to half a round trip."""
     engine = load_engine()
-    mere_asker = await engine.DHTProtocol.create(
+    client = await engine.DHTProtocol.create(
         p2p,
         engine.DHTID.generate(),
         bucket_size=1,
@@ -197,7 +197,7 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
 
     async def ask(peer: str) -> float:
         asked_s = engine.clock.now_s()
-        stub = mere_asker.get_stub(engine.PeerID.from_base58(peer))
+        stub = client.get_stub(engine.PeerID.from_base58(peer))
         answer = await stub.rpc_ping(engine.dht_pb2.PingRequest(), timeout=_PING_S)
         ahead_s: float = answer.dht_time - (asked_s + engine.clock.now_s()) / 2
         return ahead_s
@@ -211,6 +211,6 @@ def _peer_of(address: str) -> str:
 
 
 def _bare(address: str) -> str:
-    """Without the identity at its end, which the daemon is told separately."""
+    """Return a multiaddress without the identity at its end, which the daemon gets separately."""
     head, marker, tail = address.rpartition("/p2p/")
     return head if marker and "/" not in tail else address

@@ -1,4 +1,4 @@
-"""How payloads get from one peer to another: over direct streams where one can reach the other, else over libp2p."""
+"""Payload links between peers: over direct streams if one peer can reach the other, else over libp2p."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from diloco.units import visible
 
 __all__ = ["PayloadRoutes"]
 
-_FORGET_S = 600.0  # a peer that could not be reached directly is not tried again for so long
+_FORGET_S = 600.0  # how long a peer that could not be reached directly is not tried again
 
 
 class PayloadRoutes(LinkManager):
-    """Opens links, each over a way on which both of its ends agree.
+    """Opens links, each over a route on which both ends agree.
 
-    Each tells the other how it can be reached. The end of the lower rank tries first, then the other; where neither
-    reaches the other, libp2p does.
+    Each end sends the other its direct addresses. The end of lower rank tries to connect first, then the other. If
+    neither can connect, the link uses libp2p.
 
     Args:
-        mailbox: where the other peers' words come in.
-        patience_s, paces, emulated: as of `LinkManager`.
+        connections: the control connections of this peer.
+        streams: the streams of this peer.
+        mailbox: receives the messages of the other peers.
+        patience_s, paces, emulated: as in `LinkManager`.
     """
 
     def __init__(
@@ -50,38 +52,39 @@ class PayloadRoutes(LinkManager):
         super().__init__(connections, patience_s, paces=paces, emulated=emulated)
         self._streams = streams
         self._mailbox = mailbox
-        self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> until when it is not tried again, and why
+        self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> the time before which it is not tried, and why
 
     def open_link(self, request: LinkRequest) -> ReliableLink:
-        """As `OpenLink` says."""
+        """Open a link as described by `OpenLink`."""
         mode, me = self._streams.place.direct, self._connections.entries[self._connections.rank]
-        peer = str(self.address_of(request.rank))  # its entry may still be on its way
+        peer = str(self.address_of(request.rank))  # the peer's entry may still be in transit
         offer = {} if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
         self._tell(request, "direct", {"wanted": mode != "never", "offer": offer})
         theirs = self._told(request, "direct")
-        why = "one of the two wants no direct streams (swarm.direct)"
+        why = "one of the two peers does not use direct streams (swarm.direct)"
         if mode != "never" and theirs.get("wanted") is True:
             why = "neither can be reached directly"
             for turn, tries in (("first", request.first), ("second", not request.first)):
                 if not (theirs.get("offer") if tries else offer):
-                    continue  # who listens nowhere is not tried, as both know
+                    continue  # both ends know that a peer without an offer does not listen
                 if tries:
-                    way, why = self._try(peer, theirs.get("offer"))
-                    self._tell(request, turn, {"reached": way is not None})
-                    if way is not None:
-                        return self.open_over(way, request)
+                    route, why = self._try(peer, theirs.get("offer"))
+                    self._tell(request, turn, {"reached": route is not None})
+                    if route is not None:
+                        return self.open_over(route, request)
                 elif self._told(request, turn).get("reached") is True:
                     return self.open_over(Route("direct streams", dials=False), request)
         if mode == "only":
             raise TransportError(
-                f"replica {request.rank} ({peer}) has no direct way to this one: {why}. swarm.direct='only' allows no "
-                "other. Let one of the two be reached at its swarm.direct_port, or use swarm.direct='auto'"
+                f"there is no direct connection between replica {request.rank} ({peer}) and this one: {why}. "
+                "swarm.direct='only' allows no other. Make the swarm.direct_port of one of the two reachable, or use "
+                "swarm.direct='auto'"
             )
         streams = request.streams if request.chosen else 1
         return self.open_over(Route(f"libp2p ({why})", single=True), replace(request, streams=streams))
 
     def _try(self, peer: str, offer: object) -> tuple[Route | None, str]:
-        """A way to a peer that has made an offer, or why there is none."""
+        """Return a route to a peer that has made an offer and "", or None and the reason."""
         until_s, why = self._unreachable.get(peer, (0.0, ""))
         if time.monotonic() < until_s:
             return None, why
@@ -89,7 +92,7 @@ class PayloadRoutes(LinkManager):
         try:
             first = self._connections.call(self._open_directly(offer))
         except OSError as error:
-            if self._streams.place.direct != "only":  # there is no other way: it is tried at every view
+            if self._streams.place.direct != "only":  # with "only" there is no alternative, so every view tries again
                 self._unreachable[peer] = time.monotonic() + _FORGET_S, str(error)
             return None, str(error)
         return Route("direct streams", dials=True, offer=offer, first=[first]), ""
@@ -103,14 +106,14 @@ class PayloadRoutes(LinkManager):
     async def _open_directly(self, offer: object) -> Stream:
         return self._connections.keep(await self._streams.direct.open(offer))
 
-    def _tell(self, request: LinkRequest, what: str, words: Mapping[str, Any]) -> None:
-        connections, message = self._connections, {"kind": "store", "key": f"{request.key}/{what}"}
-        connections.post(connections.send, request.rank, message, json.dumps(words).encode())
+    def _tell(self, request: LinkRequest, topic: str, content: Mapping[str, Any]) -> None:
+        connections, message = self._connections, {"kind": "store", "key": f"{request.key}/{topic}"}
+        connections.post(connections.send, request.rank, message, json.dumps(content).encode())
 
-    def _told(self, request: LinkRequest, what: str) -> dict[str, Any]:
-        said = self._mailbox.take(f"{request.key}/{what}@{request.rank}", request.timeout_s)
+    def _told(self, request: LinkRequest, topic: str) -> dict[str, Any]:
+        data = self._mailbox.take(f"{request.key}/{topic}@{request.rank}", request.timeout_s)
         try:
-            return json_object(said)
+            return json_object(data)
         except ValueError as error:
             words = visible(str(error))
-            raise TransportError(f"what replica {request.rank} says about streams can't be read: {words}") from error
+            raise TransportError(f"replica {request.rank} sent an unreadable message about streams: {words}") from error

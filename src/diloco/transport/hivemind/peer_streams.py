@@ -1,4 +1,4 @@
-"""Control connections and payload links over libp2p: encrypted, and only with peers that are admitted."""
+"""Encrypted streams over libp2p for control connections and payload links, with admitted peers only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROOF_S = 10.0
 
 @dataclass(frozen=True)
 class PeerAddress(Address):
-    """A peer's identity, which is all that others need to reach it.
+    """The identity of a peer, which is all that others need to reach it.
 
     >>> str(PeerAddress("12D3KooW"))
     '12D3KooW'
@@ -36,13 +36,13 @@ class PeerAddress(Address):
 
 
 class PeerStreams:
-    """Streams of one peer."""
+    """The streams of one peer."""
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
-        self.identity_of_mine = identity
+        self.place = place
+        self._identity = identity
         self._others: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
-        self.place = place  # as it was given
-        self.direct = DirectStreams(identity.peer_id, self._others)  # streams to others without libp2p
+        self.direct = DirectStreams(identity.peer_id, self._others)  # streams without libp2p
         self._admission = admission
         self._known: dict[str, tuple[str, ...]] = {}
         self._hosts: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
@@ -52,27 +52,27 @@ class PeerStreams:
 
     @property
     def node(self) -> Node:
-        """The running peer; `listen` comes first."""
-        assert self._node is not None, "listen comes first"
+        """The running peer, once `listen` has started it."""
+        assert self._node is not None, "listen must be called first"
         return self._node
 
     @property
     def direct_words(self) -> str:
-        """How payloads are to travel, for people."""
+        """A description of the routes of payloads, for people."""
         if self.place.direct == "never":
-            return "over libp2p, as swarm.direct='never' says"
-        listens = f"listened for at port {self.direct.port}" if self.direct.port else "opened from here"
-        otherwise = "; no other way" if self.place.direct == "only" else "; over libp2p to peers without a way"
-        return f"direct streams (TLS 1.3), {listens}{otherwise}"
+            return "over libp2p (swarm.direct='never')"
+        origin = f"accepted at port {self.direct.port}" if self.direct.port else "opened by this peer only"
+        otherwise = "; no other route" if self.place.direct == "only" else "; over libp2p where they are impossible"
+        return f"direct streams (TLS 1.3), {origin}{otherwise}"
 
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
-        """Addresses of a peer that the network may not find by itself."""
+        """Remember addresses of a peer, in case the network does not find it by itself."""
         if addresses:
             self._known[peer_id] = addresses
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer. Streams of peers that are not on the list end at once."""
-        self._node = await Node.start(self.identity_of_mine, self.place)
+        """Start the peer. Streams from peers that are not on the list are closed at once."""
+        self._node = await Node.start(self._identity, self.place)
         self._accept = accept
         if self.place.direct != "never":
             hosts = [host for each in self.place.listen for host in hosts_in([each])]
@@ -93,8 +93,8 @@ class PeerStreams:
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
             writer.close()
             raise TurnedAwayError(
-                f"{peer_id} turned this peer away: it belongs to another run, has another secret or a list of peers "
-                "without this one, or has just ended"
+                f"{peer_id} rejected this peer: it belongs to another run, has another secret, does not list this peer "
+                "in swarm.allow, or has just ended"
             ) from error
         except BaseException:
             writer.close()
@@ -113,14 +113,14 @@ class PeerStreams:
         return PeerAddress(entry.address)
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
-        """As libp2p has proved it."""
+        """Return the identity of the other end, which libp2p has authenticated."""
         return self._others.get(writer, "nobody")
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
         return tuple(filter(None, (self.identity(writer), self._hosts.get(writer, ""))))
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """The daemon tunes its connections itself."""
+        """Do nothing, because the daemon tunes its connections itself."""
 
     async def refuse(self) -> None:
         self._accept = None
@@ -131,7 +131,7 @@ class PeerStreams:
             await self._node.close()
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if writer not in self._unproven:  # a direct stream, whose other end has proved itself already
+        if writer not in self._unproven:  # a direct stream, whose other end is already authenticated
             return True
         peer_id, me = self.identity(writer), self.node.peer_id
         if not self._admission.accepts(await reader.readexactly(PROOF_BYTES), peer_id, me):

@@ -1,6 +1,6 @@
-"""Finding the members of a run in the DHT and connecting to all of them, or deciding that this peer founds a swarm.
+"""The search for the members of a run in the DHT, which ends by connecting to all of them or founding a swarm.
 
-Nobody is in charge: a peer that finds no member founds a view of itself alone, and everybody else joins.
+There is no coordinator: a peer that finds no member founds a view of itself alone, and all other peers join it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Announcer", "Search"]
 
 _LOOK_AGAIN_S = 0.5
 _ANNOUNCE_S = 60.0
-_BEATS = 4  # of a peer that looks, within the time after which it would count as gone
+_BEATS = 4  # how often a searching peer announces itself within the time after which it would count as gone
 
 
 class Announcer:
-    """What this peer says of itself in the DHT."""
+    """Stores the record of this peer in the DHT."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Announcer:
         facts: Mapping[str, str],
         held_step: int,
     ) -> None:
-        self.swarm = ""  # that it is a member of; "" while it looks for one
-        self.finished = False  # whether it has done all steps of the run
+        self.swarm = ""  # the swarm that this peer is a member of; "" while it is searching for one
+        self.finished = False  # whether this peer has finished all steps of the run
         self._place = place
         self._node = streams.node
         self._registry = registry
@@ -51,7 +51,7 @@ class Announcer:
         self._beat = 0
 
     async def refresh(self) -> None:
-        """Bring this peer's entry in the registry up to date: it may be reached at other addresses by now."""
+        """Update this peer's entry in the registry, as the addresses at which it can be reached may have changed."""
         places = await self._node.addresses()
         entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places)
         self._registry.entries[self._number] = entry
@@ -73,7 +73,7 @@ class Announcer:
         await self._node.announce(self._place.admission, record)
 
     def keep_announcing(self) -> None:
-        """From now on announce from time to time."""
+        """Start to announce this peer at regular intervals."""
         self._task = asyncio.ensure_future(self._announce_often())
 
     async def _announce_often(self) -> None:
@@ -81,13 +81,13 @@ class Announcer:
             try:
                 await self.refresh()
                 await self.announce()
-            except Exception:  # of the DHT; a later time will do
+            except Exception:  # from the DHT; the next attempt may succeed
                 logging.getLogger(__name__).debug("announcing failed", exc_info=True)
             await asyncio.sleep(_ANNOUNCE_S)
 
 
 class Search:
-    """One search. In the control thread."""
+    """One search. It runs in the control thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Search:
         me: Looker,
         policy: Policy,
     ) -> None:
-        self.looking = 0  # other peers that are looking, too, when last seen
+        self.looking = 0  # the number of other peers that were also searching at the last check
         self._place = place
         self._streams = streams
         self._dialer = dialer
@@ -111,16 +111,16 @@ class Search:
         self.patience_s = wire.rendezvous_timeout_s if place.patience_s is None else place.patience_s
 
     def whom(self) -> str:
-        """For whom it waits, in words."""
+        """Return what the search waits for, as text."""
         if self._place.last is None:
             return f"a member of run {self._run!r}"
         members = ", ".join(str(each) for each in self._place.last.members if each != self._me.number)
-        return f"enough of replicas {members} of run {self._run!r} to go on with ({self.looking} of them looking, too)"
+        return f"enough of replicas {members} of run {self._run!r} to continue ({self.looking} of them also searching)"
 
     async def find(self) -> tuple[View, SwarmTable | None]:
-        """The view of the members, all of which are connected, and their table; or the view to found, and None.
+        """Connect to all members and return their view and table; or return the view to found, and None.
 
-        A member that can't be reached may just have ended: the next table may be without it.
+        A member that can't be reached may just have ended, so the search retries with the next table.
 
         Raises:
             RendezvousError: if there is neither in time, or this peer can't take part.
@@ -128,16 +128,16 @@ class Search:
         loop, place, node = asyncio.get_running_loop(), self._place, self._streams.node
         founding = Founding(me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy)
         lookers, why = Lookers(self._silence_s), dict[str, str]()
-        began_s, said_s = loop.time(), -math.inf
-        known_s = math.inf  # when others could know of this peer; until then waiting for them says nothing
+        began_s, announced_s = loop.time(), -math.inf
+        known_s = math.inf  # when others could first know of this peer; the time waited for them counts from then
         while True:
-            if loop.time() - said_s >= self._silence_s / _BEATS:
-                said_s = loop.time()
+            if loop.time() - announced_s >= self._silence_s / _BEATS:
+                announced_s = loop.time()
                 if not place.node.insists:
                     await node.enter()
                 await self._announcer.announce()
                 known_s = min(known_s, loop.time())
-            there = False  # whether somebody of a swarm is there, who can't be joined now
+            there = False  # whether a member of a swarm answers but can't be joined now
             refusals: list[RendezvousError] = []
             for record in (each for each in await self._records() if each.swarm):
                 try:
@@ -146,7 +146,7 @@ class Search:
                     there = True
                     await self._dialer.dial(table)
                     return View(-1, table.members), table
-                except RendezvousError as error:  # one peer says so; another one may let this one in
+                except RendezvousError as error:  # this peer refuses, but another one may not
                     refusals.append(error)
                     why[record.peer_id] = str(error)
                 except NotNowError as error:
@@ -155,7 +155,7 @@ class Search:
                     why[record.peer_id] = str(error)
             if refusals and not there:
                 raise refusals[0]
-            asked_s = loop.time()  # once more: asking peers that are gone takes long
+            asked_s = loop.time()  # look again, because asking peers that are gone takes long
             records = await self._records()
             heard = lookers.hear({each.peer_id: each.beat for each in records if not each.swarm}, asked_s)
             looking = [each for each in records if each.peer_id in heard]
@@ -171,34 +171,34 @@ class Search:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _records(self) -> list[PeerRecord]:
-        """Of the other peers that train, or did within the last half hour."""
+        """Return the records of the other peers that train, or trained within the last half hour."""
         records = [each for each in await self._streams.node.find(self._place.admission) if each.number >= 0]
         for record in records:
             self._streams.know(record.peer_id, record.addresses)
         return records
 
     def _check_behind(self, table: SwarmTable) -> None:
-        """Refuse a swarm that is not as far as this peer's own checkpoint, whose work would be lost.
+        """Raise if the swarm is behind this peer's own checkpoint, whose work would be lost.
 
-        A swarm that it was a member of has that work.
+        A swarm that this peer was a member of already contains that work.
         """
-        step = max(table.step, table.founded_step)  # its founder may not have loaded what it founds it with
+        step = max(table.step, table.founded_step)  # the founder may not have loaded its checkpoint yet
         if table.swarm in (self._place.swarm, self._place.held_swarm) or self._me.held_step <= step:
             return
         raise RendezvousError(
             f"the swarm of run {self._run!r} is at step {step}, and the newest checkpoint of replica {self._me.number} "
-            f"is of step {self._me.held_step}, which the others do not have. To go on from step {self._me.held_step}, "
-            "stop the others and start this replica first; they join it then. To join them and give up those steps, "
-            "start this replica in another folder."
+            f"is of step {self._me.held_step}, which the others do not have. To continue from step "
+            f"{self._me.held_step}, stop the others and start this replica first, so that they join it. To join them "
+            "and discard those steps, start this replica in another folder."
         )
 
     def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
-        """If all that can be found of the swarm to join is that it has finished."""
+        """Raise if the records only show that the swarm to join has finished."""
         ours = [record for record in records if record.swarm and self._place.swarm in ("", record.swarm)]
         if any(record.finished for record in ours) and (self._place.swarm or self._me.held_step < 0):
             raise RunOverError(
-                f"the others have finished run {self._run!r}, and nobody of it is left to join. To train more, resume "
-                "from a checkpoint of it with more steps, or choose another name for the run."
+                f"the others have finished run {self._run!r}, and no member is left to join. To train more, resume "
+                "from a checkpoint of the run with more steps, or choose another name for the run."
             )
 
     def _nobody(self, had_members: bool, looking: Sequence[PeerRecord], why: Mapping[str, str]) -> RendezvousError:
@@ -206,7 +206,7 @@ class Search:
         if had_members:
             tried = "; ".join(why.values()) or "none of them answers"
             return RendezvousError(
-                f"run {run!r} has had a swarm within the last half hour, and nobody of it could be joined within "
+                f"run {run!r} has had a swarm within the last half hour, but no member could be joined within "
                 f"{self.patience_s:g} s: {tried}. Make one of its peers reachable, resume from a checkpoint of the "
                 "run, or choose another name for it."
             )
@@ -214,7 +214,10 @@ class Search:
             newest = min(looking, key=lambda each: (-each.held_step, each.number))
             held = "no checkpoint" if newest.held_step < 0 else f"a checkpoint of step {newest.held_step}"
             return RendezvousError(
-                f"replica {newest.number} of run {run!r}, which has {held}, looks for the others, too, and has not "
-                f"begun within {self.patience_s:g} s. Restart it or stop it."
+                f"replica {newest.number} of run {run!r}, which has {held}, is also searching for the others, and has "
+                f"not founded a swarm within {self.patience_s:g} s. Restart it or stop it."
             )
-        return RendezvousError(f"nobody of run {run!r} could be found within {self.patience_s:g} s.")
+        return RendezvousError(
+            f"no other peer of run {run!r} was found within {self.patience_s:g} s. Check the name of the run and the "
+            "addresses given with --join."
+        )

@@ -1,4 +1,4 @@
-"""What a peer tells people who look without taking part in its swarm: where it is, and its newest events."""
+"""The status and recent events that a peer reports to observers, which do not take part in its swarm."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ KEPT = {
     "CheckpointSaved": 1,
     "RunFinished": 1,
 }
-"""How many of each kind are kept. Notes are not told: they hold addresses and paths."""
+"""The number of events kept of each kind. Notes are not reported, because they contain addresses and paths."""
 
-_UNTOLD = ("facts", "resumed_from", "path", "summary")  # fields that speak of this machine
+_KEPT_PRIVATE = ("facts", "resumed_from", "path", "summary")  # event fields that describe this machine
 
-_MOST_TOLD = 600
+_MOST_REPORTED = 600
 _LONGEST_TEXT = 2_000
 
 
 class PeerStatus:
-    """Facts and events are added by the training thread, and asked for by others.
+    """The reported facts and events; the training thread adds them, and other threads read them.
 
     >>> from diloco.events import Note, RoundVoid
     >>> status = PeerStatus()
@@ -50,7 +50,7 @@ class PeerStatus:
     """
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"state": "joining"}  # what else is told, by name
+        self.seen: dict[str, Any] = {"state": "joining"}  # further reported facts, by name
         self._started_s = time.monotonic()
         self._kept: dict[str, deque[tuple[int, dict[str, Any]]]] = {
             kind: deque(maxlen=most) for kind, most in KEPT.items()
@@ -59,18 +59,18 @@ class PeerStatus:
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
-        """Keep ``event`` for a while, if it is one that others may hear of."""
+        """Keep ``event`` for a while, if its kind is reported."""
         kept = self._kept.get(type(event).__name__)
         if kept is None:
             return
-        fields = {name: value for name, value in to_record(event).items() if name not in _UNTOLD}
+        fields = {name: value for name, value in to_record(event).items() if name not in _KEPT_PRIVATE}
         short = {name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
         with self._lock:
             kept.append((self._next, {**short, "time_s": round(time.time(), 3)}))
             self._next += 1
 
     def message(self, transport: PeerTransport, swarm: str, codec: str, since: int | None) -> Mapping[str, Any]:
-        """As JSON, with events from number ``since`` on; None: without any."""
+        """Return the status as JSON, with the events from number ``since`` on, or without events if it is None."""
         view, moved, digests = transport.view, transport.last_transfer, sorted(transport.digests.items())
         said = {
             "kind": "status",
@@ -92,8 +92,8 @@ class PeerStatus:
         return cast(Mapping[str, Any], json_ready(said))  # a loss may be NaN
 
     def since(self, number: int) -> dict[str, Any]:
-        """As JSON: ``events`` from ``number`` on, oldest first, and ``next_event``, to ask from the next time."""
+        """Return as JSON ``events`` from ``number`` on, oldest first, and the ``next_event`` to ask for later."""
         with self._lock:
             found = [each for kept in self._kept.values() for each in kept if each[0] >= number]
             events = [record for _, record in sorted(found, key=lambda each: each[0])]
-            return {"events": events[-_MOST_TOLD:], "next_event": self._next}
+            return {"events": events[-_MOST_REPORTED:], "next_event": self._next}

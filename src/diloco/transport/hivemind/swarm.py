@@ -1,4 +1,4 @@
-"""Who takes part in a swarm: asking peers for it, connecting to all its members, and answering those who ask."""
+"""The members of a swarm: asking peers for the table of members, connecting to them, and answering such questions."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _ANSWER_S = 10.0
 
 
 class NotNowError(OSError):
-    """A peer is there and does not answer the question now, because it is starting or joining itself."""
+    """A reachable peer can't answer a question now, for example because it is starting or joining itself."""
 
 
 @dataclass(frozen=True)
 class SwarmTable:
-    """Who takes part, as one member sees it."""
+    """The members of a swarm, as one of them sees it."""
 
-    swarm: str  # its name, chosen by its founder
-    entries: Mapping[int, Entry]  # rank -> entry, of the members and of those who are about to join
-    members: tuple[int, ...]  # ranks of the view
+    swarm: str  # the swarm's name, chosen by its founder
+    entries: Mapping[int, Entry]  # rank -> entry, for the members and the peers that are about to join
+    members: tuple[int, ...]  # the ranks of the view
     step: int  # inner steps that the member has begun to synchronise
     founded_step: int = 0  # step of the checkpoint that the swarm was founded from; 0 for none
 
     @property
     def first(self) -> Entry:
-        """Of the member that all joiners ask, so that they hear of each other."""
+        """The entry of the first member, which all joiners ask so that they learn of each other."""
         return self.entries[min(self.members)]
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the table as JSON."""
         return {
             "kind": "table",
             "swarm": self.swarm,
@@ -55,23 +55,25 @@ class SwarmTable:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
-        """From JSON; `ValueError` for anything else."""
+        """Parse a table from JSON; raise `ValueError` if it is invalid."""
         fields = Fields(message)
         entries = [Entry.from_message(each) for each in fields.list_of_messages("entries")]
         members = tuple(sorted(set(fields.ranks("members"))))
         step, founded_step = fields.integer("step"), fields.integer("founded_step")
         table = cls(fields.printable("swarm"), {each.rank: each for each in entries}, members, step, founded_step)
         if not members or any(rank not in table.entries for rank in members):
-            raise ValueError("members without entries")
+            raise ValueError("it has no members, or members without entries")
         return table
 
 
 class MemberDialer:
-    """Asks peers for their table, and opens connections to members. In the control thread.
+    """Asks peers for their tables, and opens connections to members. It runs in the control thread.
 
     Args:
-        registry: holds the entry of this peer, and gets those of the tables.
-        silence_s: the longest that opening a connection may take.
+        connections: the control connections of this peer.
+        streams: the streams of this peer.
+        registry: holds the entry of this peer; the entries in received tables are added.
+        silence_s: the longest time that opening a connection may take, in seconds.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class MemberDialer:
         self._silence_s = silence_s
 
     async def ask(self, peer_id: str) -> SwarmTable:
-        """The table of the first member of the swarm that ``peer_id`` is in.
+        """Return the table of the first member of the swarm that ``peer_id`` is in.
 
         Raises:
-            RendezvousError: if this peer is refused for good.
-            OSError: if there is no answer, or none now.
+            RendezvousError: if this peer is refused permanently.
+            OSError: if the peer can't be reached or can't answer now.
         """
         mine = self._registry.entries[self._rank]
         question = {"kind": "table", "entry": mine.to_message()}
@@ -99,8 +101,8 @@ class MemberDialer:
                 try:
                     table = SwarmTable.from_message(await ask_peer(self._streams, table.first.address, question))
                 except RendezvousError:
-                    pass  # another member does not refuse
-                except OSError as error:  # the peer that named it is there
+                    pass  # the peer that was asked first does not refuse
+                except OSError as error:  # the swarm exists, because the peer that was asked first is a member
                     raise NotNowError(str(error)) from error
         except RendezvousError:
             raise
@@ -112,7 +114,7 @@ class MemberDialer:
         return table
 
     async def dial(self, table: SwarmTable) -> None:
-        """Connect to all members, and as far as possible to those who are about to join.
+        """Connect to all members, and as far as possible to the peers that are about to join.
 
         Raises:
             OSError: if a member can't be reached.
@@ -127,8 +129,8 @@ class MemberDialer:
                 if rank in table.members and not await self._called_back(table, rank):
                     raise OSError(
                         f"replica {self._rank} can't reach replica {rank} ({entry.address}), which is a member: "
-                        f"{str(error) or type(error).__name__}. If both are behind routers that let nothing in, a peer "
-                        "with a public address has to relay"
+                        f"{str(error) or type(error).__name__}. If both are behind routers that block incoming "
+                        "connections, they need a relay: a peer with a public address"
                     ) from error
 
         wanted = [rank for rank in table.entries if rank != self._rank and rank not in self._connections.connected]
@@ -137,7 +139,7 @@ class MemberDialer:
                 raise result
 
     async def _called_back(self, table: SwarmTable, rank: int) -> bool:
-        """Ask the other members to let this one open the connection; whether it did."""
+        """Ask the other members to have member ``rank`` open the connection, and return whether it did."""
         question = {"kind": "introduce", "to": rank, "entry": self._registry.entries[self._rank].to_message()}
         for other in table.members:
             if other == rank:
@@ -152,16 +154,18 @@ class MemberDialer:
         return False
 
     async def _connected_to(self, rank: int) -> None:
-        # its first message says that the connection stands there, too
+        # the first message from the other side shows that it has established the connection, too
         while (connection := self._connections.get(rank)) is None or not connection.words:
             self._connections.arrived.clear()
             await self._connections.arrived.wait()
 
 
 class SwarmService:
-    """Answers questions of other peers. Made when the transport has begun.
+    """Answers the questions of other peers, from when the transport has begun.
 
     Args:
+        transport: the transport of this peer.
+        swarm: name of the swarm.
         founded_step: as in `SwarmTable`.
         status: as in `SwarmPlace`.
     """
@@ -180,22 +184,22 @@ class SwarmService:
 
     @property
     def _members(self) -> tuple[int, ...]:
-        """Of the view; none while this peer is not a member itself."""
+        """The members of the view; empty while this peer is not a member itself."""
         members = self._transport.view.members
         return members if self._transport.replica in members else ()
 
     def _table(self) -> SwarmTable:
-        """The members, and those who are connected and want to join."""
+        """Return the table of the members and of connected peers that want to join."""
         members, entries = self._members, self._registry.entries
         ranks = sorted({*members, *self._connections.connected} & entries.keys())
         step = self._transport.step
         return SwarmTable(self._swarm, {rank: entries[rank] for rank in ranks}, members, step, self._founded_step)
 
     def _refusal(self, entry: Entry) -> str:
-        """Why a peer can't take part; "" if it can."""
+        """Return why a peer can't take part, or "" if it can."""
         known = self._registry.entries.get(entry.rank)
         if known is not None and known.address != entry.address and entry.rank in self._members:
-            return f"replica {entry.rank} is {known.address} already; take another number"
+            return f"replica {entry.rank} is {known.address} already; choose another number"
         return difference(self._registry.entries[self._transport.replica], entry)
 
     async def _answer_table(
@@ -216,7 +220,7 @@ class SwarmService:
     async def _introduce(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """The asker can't open a connection to a member: ask the member to open one."""
+        """Have a member connect to the asking peer, which can't connect to that member."""
         entry, to = Entry.from_message(Fields(message).message("entry")), Fields(message).rank("to")
         if entry.address == self._streams.identity(writer) and to in self._members:
             self._connections.send(to, {"kind": "introduce", "entry": entry.to_message()})
@@ -225,7 +229,7 @@ class SwarmService:
     async def _answer_status(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Of this peer, or of another member, which the asker can't reach and this peer can."""
+        """Answer with the status of this peer, or forward the question to a member that the asking peer can't reach."""
         other, since, others = message.get("of"), message.get("since"), {*self._members} - {self._transport.replica}
         if other is None:
             codec = self._registry.entries[self._transport.replica].facts.get("codec", "")
@@ -234,18 +238,18 @@ class SwarmService:
         elif any(rank in others and entry.address == other for rank, entry in self._registry.entries.items()):
             answer = await ask_peer(self._streams, str(other), {"kind": "status", "since": since})
         else:
-            reason = f"{visible(str(other), 80)} is no other member here"
+            reason = f"{visible(str(other), 80)} is not another member of this swarm"
             answer = {"kind": "refused", "reason": reason, "for_good": False}
         await _say(answer, reader, writer)
 
 
 async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """A peer's answer.
+    """Ask a peer and return its answer.
 
     Raises:
-        RendezvousError: if it refuses for good; it says why.
-        NotNowError: if it is there and does not answer, or not now.
-        OSError: if it can't be reached.
+        RendezvousError: if the peer refuses permanently; the message gives its reason.
+        NotNowError: if the peer can be reached but does not answer, or can't answer now.
+        OSError: if the peer can't be reached.
     """
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
@@ -260,12 +264,15 @@ async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) 
         for_good, reason = Fields(answer).flag("for_good"), Fields(answer).words("reason")
         if for_good:
             raise RendezvousError(f"{peer_id} refuses: {reason}.")
-        raise NotNowError(f"{peer_id} can't say yet: {reason}")
+        raise NotNowError(f"{peer_id} can't answer yet: {reason}")
     return answer
 
 
 async def _say(answer: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer, and let the asker end the stream: when one side ends it, the daemon drops what the other has not read."""
+    """Send an answer, and wait until the asking peer closes the stream.
+
+    When one side closes a stream, the daemon drops what the other side has not read yet.
+    """
     writer.write(pack(answer))
     await writer.drain()
     await within(_ANSWER_S, reader.read(1))

@@ -1,4 +1,4 @@
-"""Asking the peers of a swarm what they do, without taking part in it."""
+"""Asking the peers of a swarm for their status without taking part in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,37 +27,37 @@ _ANSWER_S = 10.0
 _MOST_FIELDS, _MOST_CHARACTERS = 64, 64
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
             "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
-"""Of what a peer says of itself."""
+"""The fields of a peer's status that must be numbers."""
 
 
 @dataclass(frozen=True)
 class PeerReport:
-    """One peer of a run."""
+    """The status of one peer of a run."""
 
-    peer_id: str  # its identity
-    number: int  # the replica number that it announced
-    # what it says of itself when asked; empty if it does not answer
+    peer_id: str  # the peer's identity
+    number: int  # the replica number that the peer has announced
+    # the status that the peer reports; empty if it does not answer
     status: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""  # why it does not answer; "" if it does
-    finished: bool = False  # whether it has announced that it did all steps of the run
-    way: str = ""  # how it was reached: "direct", "relayed", or through which other peer; "" if it was not
-    # seconds from the question to the answer, with opening a stream; None if there was none
+    problem: str = ""  # why the peer does not answer; "" if it does
+    finished: bool = False  # whether the peer has announced that it has finished all steps of the run
+    way: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
+    # seconds from the question to the answer, including opening a stream; None without an answer
     round_trip_s: float | None = None
 
 
 class Visitor:
-    """Asks the peers of a run, as often as wanted. Made by `visiting`."""
+    """Asks the peers of a run for their status; created by `visiting`."""
 
     def __init__(self, streams: PeerStreams, admission: Admission) -> None:
         self._streams = streams
         self._admission = admission
 
     async def ask(self, since: Mapping[str, int] | None = None) -> list[PeerReport]:
-        """Every peer of the run that was there within the last half hour, and its answer.
+        """Ask every peer of the run that was there within the last half hour, and return their reports.
 
         Args:
-            since: None: no events are asked for. Else peer -> the number of the first event to be told, which its last
-                answer named as ``next_event``; 0 for peers that are not in it.
+            since: peer -> the number of the first event to report, which is ``next_event`` in the peer's last answer;
+                0 for peers that are not in it. None asks for no events.
         """
         records = await self._streams.node.find(self._admission)
         for record in records:
@@ -68,39 +68,36 @@ class Visitor:
         return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
 
     async def _asked(self, record: PeerRecord, question: Mapping[str, Any]) -> PeerReport:
-        asked_s = time.monotonic()
+        report = PeerReport(record.peer_id, record.number, finished=record.finished)
+        relayed = bool(record.addresses) and all("/p2p-circuit" in each for each in record.addresses)
         try:
-            answer = await within(_ANSWER_S, ask_peer(self._streams, record.peer_id, question))
+            return await self._answered(report, record.peer_id, question, "relayed" if relayed else "direct")
         except (OSError, TimeoutError, RendezvousError, TransportError) as error:
-            problem = str(error) or f"no answer within {_ANSWER_S:g} s"
-            return PeerReport(record.peer_id, record.number, problem=problem, finished=record.finished)
-        way = "relayed" if record.addresses and all("/p2p-circuit" in each for each in record.addresses) else "direct"
-        took_s = time.monotonic() - asked_s
-        return PeerReport(record.peer_id, record.number, status_of(answer), "", record.finished, way, took_s)
+            return replace(report, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
 
     async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: Mapping[str, Any]) -> PeerReport:
-        """What a peer that did not answer says to another member: it may listen nowhere and be connected to it."""
+        """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
         for other in others if seen.problem else ():
-            asked_s = time.monotonic()
-            try:
-                answer = await within(_ANSWER_S, ask_peer(self._streams, other, {**question, "of": seen.peer_id}))
-            except (OSError, TimeoutError, RendezvousError, TransportError):
-                continue
-            took_s = time.monotonic() - asked_s
-            return PeerReport(
-                seen.peer_id, seen.number, status_of(answer), "", seen.finished, f"through {other}", took_s
-            )
+            with contextlib.suppress(OSError, TimeoutError, RendezvousError, TransportError):
+                return await self._answered(seen, other, {**question, "of": seen.peer_id}, f"through {other}")
         return seen
+
+    async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], way: str) -> PeerReport:
+        """Return ``report`` completed by the answer of ``peer``."""
+        asked_s = time.monotonic()
+        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question))
+        took_s = time.monotonic() - asked_s
+        return replace(report, status=status_of(answer), problem="", way=way, round_trip_s=took_s)
 
 
 def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a peer says of itself, as far as it can be shown: what it should be, short, and without what does not print.
+    """Return the valid fields of a peer's answer, shortened, and with unprintable characters escaped.
 
     >>> status_of({"kind": "status", "state": "\\x1b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}})
     {'state': '\\\\x1b[2Jtraining', 'step': 3}
     """
-    said = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
-    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in said}
+    fields = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
+    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in fields}
     return {name: value for name, value in shown.items() if _fits(name, value)}
 
 
@@ -122,7 +119,7 @@ def _question(peer_id: str, since: Mapping[str, int] | None) -> dict[str, Any]:
 
 
 def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
-    """Why a peer does not answer: "finished"; "gone", if it is a member for none of those that do; or "no answer"."""
+    """Return why a peer does not answer: "finished", "no answer", or "gone" if no answering peer has it as a member."""
     views = [view for each in found if isinstance(view := each.status.get("members"), list) and view]
     if peer.finished:
         return "finished"
@@ -131,21 +128,22 @@ def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
 
 @asynccontextmanager
 async def visiting(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[Visitor]:
-    """Be where peers can be asked, until the end of the ``async with``.
+    """Enter the network until the end of the ``async with`` block, and yield a visitor that can ask its peers.
 
     Args:
-        identity: file of a private key; made if it does not exist.
-        place: whom to ask first.
+        identity: file of a private key, created if it does not exist.
+        place: the peers through which to enter the network.
+        admission: the run, and the rules for admission.
 
     Raises:
         RendezvousError: if no peer of ``place.join`` answers.
     """
     streams = PeerStreams(load_identity(identity), place, admission)
 
-    async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    await streams.listen(nobody_comes)
+    await streams.listen(refuse)
     try:
         yield Visitor(streams, admission)
     finally:

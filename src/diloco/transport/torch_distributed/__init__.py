@@ -1,1 +1,1 @@
-"""Replicas as real processes, brought together by torchrun or at a rendezvous and connected over TCP."""
+"""Replicas in processes of their own, which find each other through torchrun or a rendezvous and connect over TCP."""

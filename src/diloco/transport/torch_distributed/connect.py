@@ -1,4 +1,4 @@
-"""From an address that all ranks know to a connected transport: rendezvous, control connections, payload links."""
+"""Connecting ranks over TCP, given an address that all of them know: rendezvous, control connections, payload links."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.reach import reach
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers
-from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
+from diloco.transport.torch_distributed.rendezvous import ask, cause, exchange_word, greet, serve
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
-PORT_TIMEOUT_S = 5.0  # for the owner of the rendezvous' port to answer as a diloco, or to give the port up
+PORT_TIMEOUT_S = 5.0  # how long the owner of the rendezvous port may take to answer as a diloco or release the port
 _LISTEN_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this is, and where it meets the others."""
+    """The number of this rank, and the address at which it meets the others."""
 
     replica: int  # m
     num_replicas: int  # M
-    position: int = 0  # of this rank inside its replica
+    position: int = 0  # position of this rank within its replica
     ranks_per_replica: int = 1  # S
-    # an address that all ranks are given: of rank 0, which listens there unless somebody else does, of a launcher, or
-    # of any replica of a run that is going on
+    # the rendezvous, the same for all ranks: the address of rank 0 (which listens there unless another process does),
+    # of a launcher, or of any replica of a running training
     rendezvous: Address | None = None
-    # instead of ``rendezvous``: the address of ``torchrun``'s own store, where rank 0 leaves its address
+    # instead of ``rendezvous``: the address of ``torchrun``'s store, in which rank 0 publishes its own address
     torchrun: Address | None = None
-    attempt: str = "0"  # of ``torchrun``, which restarts a group of workers together
+    attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
 
     @property
     def rank(self) -> int:
@@ -53,37 +53,39 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TcpWire(Wire):
-    """How ranks are connected over TCP."""
+    """The settings of ranks that are connected over TCP."""
 
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
-    ports: str = "0"  # of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
+    ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
     interface: str = ""  # network interface of the payload connections; "": that of ``host``
-    # what all ranks know, and prove to each other before anything else is said; "": nothing is asked
+    # the shared secret, whose knowledge ranks prove to each other before any other message; "": no proof is needed
     secret: str = field(default="", repr=False)
-    # a rank that has lost its view and finds no member waits this long for others that look, too, before one of them
+    # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
     # founds a view
     join_window_s: float = 3.0
 
 
 def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
-    """Find the others and connect to all of them; where a run is going on, to join it.
+    """Find the other ranks and connect to all of them, to begin a run or to join a running one.
 
-    Where ``joining`` is true, take over the others' state and become one of them::
+    If ``joining`` is true in the result, adopt the others' state and become a member::
 
         diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
         if connected.joining:
             diloco.take_over(connected.transport.view.members)
             diloco.steps = join(connected, timeout_s=60)
 
-    Who comes back begins after the step of the others' transports. A loop that goes on from a checkpoint therefore
-    saves and loads ``connected.transport.state_dict()`` beside that of `DiLoCo`.
+    A rejoining replica begins after the step that the others' transports have counted. A training loop that resumes
+    from a checkpoint must therefore save and load ``connected.transport.state_dict()`` along with that of `DiLoCo`.
 
     Args:
-        held_step: the newest step that this rank could resume from; told to the others.
+        place: this rank and its rendezvous.
+        wire: how the ranks are connected.
+        held_step: the newest step that this rank could resume from, which is sent to the others; -1 for none.
 
     Raises:
-        RendezvousError: if that does not succeed in time, or the ranks do not fit together; nothing stays open.
-        TransportError: if this machine can't listen where it should.
+        RendezvousError: if this does not succeed in time, or the ranks are incompatible; nothing stays open.
+        TransportError: if this machine can't listen at the given address.
     """
     transport = _open(place, wire)
     try:
@@ -96,15 +98,18 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
 def connect_again(
     place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, last: View, patience_s: float
 ) -> Connected:
-    """For a rank that has lost its view and closed its transport: find the others, or found another view with them.
+    """Find the other ranks again, or found a new view with them, after this rank has lost its view.
 
     Args:
-        lost: its connection before.
-        listening: the socket that it listened at, as `TcpStreams.keep` gave it.
-        last: the newest view that it was a member of, or had agreed to be.
+        place: this rank and its rendezvous.
+        wire: how the ranks are connected.
+        lost: the connection that this rank has lost; its transport must be closed.
+        listening: the socket at which the rank listened, as `TcpStreams.keep` returned it.
+        last: the newest view that the rank was a member of, or had agreed to.
+        patience_s: how long the rank searches, in seconds.
 
     Raises:
-        TransportError: if that does not succeed in time; nothing stays open.
+        TransportError: if this does not succeed in time; nothing stays open.
     """
     before, transport = lost.transport, _open(place, wire, listening)
     try:
@@ -147,29 +152,29 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None
-        word = exchange_word(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
-        meeting = parse_address(word, key="the address of rank 0")
+        text = exchange_word(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
+        meeting = parse_address(text, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(
-            f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a run "
-            "that is going on."
+            f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a "
+            "running training."
         )
     entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     open_link = _open_link(transport, registry, wire)
-    # who begins together is there, or is lost
+    # ranks that begin together are reachable now or lost, while those of a running training may be starting
     patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
     siblings = range(place.replica * size, (place.replica + 1) * size)
     lacking = reach(connections, table, siblings, patience_s)
     reached = table.entries.keys() - {*siblings} - lacking.keys()
     if table.running and not reached:
         raise RendezvousError(
-            f"the run that {meeting} knows of is over: none of its replicas answers. Start all of them again."
+            f"the run that {meeting} knows of has ended: none of its replicas answers. Restart all replicas."
         )
-    for rank, words in {} if table.running else lacking.items():
-        if not wire.go_on or rank in siblings:  # else it is lost in the first view
-            raise RendezvousError(words, replicas=[rank // size])
+    for rank, reason in {} if table.running else lacking.items():
+        if not wire.go_on or rank in siblings:  # otherwise the first view declares it lost
+            raise RendezvousError(reason, replicas=[rank // size])
     members = sorted({rank // size for rank in reached})
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
     me = Looker(place.replica, held_step)
@@ -186,7 +191,7 @@ def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> O
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
-    """Where this rank takes payload connections, if not where it takes all others."""
+    """Return the addresses at which this rank accepts payload connections, if they differ from that of all others."""
     streams = transport.connections.streams
     if not wire.interface or not isinstance(streams, TcpStreams):
         return ()
@@ -194,7 +199,9 @@ def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
-    """Listen at the rendezvous as rank 0, unless it is elsewhere: a launcher's, or another replica's.
+    """Listen at the rendezvous as rank 0, and return whether this rank does.
+
+    It does not if a launcher or another replica listens there, or if the address belongs to another machine.
 
     Raises:
         RendezvousError: if another program listens there.
@@ -207,23 +214,24 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
             return True
         except TransportError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
-                return False  # not an address of this machine
+                return False  # it is not an address of this machine
         left_s = deadline_s - clock.time()
         try:
             await greet(connections.streams, address, left_s)
             return False
         except TurnedAwayError:
-            return False  # a diloco, which this rank will be turned away by, too, and says so
+            return False  # a diloco with another secret, which registration will report
         except TransportError as error:
-            does = f"did not answer as a diloco does ({said(error)})"
-        except (OSError, EOFError, TimeoutError):  # it may be ending
+            behaviour = f"did not answer as a diloco does ({cause(error)})"
+        except (OSError, EOFError, TimeoutError):  # the other program may be ending
             if left_s > _LISTEN_AGAIN_S:
                 await asyncio.sleep(_LISTEN_AGAIN_S)
                 continue
-            does = "does not answer as a diloco does"
+            behaviour = "does not answer as a diloco does"
         raise RendezvousError(
-            f"port {address.port} of {address.host}, at which replica 0 was to be met (--rendezvous), is in use by "
-            f"another program, which {does}. Choose another port, the same for all replicas, or end that program."
+            f"port {address.port} of {address.host}, the rendezvous at which replica 0 was to listen (--rendezvous), "
+            f"is in use by another program, which {behaviour}. Choose another port, the same for all replicas, or end "
+            "that program."
         )
 
 
@@ -235,6 +243,5 @@ def _my_host(place: Place) -> str:
         return local_host_towards(towards)
     except OSError as error:
         raise RendezvousError(
-            f"{towards.host!r} was given as the rendezvous, and there is no way to it: {error}. Use a name that "
-            "resolves, or an address."
+            f"there is no route to the rendezvous {towards.host!r}: {error}. Use a name that resolves, or an address."
         ) from error

@@ -1,6 +1,6 @@
-"""Whether the way to a peer works: name, port, protocol, latency, and what it carries each way.
+"""Checks of the network path to a peer: name, port, protocol, latency, and throughput in each direction.
 
-Every replica answers probes at its control port, and `diloco doctor --listen` does where nothing runs yet.
+Every replica answers probes at its control port. `diloco doctor --listen` answers them on a machine without one.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]
 
-MOST_BYTES = 64_000_000  # the most that is moved for one question
+MOST_BYTES = 64_000_000  # the most bytes that one probe transfers
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
-_SECRETS = "give both ends the same words as --secret-file"
+_SECRETS = "give both ends the same --secret-file"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about one peer."""
+    """The result of checking one peer."""
 
-    address: str  # as it was given
-    resolved: tuple[str, ...] = ()  # the addresses that its name stands for
+    address: str  # the address as given
+    resolved: tuple[str, ...] = ()  # the IP addresses that the name resolves to
     ok: bool = False  # whether everything works
     latency_s: float | None = None  # median of the round trips, or None
-    up_bits_per_s: float | None = None  # to the peer
-    down_bits_per_s: float | None = None  # from it
+    up_bits_per_s: float | None = None  # throughput to the peer
+    down_bits_per_s: float | None = None  # throughput from the peer
     problem: str = ""  # what does not work, or ""
     advice: str = ""  # what to do about it, or ""
 
 
 def serve_probes(connections: ConnectionManager) -> None:
-    """Answer probes at ``connections``; bytes are moved for one asker at a time, so that training keeps its link."""
+    """Answer probes at ``connections``.
+
+    Only one probe transfers bytes at a time, so that training keeps its bandwidth.
+    """
     busy = asyncio.Lock()
 
     async def answer(
@@ -68,12 +71,13 @@ def serve_probes(connections: ConnectionManager) -> None:
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
-    """Check the way to ``address``.
+    """Check the network path to ``address``.
 
     Args:
-        address: of the control port of a replica, or of a listening doctor.
-        num_bytes: to move each way; at most `MOST_BYTES`.
-        secret: of the run there; "": none.
+        address: address of the control port of a replica, or of a listening doctor.
+        num_bytes: number of bytes to transfer in each direction; at most `MOST_BYTES`.
+        timeout_s: time limit of each step of the check, in seconds.
+        secret: secret of the peer's run; "" if it has none.
     """
     given = str(address)
     try:
@@ -88,36 +92,33 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     except TurnedAwayError as error:
         return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except ConnectionRefusedError:
-        advice = "start the replica, or `diloco doctor --listen`, there, or choose another port"
+        advice = "start a replica or `diloco doctor --listen` there, or choose another port"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
     except TimeoutError:
-        advice = "open the port in the firewall in between, or use another address of that machine"
+        advice = "open the port in the firewalls between the machines, or use another address of that machine"
         return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
     except OSError as error:
         return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
-        return await _measure(given, resolved, reader, writer, num_bytes, timeout_s)
+        return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
     except TimeoutError:
         advice = "check that the process is not frozen, or move fewer bytes (--megabytes)"
-        return Finding(given, resolved, problem=f"connected, and then silent for {timeout_s:g} s", advice=advice)
+        problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
+        return Finding(given, resolved, problem=problem, advice=advice)
     except TurnedAwayError as error:
         return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except (OSError, EOFError, TransportError) as error:
-        advice = "use the control port of a diloco of this version"
-        words = str(error) or "the connection was closed"
-        return Finding(given, resolved, problem=f"what answers there is not a diloco: {words}", advice=advice)
+        advice = "use the control port of a diloco of the same version"
+        reason = str(error) or "the connection was closed"
+        return Finding(given, resolved, problem=f"what answers there is not a diloco: {reason}", advice=advice)
     finally:
         writer.close()
 
 
 async def _measure(
-    given: str,
-    resolved: tuple[str, ...],
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    num_bytes: int,
-    timeout_s: float,
-) -> Finding:
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_bytes: int, timeout_s: float
+) -> tuple[float, float, float]:
+    """Return the latency in seconds and the rates to and from the peer in bits per second."""
     loop, trips = asyncio.get_running_loop(), []
     for _ in range(_PINGS):
         started_s = loop.time()
@@ -139,9 +140,9 @@ async def _measure(
     for move in (send, receive):
         started_s = loop.time()
         await within(timeout_s, move())
-        # a trip of it is the question's and the answer's
+        # one round trip of the time is that of the request and its answer
         rates.append(8 * num_bytes / max(1e-9, loop.time() - started_s - latency_s))
-    return Finding(given, resolved, True, latency_s, rates[0], rates[1])
+    return latency_s, rates[0], rates[1]
 
 
 async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""For your own training loop: this process as one replica among others."""
+"""Connecting a training loop of your own to the other replicas over TCP."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def connect_replica(
     facts: Mapping[str, str] | None = None,
     **wire: Any,
 ) -> Iterator[Transport]:
-    """A transport to the other replicas, which run the same in processes of their own, here or elsewhere.
+    """Connect to the other replicas, which do the same in processes of their own, and yield the transport.
 
-    The end of the ``with`` waits until all replicas have come as far. Replicas that take more steps are told that this
-    one left, and do as if it were lost. After an error the connections end at once.
+    The end of the ``with`` block waits until all replicas have reached it. Replicas that take more steps are notified
+    that this one left, and treat it as lost. After an error the connections end at once.
 
     Args:
-        replica: m, counted from 0.
-        num_replicas: M.
-        rendezvous: ``HOST:PORT`` of a machine that all can reach; replica 0 listens there.
-        ranks: ``alone``: this process is the replica, whatever torch.distributed is used for. Otherwise the ranks of
-            torch.distributed together are the replica, and all of them call this: ``whole``: each holds the whole
-            model (DistributedDataParallel), and the first speaks for all; ``sharded``: each holds shards of it (FSDP2),
-            and speaks for those.
-        on_failure: when a replica is lost, ``stop``: every round from then on raises `ReplicaLostError` on the others;
-            ``continue``: they go on in a smaller view.
-        facts: what must be the same on all replicas, name -> value; a difference is an error before anything starts.
+        replica: number m of this replica, counted from 0.
+        num_replicas: number of replicas M.
+        rendezvous: ``HOST:PORT`` of a machine that all replicas can reach; replica 0 listens there.
+        ranks: ``alone``: this process is a whole replica, and torch.distributed may be used for anything else.
+            Otherwise all ranks of torch.distributed form the replica, and all of them must call this function.
+            ``whole``: each rank holds the whole model (DistributedDataParallel), and the first rank communicates for
+            all. ``sharded``: each rank holds shards of the model (FSDP2) and communicates for its shards.
+        on_failure: what happens when a replica is lost. ``stop``: every later round raises `ReplicaLostError` on the
+            others. ``continue``: the others continue in a smaller view.
+        facts: what must be the same on all replicas, name -> value; a difference raises before training starts.
         wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
 
     Raises:
-        RendezvousError: if the replicas don't find each other in time or don't fit together, or a run is going on
-            already (what `diloco.transport.torch_distributed.connect.connect` gives can join it).
+        RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
+            (`diloco.transport.torch_distributed.connect.connect` can join a running training.)
 
     >>> with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
     ...     transport.view
@@ -95,13 +95,13 @@ def connect_replica(
 
 
 def _process_group() -> dist.ProcessGroup | None:
-    """All ranks of torch.distributed, in a group in which CPU tensors can travel, too; None for a lone rank."""
+    """Return a group of all ranks of torch.distributed that supports CPU tensors; None for a lone rank."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
         raise ConfigurationError(
-            f"a launcher has started {launched} processes (WORLD_SIZE), but torch.distributed is not initialised, so "
-            "each of them would take itself for the whole replica. Call init_process_group first, or create "
-            "TrainingArguments(...) or Accelerator(), which do."
+            f"A launcher has started {launched} processes (WORLD_SIZE), but torch.distributed is not initialised, so "
+            "each process would act as a whole replica. Call init_process_group first, or create "
+            "TrainingArguments(...) or Accelerator(), which call it."
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -1,4 +1,4 @@
-"""Connecting a rank to all others of a table, some of which may have ended or fallen silent since it was made."""
+"""Connecting a rank to all others in a table, some of which may have failed since the table was made."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from diloco.waiting import waiting_for
 
 __all__ = ["reach"]
 
-REFUSED_S = 1.0  # nobody listens there any more where a port has refused for so long
+REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
 _AGAIN_S = 0.2
 
 
 def reach(connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float) -> dict[int, str]:
-    """Connect to all lower ranks and let the higher ones come, or, as a joiner, connect to all others that answer.
+    """Connect to all other ranks of a table.
+
+    When a run begins, a rank connects to the lower ranks and waits for the higher ones to connect. A joiner connects to
+    all ranks that answer.
 
     Args:
-        mine: ranks of this replica; those of a joiner are all started anew.
-        timeout_s: for those whose ports don't refuse.
+        connections: the connections of this rank.
+        table: the entries of all ranks.
+        mine: the ranks of this replica; a joiner's are all new processes.
+        timeout_s: time limit for ranks whose ports do not refuse connections.
 
     Returns:
-        Rank -> why it was not reached, in words.
+        A mapping from each rank that was not reached to the reason.
 
     Raises:
-        RendezvousError: as a joiner, of one whose process has not ended.
+        RendezvousError: if a joiner can't reach a rank whose process has not ended.
     """
 
     def unreached() -> str:
@@ -51,16 +56,16 @@ async def _reach_all(
 
     async def one(rank: int) -> None:
         address, why, refused_s = parse_address(table.entries[rank].address), "no answer", math.inf
-        is_new = table.running and rank in mine  # maybe it is still to say where
-        comes = rank > me and (is_new or not table.running)
+        is_new = table.running and rank in mine  # it may not listen yet
+        dials_me = rank > me and (is_new or not table.running)
         refused_for_s = math.inf if is_new else 0.0 if table.running else REFUSED_S
         while (waited_s := loop.time() - began_s) < timeout_s and loop.time() - refused_s <= refused_for_s:
-            if comes:
-                await _comes(connections, rank)
+            if dials_me:
+                await _wait_briefly(connections, rank)
             if rank in connections.connected:
                 return
             try:
-                if comes and not is_new:
+                if dials_me and not is_new:
                     await greet(connections.streams, address, timeout_s - waited_s)
                 else:
                     await within(timeout_s - waited_s, connections.connect(rank, address))
@@ -71,10 +76,13 @@ async def _reach_all(
                 why, refused_s = str(error) or type(error).__name__, math.inf
             if rank not in connections.connected:
                 await asyncio.sleep(_AGAIN_S)
-        way = f"at {connections.address} was not reached by rank {rank} at" if comes else f"can't reach rank {rank} at"
+        failed = f"can't reach rank {rank} at"
+        if dials_me:
+            failed = f"at {connections.address} was not reached by rank {rank} at"
         lacking[rank] = (
-            f"rank {me} {way} {address} within {waited_s:.0f} s: {why}. If it has ended, start all again; else open "
-            "that port, or use another transport.host or transport.ports there; `diloco doctor` checks the way."
+            f"rank {me} {failed} {address} within {waited_s:.0f} s: {why}. If that rank has ended, restart all ranks. "
+            "Otherwise open its port, or use another transport.host or transport.ports there; `diloco doctor` checks "
+            "the connection."
         )
         if table.running and loop.time() - refused_s <= refused_for_s:
             raise RendezvousError(lacking[rank], replicas=[rank // len(mine)])
@@ -83,8 +91,8 @@ async def _reach_all(
     return lacking
 
 
-async def _comes(connections: ConnectionManager, rank: int) -> None:
-    """Wait for a rank to connect, but not for long."""
+async def _wait_briefly(connections: ConnectionManager, rank: int) -> None:
+    """Wait a moment for a rank to connect."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_AGAIN_S):
             while rank not in connections.connected:

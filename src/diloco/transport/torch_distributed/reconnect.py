@@ -1,4 +1,4 @@
-"""Ranks that have lost their view find each other again, or those who went on, at the addresses that they know."""
+"""The search of ranks that have lost their view for the members or for each other, at the addresses that they know."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ __all__ = ["Reconnection", "TorchConnected", "serve_lookers"]
 _ANSWER_S = 5.0
 _OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5
-_CLOSED = "it is coming back itself"
+_CLOSED = "it is rejoining itself"
 
 
 def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> None:
-    """Answer those who have lost their view: with the members, as one of them, or as one that looks itself.
+    """Answer ranks that have lost their view.
+
+    A member answers with the list of members. A rank that has lost its view, too, answers that it is also searching.
 
     Args:
-        registry: of all that are known; gets those who ask.
-        me: what this rank says as one that looks.
+        transport: the transport of this rank.
+        registry: the entries of all known ranks; the entries of asking ranks are added.
+        me: what this rank reports while it is searching.
     """
 
     async def answer(
@@ -43,38 +46,38 @@ def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> N
         entry = Entry.from_message(Fields(message).message("entry"))
         if transport.last_view is None or transport.failure is not None:
             view = [] if me.last is None else [me.last.id, *me.last.members]
-            said: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step, "last": view}
+            reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step, "last": view}
         else:
             try:
                 registry.register(entry)
                 entries = [each.to_message() for each in registry.entries.values()]
-                said = {"kind": "members", "entries": entries, "members": list(transport.view.members)}
-                said["step"] = transport.step
+                reply = {"kind": "members", "entries": entries, "members": list(transport.view.members)}
+                reply["step"] = transport.step
             except RendezvousError as error:
-                said = {"kind": "refused", "reason": str(error)}
-        writer.write(pack(said))
+                reply = {"kind": "refused", "reason": str(error)}
+        writer.write(pack(reply))
         await writer.drain()
 
-    async def note_that_it_is_over(
+    async def note_end_of_run(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         transport.run_is_over = True
 
     transport.connections.services["look"] = answer
-    transport.connections.services["over"] = note_that_it_is_over
+    transport.connections.services["over"] = note_end_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchConnected(Connected):
-    """Connected over torch.distributed."""
+    """A transport connected over TCP."""
 
-    reconnection: Reconnection  # finds the members by now
+    reconnection: Reconnection  # finds the current members
 
     def refresh(self) -> None:
         self.transport.connections.call(self.reconnection.connect_to_members())
 
     def finish(self) -> None:
-        """Tell all that have been members and are not now, where they listen, that all steps are done."""
+        """Notify all former members, at the addresses where they listen, that the run has ended."""
         transport = self.transport
         size, members = transport.rules.ranks_per_replica, transport.view.members
         absent = [entry for entry in transport.known_entries() if entry.rank // size not in members]
@@ -93,14 +96,16 @@ class TorchConnected(Connected):
 
 
 class Reconnection:
-    """The search of a rank for its view.
+    """A rank's search for the members of its run.
 
     Args:
-        transport: a new one, which listens where the one before did.
-        me: what it says of itself.
-        registry: of all that are known, its own entry included.
-        elsewhere: another address at which somebody may know more.
-        window_s: how long it waits for others that look, too, before one of them founds a view.
+        transport: a new transport, which listens at the address of the lost one.
+        entry: the entry of this rank.
+        me: what this rank reports while it is searching.
+        registry: the entries of all known ranks, including this one.
+        elsewhere: another address at which a member may answer.
+        patience_s: how long the rank searches, in seconds.
+        window_s: how long the rank waits for other searching ranks before one of them founds a view, in seconds.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class Reconnection:
         self._registry = registry
 
     def connect(self, open_link: OpenLink) -> Connected:
-        """Find the members and connect to all of them, or found a view for those who look, too.
+        """Find the members and connect to all of them, or found a view for other searching ranks to join.
 
         Raises:
             RendezvousError: if neither is possible in time.
@@ -136,7 +141,7 @@ class Reconnection:
         serve(self._connections, registry)
         founds = step is None
         if founds:
-            transport.step = self._me.held_step  # which those who join are told
+            transport.step = self._me.held_step  # joining ranks receive it
         transport.begin(view, registry, open_link, member=founds, closed=_CLOSED)
         table = Table(dict(registry.entries), not founds, step or 0)
         return TorchConnected(transport=transport, table=table, joining=not founds, reconnection=self)
@@ -144,10 +149,10 @@ class Reconnection:
     def _whom(self) -> str:
         members = () if self._me.last is None else self._me.last.members
         others = ", ".join(str(each) for each in members if each != self._me.number)
-        return f"enough of replicas {others} to go on with ({len(self._looking)} of them looking, too)"
+        return f"enough of replicas {others} to continue ({len(self._looking)} of them are also searching)"
 
     async def _find(self) -> tuple[View, int | None]:
-        """The view of the members, who are connected now, and their step; or the view to found, and None."""
+        """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""
         clock = asyncio.get_running_loop()
         policy = self._transport.policies.quorum
         founding = Founding(me=self._me, alone=False, window_s=self._window_s, policy=policy)
@@ -161,20 +166,20 @@ class Reconnection:
                 if members := await self._connected_members(answer):
                     return View(-1, members), Fields(answer).integer("step")
             if self._transport.run_is_over and not running:
-                raise RunOverError("the others have finished the run, and nobody of it is left to join.")
+                raise RunOverError("the others have finished the run, and no member is left to join.")
             if not running and (view := founding.founds(self._looking, asked_s - began_s)):
                 return view, None
             if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):
                 raise RendezvousError(refused)
             if clock.time() - began_s > self._patience_s:
                 raise RendezvousError(
-                    f"replica {self._me.number} has looked for the others for {self._patience_s:g} s, the longest it "
-                    f"may, and found {len(self._looking)} that look, too. Its state is saved."
+                    f"replica {self._me.number} has searched for the others for {self._patience_s:g} s, its limit, "
+                    f"and found {len(self._looking)} that are also searching. Its state is saved."
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def connect_to_members(self) -> None:
-        """Look who the members are by now, and connect to all of them."""
+        """Ask for the current members and connect to all of them."""
         for answer in await self._answers():
             if answer["kind"] == "members" and await self._connected_members(answer):
                 return
@@ -201,10 +206,10 @@ class Reconnection:
                 return None
             return answer
         except (OSError, EOFError, TimeoutError, TransportError, ValueError):
-            return None  # it has ended, can't be reached, or is another program
+            return None  # the rank has ended or can't be reached, or another program listens there
 
     async def _connected_members(self, answer: Mapping[str, Any]) -> tuple[int, ...]:
-        """The members that an answer names, once all of them are connected; () if one can't be."""
+        """Connect to the members that an answer names and return them; () if one of them can't be reached."""
         size = self._transport.rules.ranks_per_replica
         try:
             fields = Fields(answer)

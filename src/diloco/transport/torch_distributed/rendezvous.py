@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other: at one address that all know, which they need only until they have.
+"""The rendezvous: an address that all ranks of a run know, at which they register to find each other.
 
-Once the run is going, every member answers at its own control port as well: a replica that comes back after the first
-address is gone asks one of those.
+The ranks need it only until they have connected. From then on every member also answers at its own control port, so a
+replica that rejoins can ask any of them if the first address is gone.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
 
-__all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
+__all__ = ["ask", "cause", "exchange_word", "greet", "question", "serve"]
 
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
-_MOST_UNANSWERED = 3  # questions
-TELL_EVERY_S = 1.5  # how often those who wait are told who is missing: before they would say so to anybody
+_MOST_UNANSWERED = 3  # unanswered greetings after which the program at the address can't be a diloco
+TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less than the delay before they print them
 
 
 def serve(connections: ConnectionManager, registry: Registry) -> None:
-    """Answer those who register at ``connections``; the table goes to all as soon as all are in."""
+    """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete."""
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-    refusals: list[dict[str, Any]] = []  # of a run that can't begin, for ranks that come later
+    refusals: list[dict[str, Any]] = []  # the answer to all later ranks if the run can't begin
 
     def tell_all(answer: dict[str, Any]) -> None:
         for future in list(waiting.values()):
@@ -89,7 +89,7 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
 
 
 async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> None:
-    """Tell a waiting rank from time to time who is missing."""
+    """Send a waiting rank the missing ranks from time to time."""
     while True:
         await asyncio.sleep(TELL_EVERY_S)
         writer.write(pack({"kind": "waiting", "missing": list(registry.missing)}))
@@ -98,17 +98,18 @@ async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> Non
 def ask(
     connections: ConnectionManager, address: Address, entry: Entry, timeout_s: float, answer_s: float = _ANSWER_S
 ) -> Table:
-    """Register ``entry`` at ``address`` and wait for the others.
+    """Register ``entry`` at ``address``, wait for the other ranks, and return the table of all.
 
     Args:
-        connections: whose loop does the work.
-        address: of the rendezvous.
-        entry: of this rank.
-        timeout_s: for all ranks to come.
-        answer_s: for whoever listens there to say that it is a diloco.
+        connections: the connection manager whose event loop does the work.
+        address: address of the rendezvous.
+        entry: entry of this rank.
+        timeout_s: how long to wait for all ranks, in seconds.
+        answer_s: how long the program at the address may take to identify itself as a diloco, in seconds.
 
     Raises:
-        RendezvousError: if nobody answers, the run is refused, or not everybody came in time; it says which.
+        RendezvousError: if there is no answer, the rank is refused, or a rank does not arrive in time; the message says
+            which.
     """
     missing: list[str] = []
     with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
@@ -131,14 +132,14 @@ async def _ask(
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Start the missing "
-                    "ones, or choose a longer transport.rendezvous_timeout_s."
+                    "ranks, or choose a longer transport.rendezvous_timeout_s."
                 )
             entries = [Entry.from_message(each) for each in Fields(answer).list_of_messages("entries")]
             return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
         except TurnedAwayError as error:
             raise RendezvousError(
                 f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
-                "words in their transport.secret_file, or none of them a secret."
+                "secret in their transport.secret_file, or none of them may have one."
             ) from error
         except socket.gaierror as error:
             why = f"its name does not resolve ({error.strerror or error})"
@@ -147,48 +148,48 @@ async def _ask(
         except TimeoutError:
             why, unanswered = "no answer", unanswered + 1
             if unanswered == _MOST_UNANSWERED:
-                raise _another_program(entry.rank, address, "says nothing") from None
+                raise _another_program(entry.rank, address, "does not answer") from None
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
         except RendezvousError:
             raise
         except (TransportError, ValueError) as error:
-            raise _another_program(entry.rank, address, f"did not answer as a diloco does ({said(error)})") from error
+            raise _another_program(entry.rank, address, f"did not answer as a diloco does ({cause(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
-        "Start replica 0 there, open that port, or, for a run that is going on, give the address of any of its "
+        "Start replica 0 there, open that port, or, to join a running training, give the address of any of its "
         "replicas."
     )
 
 
-def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
+def _another_program(rank: int, address: Address, behaviour: str) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
-        f"{does}. Choose another port, the same for all replicas (--rendezvous {address.host}:PORT), or end that "
+        f"{behaviour}. Choose another port, the same for all replicas (--rendezvous {address.host}:PORT), or end that "
         "program."
     )
 
 
-def said(error: Exception) -> str:
-    """The first part of an error about what came in: without what became of the connection."""
+def cause(error: Exception) -> str:
+    """Return the message of an error about received data, without its sentence about the connection."""
     return str(error).partition(". The connection")[0]
 
 
 async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
-    """Ask whoever listens at ``address`` whether it is a diloco; returns if it is.
+    """Check that the program at ``address`` is a diloco.
 
     Raises:
         TransportError: if it is another program.
         TurnedAwayError: if it has another secret.
-        TimeoutError: if it says nothing.
-        OSError, EOFError: if nobody listens, or it hangs up.
+        TimeoutError: if it does not answer.
+        OSError, EOFError: if nothing listens there, or the connection is closed.
     """
     await within(timeout_s, question(streams, address, {"kind": "who"}))
 
 
 async def question(streams: Streams, address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to ``message`` of whoever listens at ``address``, over a connection of its own; raises as `greet`."""
+    """Send ``message`` to ``address`` over a new connection and return the answer; raise the errors of `greet`."""
     reader, writer = await streams.open(address)
     try:
         writer.write(pack(message))
@@ -201,7 +202,7 @@ async def question(streams: Streams, address: Address, message: Mapping[str, Any
 async def _register(
     streams: Streams, address: Address, entry: Entry, patience_s: float, missing: list[str]
 ) -> dict[str, Any]:
-    """The answer; meanwhile ``missing`` is told, in words, who is missing."""
+    """Register and return the answer; while waiting, set ``missing`` to a text that names the missing ranks."""
     reader, writer = await streams.open(address)
     try:
         writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
@@ -216,7 +217,7 @@ async def _register(
 
 
 def _ranks(answer: dict[str, Any]) -> str:
-    """Who is missing, in words."""
+    """Return the missing ranks as text."""
     return f"rank {', '.join(map(str, Fields(answer).ranks('missing')))}"
 
 
@@ -226,13 +227,19 @@ def _table(registry: Registry, running: bool) -> dict[str, Any]:
 
 
 def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
-    """Under ``torchrun``: rank 0 (``mine`` given) leaves a word in the agent's store, the others read it there.
+    """Share a text from rank 0 with all ranks through the store of ``torchrun``'s agent, and return it.
 
-    The store is used for nothing else. If its host is frozen, it blocks beyond all its own time-outs, so the call runs
-    in a thread that may be left behind.
+    The store is used for nothing else. If its host freezes, the store blocks beyond all of its own time-outs, so the
+    call runs in a thread that may never end.
+
+    Args:
+        master: address of the store.
+        mine: the text, on rank 0; None on the other ranks.
+        timeout_s: how long to wait for the store, in seconds.
+        key: key of the text in the store.
 
     Raises:
-        RendezvousError: if the store does not answer in time.
+        RendezvousError: if the store does not return the text in time.
     """
     result: list[str | Exception] = []
 
