@@ -42,7 +42,7 @@ class Question:
 class ChatCorpus(Corpus):
     """Conversations in rows of one length."""
 
-    told: tuple[str, ...] = ()  # what was cut, left out or not counted, in words; empty where nothing was
+    notes: tuple[str, ...] = ()  # what was cut, left out or not counted, in words; empty where nothing was
 
     def description(self) -> str:
         rows = self.train
@@ -51,7 +51,7 @@ class ChatCorpus(Corpus):
             f"{self.train_documents:,} conversations in {(len(rows) - 1) // rows.length:,} rows of {rows.length} "
             f"tokens, {rows.efficiency:.0%} full; {rows.counted_tokens:,} tokens count"
         )
-        return "; ".join([counts, *self.told, f"held out: {self.heldout_documents:,} conversations"])
+        return "; ".join([counts, *self.notes, f"held out: {self.heldout_documents:,} conversations"])
 
 
 def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
@@ -81,22 +81,24 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         records = sorted(records, key=lambda each: xxhash.xxh3_64_intdigest(each[2].encode()))[: settings.max_documents]
     split: dict[bool, list[Example]] = {False: [], True: []}
     num_bytes = {False: 0, True: 0}
-    told = _Told()
+    counts = _Counts()
     for place, record, text in records:
         heldout = is_heldout(text, settings.heldout_fraction)
-        if (example := _example(tokenizer, place, record, told)) is not None:
+        if (example := _example(tokenizer, place, record, counts)) is not None:
             split[heldout].append(example)
             num_bytes[heldout] += tokenizer.num_bytes(example.tokens)
     packed, documents = {}, {}
     for heldout, examples in split.items():
         kept, cut, unfit = fitting(examples, sequence_length)
-        told.cut += cut
-        told.unanswered += unfit
+        counts.cut += cut
+        counts.unanswered += unfit
         documents[heldout] = len(kept)
         if not kept:
+            left_out = counts.unanswered + counts.special
+            why = f" ({left_out} are left out: no answer is in them, or a special token of the tokenizer)"
             raise DataError(
                 f"Of {len(records)} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
-                f"{'evaluate' if heldout else 'train'} on{_in_words(told)}. Give more, or another fraction."
+                f"{'evaluate' if heldout else 'train'} on{why if left_out else ''}. Give more, or another fraction."
             )
         packed[heldout] = PackedRows(
             kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype
@@ -111,7 +113,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         train_bytes=num_bytes[False],
         heldout_bytes=num_bytes[True],
         fingerprint=xxhash.xxh3_128_hexdigest(fingerprint.encode()),
-        told=told.words(sequence_length),
+        notes=counts.notes(sequence_length),
     )
 
 
@@ -127,7 +129,7 @@ def heldout_rows(
         example
         for place, record in read_records(paths or settings.paths)
         if (paths or is_heldout(json.dumps(record, sort_keys=True), settings.heldout_fraction))
-        and (example := _example(tokenizer, place, record, _Told())) is not None
+        and (example := _example(tokenizer, place, record, _Counts())) is not None
     )
     kept, _, _ = fitting(read, sequence_length)
     return PackedRows(kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype)
@@ -150,45 +152,40 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
 
 
 @dataclass
-class _Told:
-    """What is worth telling of the conversations that were read."""
+class _Counts:
+    """The conversations that were changed or left out while reading."""
 
     cut: int = 0
     unanswered: int = 0
     special: int = 0
     last_only: int = 0
 
-    def words(self, length: int) -> tuple[str, ...]:
-        counts = (
+    def notes(self, length: int) -> tuple[str, ...]:
+        noted = (
             (self.cut, f"longer than {length} tokens and cut at their end"),
             (self.unanswered, "left out, as no answer is in them, or none before the cut"),
             (self.special, "left out, as their text holds a special token of the tokenizer"),
             (self.last_only, "of whose answers only the last counts, as the template changes earlier ones"),
         )
-        return tuple(f"{count:,} {what}" for count, what in counts if count)
+        return tuple(f"{count:,} {what}" for count, what in noted if count)
 
 
-def _in_words(told: _Told) -> str:
-    left_out = told.unanswered + told.special
-    return f" ({left_out} are left out: no answer is in them, or a special token of the tokenizer)" if left_out else ""
-
-
-def _example(tokenizer: ChatTokenizer, place: str, record: Mapping[str, Any], told: _Told) -> Example | None:
-    """A record as tokens; None where there is nothing to learn from it, which is counted in ``told``."""
+def _example(tokenizer: ChatTokenizer, place: str, record: Mapping[str, Any], counts: _Counts) -> Example | None:
+    """A record as tokens; None where there is nothing to learn from it, which is counted in ``counts``."""
     said = _messages(place, record)
     if said is None:
         text = checked_text(record["text"], place, "text")
         if tokenizer.holds_special(text):
-            told.special += 1
+            counts.special += 1
             return None
         return tokenizer.completion("", text)
     if any(tokenizer.holds_special(text) for text in _texts(said)):
-        told.special += 1
+        counts.special += 1
         return None
     while said and said[-1]["role"] != "assistant":
         said.pop()
     if not said:
-        told.unanswered += 1
+        counts.unanswered += 1
         return None
     if tokenizer.template is None and "messages" not in record:
         *before, answer = said
@@ -197,7 +194,7 @@ def _example(tokenizer: ChatTokenizer, place: str, record: Mapping[str, Any], to
         example, all_count = tokenizer.conversation(said, **_more(record))
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-    told.last_only += not all_count
+    counts.last_only += not all_count
     return example
 
 

@@ -192,8 +192,11 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is missing or damaged, or there are weights too many or too few; it names them.
     """
+    from diloco.model.transformer import build_model
+
     architecture = _architecture_of(settings)
-    due = {_their_name(name, architecture): name for name in _native_names(settings)}
+    native = build_model(settings, seed=0, device="meta")
+    due = {_their_name(name, architecture): name for name, _ in native.named_parameters()}
     # Tied, it is written by some and left out by others; older files hold a table of the rotary frequencies.
     optional = {"lm_head.weight"} if settings.tie_embeddings else set()
     found: dict[str, Tensor] = {}
@@ -203,7 +206,7 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
             found[due[name]] = value.float()
         elif name not in optional and not name.endswith("rotary_emb.inv_freq"):
             unknown.append(name)
-    missing = [name for name, native in due.items() if native not in found]
+    missing = [name for name, ours in due.items() if ours not in found]
     for what, names in (("lack", missing), ("have too much for the native decoder:", unknown)):
         if names:
             more = " and others" if len(names) > 5 else ""
@@ -231,12 +234,6 @@ def _their_name(native: str, architecture: _Architecture) -> str:
         "feed_forward_norm": architecture.feed_forward_norm,
     }
     return f"model.layers.{index}.{of_layer[part]}.weight"
-
-
-def _native_names(settings: ModelSettings) -> list[str]:
-    from diloco.model.transformer import build_model
-
-    return [name for name, _ in build_model(settings, seed=0, device="meta").named_parameters()]
 
 
 def _not_expressible(config: Any, architecture: _Architecture) -> list[str]:

@@ -196,8 +196,10 @@ class HuggingFaceModel(LanguageModel):
 
     def _only_projects(self, tokens: Tensor) -> bool:
         """Whether the logits are ``hidden @ projection``: no bias, cap or factor, no balance of experts."""
-        head = _head_of(self.wrapped)
-        if head is None or self.balance_loss or _has_bias(self.wrapped):
+        wrapped: Any = self.wrapped
+        head = _head_of(wrapped)
+        has_bias = getattr(wrapped.get_output_embeddings(), "bias", None) is not None
+        if head is None or self.balance_loss or has_bias:
             return False
         large = 2.0**14  # a cap shows in large logits only; a power of two, so that the weights come back exactly
         head.mul_(large)
@@ -275,11 +277,6 @@ def _head_of(wrapped: Any) -> Tensor | None:
     """The output projection, ``(vocab, width)``, where there is one."""
     head = wrapped.get_output_embeddings()
     return None if head is None else head.weight
-
-
-def _has_bias(wrapped: Any) -> bool:
-    """Whether the output projection adds something."""
-    return getattr(wrapped.get_output_embeddings(), "bias", None) is not None
 
 
 def _context(length: int, window: int) -> float:

@@ -65,7 +65,7 @@ class Trained:
     @property
     def has_template(self) -> bool:
         """Whether its tokenizer has a chat template."""
-        return has_template(self.path if self.step is None else self.run)
+        return has_template(self._tokenizer_folder)
 
     def chat_tokenizer(self) -> ChatTokenizer:
         """Its tokenizer with the chat template.
@@ -73,7 +73,11 @@ class Trained:
         Raises:
             ConfigurationError, DataError: as `ChatTokenizer`.
         """
-        return ChatTokenizer(str(self.path if self.step is None else self.run))
+        return ChatTokenizer(str(self._tokenizer_folder))
+
+    @property
+    def _tokenizer_folder(self) -> Path:
+        return self.path if self.step is None else self.run
 
     def length(self, asked: int | None, name: str) -> int:
         """Tokens to show the model: as many as were ``asked`` for as ``name``, else as it was trained with.
