@@ -116,8 +116,9 @@ class Assignment:
         return np.concatenate([np.arange(*piece, dtype=np.int64) for piece in pieces])
 
     def ranges(self, member: int, steps: range, batch_size: int) -> tuple[Range, ...]:
-        """Return the positions of a member in consecutive steps, as few ranges: it returns them if it leaves before
-        these steps.
+        """Return the positions of a member in consecutive steps, as few ranges.
+
+        These are the ranges that it returns if it leaves before the steps.
 
         Raises:
             ConfigurationError: the member is unknown, a step is before ``from_step``, or the steps are not consecutive.

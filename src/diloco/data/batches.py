@@ -105,8 +105,8 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
 
 
 def gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
-    """Return inputs and targets, each ``(len(begins), sequence_length)`` int64, of the windows that begin at these
-    tokens.
+    """Return inputs and targets of the windows that begin at these tokens, each ``(len(begins), sequence_length)``
+    int64.
 
     Rows are copied one at a time: copying consecutive tokens is faster than gathering them one by one, also from a
     file.

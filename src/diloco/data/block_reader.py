@@ -52,8 +52,8 @@ class BlockReader:
         self.blocks = self._blocks_at_once if blocks is None else blocks
 
     def read(self, block: int) -> list[TokenArray]:
-        """Return the records of a block in the order in which they are drawn, each as its tokens and the
-        end-of-document token.
+        """Return the tokens of each record of a block, with the end-of-document token, in the order in which they are
+        drawn.
 
         Records that are empty or held out have no tokens.
 

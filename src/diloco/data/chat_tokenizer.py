@@ -134,9 +134,7 @@ class ChatTokenizer(Tokenizer):
         return Example(tokens.astype(self.dtype), counted)
 
     def _tokens(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ``(n,)`` tokens of a text, with its special tokens, and the range of characters of each, ``(n,
-        2)``.
-        """
+        """Return the ``(n,)`` tokens of a text, special ones included, and their character ranges, ``(n, 2)``."""
         encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], dtype=self.dtype), spans

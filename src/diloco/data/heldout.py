@@ -127,8 +127,7 @@ def documents_of(source: DocumentSource, settings: DataSettings, *, heldout: boo
 
 
 def _keys(text: str) -> tuple[float, int]:
-    """Return two independent halves of a hash: a number in [0, 1) that decides the split, and an integer for the
-    sample.
+    """Return two independent halves of a hash: a number in [0, 1) for the split, and an integer for the sample.
 
     Because they are independent, a sample is as likely to be held out as the rest.
     """

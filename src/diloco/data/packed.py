@@ -80,9 +80,7 @@ class PackedTokens:
 
     @property
     def digest(self) -> str:
-        """A hash of the tokens' bytes that tells data sets apart; it does not depend on how they are divided into
-        arrays.
-        """
+        """A hash of the tokens' bytes that tells data sets apart, however they are divided into arrays."""
         if self._digest is None:
             digest = xxhash.xxh3_64()
             for piece in self.pieces:

@@ -176,8 +176,7 @@ class Sampler:
         return self._assignments[0].positions(self._replica, self._drawn, self._batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor as JSON: the batches drawn so far, what they are drawn from, and the assignments from now
-        on.
+        """Return the cursor as JSON: the batches drawn, what they are drawn from, and the assignments from now on.
 
         Replicas at the same step have equal cursors, so a joining replica can use the cursor of any other.
         """
@@ -196,8 +195,7 @@ class Sampler:
         self._drawn, self._assignments = drawn, assignments
 
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue as `Batches.go_on_from` describes: the stream of positions continues where the earlier replicas
-        stopped.
+        """Continue as `Batches.go_on_from` describes, where the earlier replicas stopped in the stream of positions.
 
         Raises:
             CheckpointError: as `load_state_dict`, or sharding is contiguous, where no other replica can continue a
@@ -238,9 +236,7 @@ class Sampler:
         """Do nothing: there is no background work."""
 
     def _check_origin(self, state: Cursor, **others: int | None) -> int:
-        """Return how many batches a cursor has drawn; raise unless its data and way of drawing match, except for
-        ``others``.
-        """
+        """Return how many batches a cursor has drawn; raise unless its origin matches, except for ``others``."""
         check_cursor(state, {**self._origin(), **others}, ("drawn", "assignments"))
         drawn = state["drawn"]
         if type(drawn) is not int or drawn < 0:

@@ -197,8 +197,9 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each record of a ``.jsonl`` file with its location as text; ``needed`` says what a record needs, for
-    errors.
+    """Yield each record of a ``.jsonl`` file with its location as text.
+
+    ``needed`` is what a record needs, for error messages.
     """
     offset = 0
     # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its tokens.
@@ -217,8 +218,7 @@ def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, with all fields and its location as
-    text.
+    """Yield every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, with its location as text.
 
     Raises:
         DataError: as `read_documents`, or a file is of another type.

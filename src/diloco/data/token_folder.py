@@ -169,9 +169,7 @@ def token_folders(source: SourceSettings) -> list[TokenFolder]:
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout: Iterable[NDArray[Any]]) -> str:
-    """Return the fingerprint of packed tokens in any number of arrays: equal for equal tokens, split and vocabulary
-    size.
-    """
+    """Return the fingerprint of packed tokens: equal for equal tokens, split and vocabulary size."""
     train = list(train)
     digest = xxhash.xxh3_128(f"{tokenizer.vocab_size} {tokenizer.dtype} {sum(map(len, train))}".encode())
     for piece in [*train, *heldout]:

@@ -45,8 +45,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Tokenizer:
-    """A tokenizer loaded from a ``tokenizer.json``: a byte-level BPE such as GPT-2's, or another that spells texts
-    exactly.
+    """A tokenizer of a ``tokenizer.json``: a byte-level BPE such as GPT-2's, or another that spells texts exactly.
 
     Special tokens that are written out in a text are encoded as plain characters, so no document can end itself.
 
@@ -120,8 +119,8 @@ class Tokenizer:
         return self.as_bytes(ids).decode("utf-8", errors="replace")
 
     def as_bytes(self, ids: ArrayLike) -> bytes:
-        """Return the bytes that `decode` decodes: without the end-of-document token, ``ff`` for an id outside the
-        vocabulary.
+        """Return the bytes that `decode` decodes. The end-of-document token has none; an id outside the vocabulary is
+        ``ff``.
         """
         size = self.vocab_size
         return b"".join(self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
@@ -152,9 +151,7 @@ class Tokenizer:
         return self._tokenizer.to_str(pretty=True)
 
     def _check_end(self, text: str, ids: Sequence[int]) -> None:
-        """Raise `DataError` if a text contains the end-of-document token, as can happen where it is a piece of a
-        Unigram model.
-        """
+        """Raise `DataError` if a text contains the end-of-document token, which may be a piece of a Unigram model."""
         if self.eos_id in ids:
             raise DataError(
                 f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text begins "
@@ -284,8 +281,10 @@ def _spelled(tokenizer: tokenizers.Tokenizer, table: list[bytes], text: str) -> 
 
 
 def _adds_space(tokenizer: tokenizers.Tokenizer, table: list[bytes], source: str) -> bool:
-    """Return whether encoding adds a space before a document; raise `DataError` if a probe is otherwise not spelled
-    exactly.
+    """Return whether encoding adds a space before a document.
+
+    Raises:
+        DataError: a probe is otherwise not spelled exactly, or the space is added only to some texts.
     """
     before = set()
     for probe in PROBES:
