@@ -54,7 +54,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             ["export", "a", "b", "--max-shard-size", "5XB"],
             "--max-shard-size 5XB was given; give a positive number of KB",
         ),
-        (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; it must be a number above 0 and up to 1"),
+        (["generate", "a", "--top-p", "2.0"], "top_p must be above 0 and at most 1, or None, not 2.0"),
         (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, mps, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "cannot be given together with --prompt-file y"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 must be 0 or more"),

@@ -48,7 +48,9 @@ def test_evaluate_slides_over_all_tokens_or_takes_each_document(
         assert found["bits_per_byte"] * found["bytes"] == pytest.approx(found["bits_per_token"] * found["tokens"])
     # packed: 46 bytes and 2 ends, of which the first byte is only seen; by document: bytes alone, and all of them
     assert list(counts.values()) == [(47, 45, 2), (46, 46, 2), (46, 46, 2)]
-    assert "--sequence-length 2000" in refused([*arguments, "--sequence-length", "2000"], capsys)
+    assert "--sequence-length must be between 1 and 1024 tokens for this model, not 2000" in refused(
+        [*arguments, "--sequence-length", "2000"], capsys
+    )
 
 
 def test_evaluate_and_generate_take_a_replica_or_an_earlier_step(
@@ -59,7 +61,7 @@ def test_evaluate_and_generate_take_a_replica_or_an_earlier_step(
         assert main(["evaluate", str(files / "run"), "--json", *flags]) == 0
         losses.append(json.loads(capsys.readouterr().out)["heldout_loss"])
     assert len(set(losses)) == 3
-    assert "it has: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
+    assert "Its steps are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
     assert main(["generate", str(files / "run"), "--replica", "1", "--tokens", "3"]) == 0
 
 
@@ -124,7 +126,7 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
     assert texts[0].startswith("doc")
     assert main([*arguments, "--num-samples", "2"]) == 0
     assert "--- sample 2 of 2" in capsys.readouterr().out
-    assert "--context 2000 was given; the model reads 1 to" in refused([*arguments, "--context", "2000"], capsys)
+    assert "--context must be between 1 and" in refused([*arguments, "--context", "2000"], capsys)
 
 
 def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

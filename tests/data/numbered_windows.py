@@ -1,4 +1,4 @@
-"""Tokens that tell their own place, so that a sequence tells its window."""
+"""Tokens whose values are their positions, so that a sequence shows its window."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LENGTH = 3
 
 
 def tokens_for(windows: int, rest: int = 0, dtype: type[np.integer[Any]] = np.uint32) -> NDArray[np.integer[Any]]:
-    """Tokens that tell their own place, so that a sequence tells its window."""
+    """Tokens whose values are their positions, so that a sequence shows its window."""
     return np.arange(windows * LENGTH + 1 + rest, dtype=dtype)
 
 
 def windows_of(batch: tuple[Tensor, Tensor]) -> list[int]:
-    """Which windows a batch holds, after checking that they are whole."""
+    """Return the windows of a batch, after checking that they are complete."""
     inputs, targets = batch
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(LENGTH))
     assert torch.equal(targets, inputs + 1)

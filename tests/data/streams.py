@@ -1,4 +1,4 @@
-"""Batches of every kind over a few documents, and what was drawn in them."""
+"""Batches of every kind over a few documents, and the documents drawn in them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 
 LENGTH, SIZE = 8, 2
-"""Tokens of a sequence, and sequences of a batch."""
+"""Tokens per sequence, and sequences per batch."""
 
 HELDOUT = 0.2
 TOKENIZER = ByteTokenizer()
 
 
 def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
-    """Documents of many lengths, all different; some of them fall on the held-out side."""
+    """Documents of many lengths, all different; some of them are held out."""
     return [f"{prefix}<{n}:{sha512(bytes([n % 256])).hexdigest() * 2:.{n * 7 % longest}}>" for n in range(count)]
 
 
 class Records:
-    """A source in memory, of which the size is known, or not."""
+    """A source in memory whose size may be known or unknown."""
 
     def __init__(self, records: Sequence[str], *, sized: bool) -> None:
         self.size = len(records) if sized else None
@@ -79,7 +79,7 @@ def packed(documents: Sequence[str]) -> np.ndarray:
 
 
 def trained(records: Sequence[str]) -> list[str]:
-    """Those that are trained on."""
+    """Return the documents that are trained on."""
     return [record for record in records if record and not is_heldout(record, HELDOUT)]
 
 
@@ -114,7 +114,7 @@ def lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def texts(drawn: Sequence[int]) -> list[str]:
-    """The documents that end in the tokens drawn, as text."""
+    """Return, as text, the documents that end in the tokens drawn."""
     found, document = [], bytearray()
     for token in drawn:
         if token == TOKENIZER.eos_id:

@@ -1,4 +1,4 @@
-"""Who draws which positions of the stream: none twice, and none is lost by a clean leave, whoever comes and goes."""
+"""Assignments of stream positions: none is drawn twice or lost as replicas join and leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco.errors import ConfigurationError
 
 @dataclass
 class Stream:
-    """The stream as a plain list that is handed out from the front."""
+    """The stream as a plain list that is consumed from the front."""
 
     front: list[int] = field(default_factory=list)
     fresh: int = 0
@@ -36,7 +36,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Change:
-    """After some steps replicas leave, each having stopped some steps and maybe a sequence earlier, and others come."""
+    """After some steps, replicas leave, which stopped some steps and maybe a sequence earlier, and others join."""
 
     steps: int
     unused_steps: dict[int, int]
@@ -60,7 +60,7 @@ def listed(ranges: tuple[Range, ...]) -> list[int]:
 def test_nothing_is_drawn_twice_or_lost_whoever_comes_and_goes(
     num_replicas: int, batch_size: int, changes: list[Change]
 ) -> None:
-    """Against a list handed out step by step. The last change is followed by steps that use up what was returned."""
+    """Compare with a list consumed step by step. Steps after the last change use up the returned ranges."""
     assignment, stream, used = Assignment.of(num_replicas), Stream(), list[int]()
     for change in [*changes, Change(5, {}, frozenset())]:
         steps = range(assignment.from_step, assignment.from_step + change.steps)
@@ -80,7 +80,7 @@ def test_nothing_is_drawn_twice_or_lost_whoever_comes_and_goes(
             ranges = assignment.ranges(member, steps[change.steps - unused :], batch_size)
             given_back = [position for batch in drawn[member][change.steps - unused :] for position in batch]
             assert listed(ranges) == given_back
-            # As few as can be.
+            # as few ranges as possible
             assert all(end < begin for (_, end), (begin, _) in pairwise(ranges))
             del drawn[member][change.steps - unused :]
             if change.within_batch and given_back:
@@ -107,7 +107,7 @@ def test_a_fixed_run_has_one_batch_after_the_other(num_replicas: int, batch_size
 
 
 def test_returned_ranges_come_first_wherever_they_begin_and_end() -> None:
-    """Ranges of 1, 2 and 4 positions in batches of 3: a batch may hold several, or the end of one and fresh ones."""
+    """Ranges of 1, 2 and 4 positions in batches of 3: a batch may span several, or the end of one and new positions."""
     assignment = Assignment(10, (2, 5), start=40, returned=((1, 2), (7, 9), (30, 34)))
     drawn = [assignment.positions(member, step, 3).tolist() for step in (10, 11) for member in (2, 5)]
     assert drawn == [[1, 7, 8], [30, 31, 32], [33, 40, 41], [42, 43, 44]]
@@ -119,7 +119,7 @@ def test_returned_ranges_come_first_wherever_they_begin_and_end() -> None:
 
 
 def test_what_is_returned_may_come_in_any_order_and_of_several_assignments() -> None:
-    """Replica 1 stopped at step 3; the others went on with it, and with replica 4, until step 6."""
+    """Replica 1 stopped at step 3; the others used the assignment with it, and with replica 4, until step 6."""
     first = Assignment.of(2)
     second = first.following(5, (0, 1, 4), 2)
     unused = [*first.ranges(1, range(3, 5), 2), *second.ranges(1, range(5, 6), 2)]
@@ -127,7 +127,7 @@ def test_what_is_returned_may_come_in_any_order_and_of_several_assignments() -> 
     third = second.following(6, (0, 4), 2, unused)
     assert third == Assignment(6, (0, 4), 26, ((14, 16), (18, 20), (22, 24)))
     assert third == second.following(6, (0, 4), 2, [list(each) for each in reversed(unused)])
-    # Neighbours become one range, also where one ends and the fresh ones begin.
+    # Adjacent ranges are merged, also with the positions from start on.
     assert second.ranges(1, range(5, 6), 2) + second.ranges(4, range(5, 6), 2) == ((22, 24), (24, 26))
     assert Assignment.of(1).ranges(0, range(2, 5), 4) == ((8, 20),)
     assert second.following(7, (0,), 2, [(22, 24), (20, 22)]) == Assignment(7, (0,), 32, ((20, 24),))
@@ -137,7 +137,7 @@ def test_what_is_returned_may_come_in_any_order_and_of_several_assignments() -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"from_step": -1}, r"from_step of an assignment must be a whole number .*, not -1"),
+        ({"from_step": -1}, r"from_step of an assignment must be an integer .*, not -1"),
         ({"from_step": True}, r"from_step .*, not True"),
         ({"start": 1.5}, r"start of an assignment .*, not 1\.5"),
         ({"start": 2**62}, r"below 2\*\*62"),
@@ -152,7 +152,7 @@ def test_what_is_returned_may_come_in_any_order_and_of_several_assignments() -> 
         ({"returned": ((-1, 2),)}, r"\(-1, 2\)"),
         ({"returned": ((0, 2), (1, 3))}, r"without overlap"),
         ({"returned": ((4, 5), (0, 2))}, r"in ascending order"),
-        ({"returned": ((8, 11),)}, r"start=10: .* nobody can return it"),
+        ({"returned": ((8, 11),)}, r"start=10.* they can't be returned"),
         ({"returned": ((0, 1, 2),)}, r"pairs"),
         ({"returned": (5,)}, r"pairs"),
         ({"returned": "ab"}, r"returned ranges .*, not 'ab'"),
@@ -177,7 +177,7 @@ def test_questions_without_an_answer_are_refused() -> None:
     assignment = Assignment(5, (0, 2), 40, ((8, 12),))
     with pytest.raises(ConfigurationError, match=r"Replica 1 draws nothing at step 5: .* members are \(0, 2\)"):
         assignment.positions(1, 5, 2)
-    with pytest.raises(ConfigurationError, match=r"for the steps from 5 on, not for 4"):
+    with pytest.raises(ConfigurationError, match=r"for steps from 5 on, not for 4"):
         assignment.ranges(0, range(4, 6), 2)
     with pytest.raises(ConfigurationError, match=r"range\(5, 9, 2\) leaves out steps"):
         assignment.ranges(0, range(5, 9, 2), 2)
@@ -187,18 +187,22 @@ def test_questions_without_an_answer_are_refused() -> None:
         assignment.positions(0, 2**60, 4)
     with pytest.raises(ConfigurationError, match=r"not for 4"):
         assignment.following(4, (0,), 2)
-    for returned in ([(9, 10)], [(1, 3), (2, 4)], [(50, 52)]):  # not yet drawn again, given back twice, never assigned
+    for returned in (
+        [(9, 10)],
+        [(1, 3), (2, 4)],
+        [(50, 52)],
+    ):  # returned but not drawn yet, returned twice, never assigned
         with pytest.raises(ConfigurationError, match=r"without overlap"):
             assignment.following(5, (0,), 2, returned)
     with pytest.raises(ConfigurationError, match=r"Returned ranges must be pairs .*, not \('ab',\)"):
         assignment.following(5, (0,), 2, ["ab"])  # type: ignore[list-item]  # the point
     for num_replicas in (0, 2**16 + 1):
-        with pytest.raises(ConfigurationError, match=rf"of 1 to 65536 replicas, not {num_replicas}"):
+        with pytest.raises(ConfigurationError, match=rf"needs 1 to 65536 replicas, not {num_replicas}"):
             Assignment.of(num_replicas)
 
 
 def test_a_batch_of_two_epochs_has_its_windows_of_both() -> None:
-    """7 windows in batches of 2 make epochs of 6 positions; the positions here are of a returned range."""
+    """7 windows in batches of 2 make epochs of 6 positions; these positions belong to a returned range."""
     shuffles = [permute(np.arange(7), 7, f"seed 3, epoch {epoch}").tolist() for epoch in range(3)]
     windows = windows_at(np.array([5, 12, 6]), num_windows=7, batch_size=2, seed=3)
     assert windows.tolist() == [shuffles[0][5], shuffles[2][0], shuffles[1][0]]

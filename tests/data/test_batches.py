@@ -1,4 +1,4 @@
-"""What every kind of batches promises: its order, its cursor, and another number of replicas."""
+"""The contract of every kind of batches: order, cursor, and another number of replicas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_batches_have_their_shape_and_targets_are_the_next_tokens(kind: str, mad
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cursor_goes_on_anywhere_and_is_that_of_the_last_batch_given(kind: str, made: list[Batches]) -> None:
-    """Through epochs, over JSON; a batch that was made ahead does not count."""
+    """Across epochs and through JSON; prefetched batches do not count."""
     whole, again = make(kind, made, 2)[0], make(kind, made, 2)[0]
     rng = random.Random(kind)
     for _ in range(60):
@@ -58,7 +58,7 @@ def test_the_cursor_goes_on_anywhere_and_is_that_of_the_last_batch_given(kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_back_at_an_earlier_cursor_nothing_is_left_of_what_came_after_it(kind: str, made: list[Batches]) -> None:
-    """Nor what was found out there, such as where a stream ends: batches made ahead go back whenever they pause."""
+    """What prefetching discovered, such as the end of a stream, does not count either: a pause rewinds it."""
     (batches,) = make(kind, made, 1)
     cursors, drawn = [batches.state_dict()], []
     for _ in range(90):
@@ -100,7 +100,7 @@ def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, made: list[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str, made: list[Batches]) -> None:
-    """Each of the new replicas works out its own part alone; no two of them draw the same sequence next."""
+    """Each new replica computes its own part locally; no two of them draw the same sequence next."""
     before = make(kind, made, 3)
     for batches in before:
         for _ in range(4):

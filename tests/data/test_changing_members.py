@@ -1,4 +1,4 @@
-"""Samplers whose replicas come and go: nothing is drawn twice, and going on is never stopping."""
+"""Samplers whose members change: nothing is drawn twice, and resuming equals never stopping."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 
 
 def sampler(replica: int, num_replicas: int | None, windows: int = 100, **more: str) -> Sampler:
-    """Batches of 2 sequences."""
+    """Return a sampler with batches of 2 sequences."""
     arguments = {"sequence_length": LENGTH, "batch_size": 2, "seed": 1, **more}
     return Sampler(tokens_for(windows), replica=replica, num_replicas=num_replicas, **arguments)  # type: ignore[arg-type]
 
 
 def test_samplers_share_out_the_windows_while_members_change() -> None:
-    """Replica 1 knows at step 3 that it leaves, the others from step 5 on; replica 7 comes at step 8."""
+    """Replica 1 leaves at step 3, which the others apply from step 5 on; replica 7 joins at step 8."""
     first = Assignment.of(2)
     second = first.following(5, (0,), 2, first.ranges(1, range(3, 5), 2))
     third = second.following(8, (0, 7), 2)
@@ -46,7 +46,7 @@ def test_assignments_count_from_their_first_step_on_in_whatever_order_they_come(
     later, latest = Assignment(4, (1, 5), 50), Assignment(6, (1,), 70)
     own.assign(latest)
     own.assign(Assignment(4, (1,), 90))
-    own.assign(later)  # takes the place of the one before
+    own.assign(later)  # replaces the one before
     assert own.state_dict()["assignments"] == [each.to_message() for each in (fixed, later, latest)]
     expected = [fixed.positions(1, step, 2) for step in range(4)]
     expected += [later.positions(1, step, 2) for step in (4, 5)] + [latest.positions(1, 6, 2)]
@@ -59,7 +59,7 @@ def test_assignments_count_from_their_first_step_on_in_whatever_order_they_come(
 
 @pytest.mark.parametrize("stop", range(9))
 def test_resuming_between_changes_equals_never_stopping(stop: int) -> None:
-    """An epoch is 5 batches; members change at the steps 3 and 6, and the cursor knows it from step 1 on."""
+    """An epoch is 5 batches; members change at steps 3 and 6, and the cursor contains that from step 1 on."""
     first = Assignment.of(2)
     second = first.following(3, (1,), 2, first.ranges(0, range(2, 3), 2))
     runs = [sampler(1, 2, windows=11) for _ in range(2)]
@@ -83,21 +83,23 @@ def test_assignments_that_cannot_be_are_refused() -> None:
     own.next_batch()
     own.next_batch()
     before = own.state_dict()
-    with pytest.raises(ConfigurationError, match=r"from step 1 on comes too late: 2 batches were drawn"):
+    with pytest.raises(ConfigurationError, match=r"from step 1 on comes too late: 2 batches were already drawn"):
         own.assign(Assignment(1, (0, 1), 50))
     with pytest.raises(ConfigurationError, match=r"Replica 1 cannot draw by an assignment to the members \(0, 2\)"):
         own.assign(Assignment(2, (0, 2), 50))
     with pytest.raises(ConfigurationError, match=r"members can change with sharding='shuffled'"):
         contiguous.assign(Assignment.of(2))
     assert own.state_dict() == before
-    with pytest.raises(ConfigurationError, match=r"Replica 7 has no assignment for step 0, only from the steps \[\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"Replica 7 has no assignment for step 0\. .* begin at the steps \[\]"
+    ):
         new.next_batch()
     new.assign(Assignment(4, (0, 7), 50))
-    with pytest.raises(ConfigurationError, match=r"from the steps \[4\] on"):
+    with pytest.raises(ConfigurationError, match=r"begin at the steps \[4\]"):
         new.next_batch()
     new.load_state_dict({**new.state_dict(), "drawn": 4})
     assert windows_of(new.next_batch()) == windows_at(np.array([52, 53]), 100, 2, seed=1).tolist()
-    # It may take over a cursor of others that it is not among, but not draw by it.
+    # It may load a cursor whose members do not include it, but not draw from it.
     new.load_state_dict({**new.state_dict(), "assignments": [[0, [0, 1], 0, []]]})
     with pytest.raises(ConfigurationError, match=r"Replica 7 draws nothing at step 5"):
         new.next_batch()
@@ -107,11 +109,11 @@ def test_assignments_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
-        ([], r"at least one is needed"),
+        ([], r"At least one is needed"),
         (None, r"assignments of the data cursor cannot be read, None"),
         ([[0, [1, 0], 0, []]], r"cannot be read, .* ascending order, not \(1, 0\)"),
-        ([[3, [0, 1], 0, []]], r"assignments from the steps \[3\] on after 1 batches"),
-        ([[0, [0, 1], 0, []], [0, [0], 0, []]], r"each from a later step than the one before"),
+        ([[3, [0, 1], 0, []]], r"After 1 batches, .* begin at the steps \[3\]"),
+        ([[0, [0, 1], 0, []], [0, [0], 0, []]], r"each must begin after the one before"),
     ],
 )
 def test_a_cursor_with_other_assignments_than_can_be_is_refused(assignments: object, message: str) -> None:
@@ -126,7 +128,7 @@ def test_a_cursor_with_other_assignments_than_can_be_is_refused(assignments: obj
 
 
 def test_a_joiner_is_told_the_order_that_no_settings_say() -> None:
-    """After two replicas became three, one that joins draws what its place in the three is, and no more."""
+    """After two replicas became three, a joining replica draws only its own share as one of the three."""
     tokens = tokens_for(60)
 
     def make(replica: int, replicas: int | None) -> Sampler:

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the template of the tokenizer, what counts, what is cut and left out."""
+"""Conversations as tokens: the chat template, what counts, what is cut and left out."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def with_template(place: Path, template: str | None) -> ChatTokenizer:
 
 
 def spelled(tokens: Any) -> str:
-    """Tokens as text, special ones by their names; 256 and on are `SPECIAL`."""
+    """Return tokens as text, special ones by name; ids from 256 on are `SPECIAL`."""
     return b"".join(bytes([t]) if t < 256 else SPECIAL[t - 256].encode() for t in tokens).decode()
 
 
 def counted(example: Example) -> str:
-    """The text that counts."""
+    """Return the text that counts."""
     return spelled(example.tokens[example.counted].tolist())
 
 
@@ -111,7 +111,7 @@ RECORDS = (
     ({"prompt": asked("1", "2")["messages"][:1], "completion": asked("1", "2")["messages"][1:]}, "2<|im_end|>\n"),
     ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, "2<|im_end|>\n"),
     ({"messages": [*asked("1", "2")["messages"], {"role": "user", "content": "3"}]}, "2<|im_end|>\n"),
-    ({"text": "plain"}, "lain<|endoftext|>"),  # nothing predicts the first token
+    ({"text": "plain"}, "lain<|endoftext|>"),  # the first token is not predicted
 )
 
 
@@ -124,7 +124,7 @@ def test_every_way_to_write_a_conversation(folder: Path, tmp_path: Path, record:
 
 
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
-    """Of these records to train on, and another that is held out; a field that nobody reads decides the split."""
+    """Return the corpus of these training records and a held-out one; an unused field decides the split."""
 
     def drawn(record: dict[str, Any], *, heldout: bool) -> dict[str, Any]:
         numbered = ({**record, "number": number} for number in count())
@@ -160,17 +160,17 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
         asked("long", "1" * 40),
         asked("q" * 70, "too late"),
         asked(f"{SPECIAL[2]} in a question", "1"),
-        {"messages": [{"role": "user", "content": "nobody answers"}]},
+        {"messages": [{"role": "user", "content": "no answer"}]},
     ]
     told = corpus_of(folder, tmp_path, records).description()
     assert "2 conversations in" in told
-    assert "1 longer than 64 tokens and cut at their end" in told
-    assert "2 left out, as no answer is in them, or none before the cut" in told
-    assert "1 left out, as their text holds a special token" in told
+    assert "1 cut at 64 tokens" in told
+    assert "2 left out because they have no answer, or none before the cut" in told
+    assert "1 left out because their text contains a special token" in told
 
 
 MALFORMED = (
-    ({"question": "a"}, "has the fields 'question'. A conversation has 'messages'"),
+    ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
     ({"messages": []}, "must be a list of messages"),
     ({"messages": [{"role": "user"}]}, "must be a list of messages"),
     ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
@@ -192,8 +192,8 @@ def test_what_is_no_conversation_is_refused_by_its_line(
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"streaming": True}, "data.streaming does not go with data.format='chat'"),
-    ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources does not go"),
+    ({"streaming": True}, "data.streaming can't be combined with data.format='chat'"),
+    ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources can't be combined"),
     ({"paths": ()}, "needs conversations"),
     ({"paths": (Path("hf:imdb"),)}, "Dataset.to_json"),
     ({"format": "text", "chat_template": Path("x")}, "needs data.format='chat'"),

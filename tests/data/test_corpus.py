@@ -1,4 +1,4 @@
-"""Training and held-out text: disjoint, stable, representative; packed without padding."""
+"""Training and held-out text is disjoint, stable and representative, and packed without padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def corpus_of(folder: Path, documents: list[str], **settings: object) -> Corpus:
 @settings(deadline=None)
 @given(documents=st.lists(st.text(min_size=1)), more=st.lists(st.text(min_size=1)))
 def test_the_split_is_disjoint_complete_and_stable_under_more_documents(documents: list[str], more: list[str]) -> None:
-    documents += ["one", "five"]  # one of each side, so that neither is empty
+    documents += ["one", "five"]  # one per split, so that neither is empty
     train, heldout = split_documents(documents, 0.5)
     assert not set(train) & set(heldout)
     assert sorted(train + heldout) == sorted(documents)
@@ -111,7 +111,7 @@ def test_a_corpus_is_its_documents_each_followed_by_an_end(tmp_path: Path, token
 
 
 def test_a_bpe_learns_from_training_documents_only(tmp_path: Path) -> None:
-    """Held-out documents unlike all others leave no merge behind."""
+    """Held-out documents that differ from all others produce no merge."""
     train, heldout = split_documents(numbered(100), 0.2)
     _, unlike = split_documents(["zq" * n for n in range(100, 200)], 0.2)
     settings = {"tokenizer": "bpe", "bpe_vocab_size": 264, "heldout_fraction": 0.2}

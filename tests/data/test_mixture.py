@@ -1,4 +1,4 @@
-"""Several sources by weight: exact shares of tokens, every window once in each epoch of its source."""
+"""Mixtures: exact shares of tokens, and every window once in each epoch of its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 4
 
 
 def mixed(**sources: tuple[int, float]) -> Mixture:
-    """Of sources of so many windows, with so much weight; tokens tell their place, and the source: 100,000 apart."""
+    """Return a mixture of sources; tokens encode their position, and their source by multiples of 100,000."""
     tokens = {
         name: PackedTokens([np.arange(n * 100_000, n * 100_000 + windows * LENGTH + 1, dtype=np.uint32)])
         for n, (name, (windows, _)) in enumerate(sources.items())
@@ -46,7 +46,7 @@ def test_weights_that_give_no_share_are_refused(weights: dict[str, float]) -> No
 
 
 def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_exact() -> None:
-    """Two cycles, drawn by three replicas together: counted in plain Python."""
+    """Two cycles, drawn by three replicas together and counted in plain Python."""
     mixture = mixed(a=(50, 3.0), b=(700, 1.0))
     replicas = [
         Sampler(mixture, sequence_length=LENGTH, batch_size=300, replica=m, num_replicas=3, seed=5) for m in range(3)
@@ -62,7 +62,7 @@ def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_e
         size = 50 if first else 700
         epochs = [own[n : n + size] for n in range(0, len(own) - size, size)]
         assert all(len(set(epoch)) == size for epoch in epochs), "an epoch ends before the next begins"
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each in another order"
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch must have another order"
     drawn = Counter(order[: 2 * CYCLE])
     a, b = ([n for begin, n in drawn.items() if (begin < 100_000) == first] for first in (True, False))
     assert (len(a), set(a)) == (50, {15_000 // 50})
@@ -93,7 +93,7 @@ def test_a_mixture_is_told_from_others() -> None:
 
 
 def test_what_a_mixture_cannot_do_is_told() -> None:
-    with pytest.raises(DataError, match="'b' has 1 training tokens; one sequence of 4 needs 5"):
+    with pytest.raises(DataError, match="'b' has 1 training tokens, but one sequence of 4 needs 5"):
         Sampler(
             mixed(a=(9, 1.0), b=(0, 1.0)),
             sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0,

@@ -1,4 +1,4 @@
-"""Other people's tokenizers: bits per byte stay right, or the tokenizer or the text is refused with the reason."""
+"""Third-party tokenizers: bits per byte stay correct, or the tokenizer or text is refused with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.errors import ConfigurationError, DataError
 
 
 def llama(*, prepend: bool = True, fallback: bool = True) -> LibraryTokenizer:
-    """Shaped as Llama 2's: SentencePiece, converted, with bytes for what has no token."""
+    """A tokenizer like Llama 2's: converted from SentencePiece, with byte fallback."""
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the", "ü"]
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
@@ -60,7 +60,7 @@ def test_a_space_goes_before_a_document_as_the_model_knows_it() -> None:
     assert LLAMA.encode("the") == [llama().token_to_id("▁the")]
     assert LLAMA.num_bytes(LLAMA.encode("the")) == 4
     assert LLAMA.num_bytes(LLAMA.encode_documents(["the"])) == 3
-    assert LLAMA.encode("</s>") != [LLAMA.eos_id], "text does not end a document"
+    assert LLAMA.encode("</s>") != [LLAMA.eos_id], "text must not end a document"
 
 
 def test_a_saved_one_comes_back(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_saved_one_comes_back(tmp_path: Path) -> None:
 
 
 def metaspace() -> LibraryTokenizer:
-    """Without bytes to fall back on."""
+    """A tokenizer without byte fallback."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in "abcdefgh")]
     tokenizer = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -105,7 +105,7 @@ def test_a_document_that_is_not_told_exactly_is_refused_when_it_comes() -> None:
     tokenizer = llama()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("Q", ""), llama().normalizer])
     sly = made(tokenizer)
-    with pytest.raises(DataError, match="turns a document of 2 bytes into tokens for 1"):
+    with pytest.raises(DataError, match="encodes a document of 2 bytes as tokens that stand for 1"):
         sly.encode_documents(["fine", "Qa"])
 
 
@@ -117,7 +117,7 @@ def test_by_name_of_a_local_folder(tmp_path: Path) -> None:
 
 
 def test_one_without_a_tokenizer_json_is_converted(tmp_path: Path) -> None:
-    """GPT-2's two files, from which transformers makes the third."""
+    """GPT-2's two files, from which transformers makes tokenizer.json."""
     letters = byte_letters()
     vocabulary = {letter: n for n, letter in enumerate([*letters, "th", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
@@ -139,7 +139,7 @@ def test_one_that_is_not_there_is_told(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def unigram() -> Tokenizer:
-    """Its model knows the end of a document as a piece like any other, as SentencePiece's do."""
+    """A Unigram model in which the end-of-document token is an ordinary piece, as in SentencePiece."""
     letters = [(letter, -5.0) for letter in "▁abcdefghs<>/"]
     fallback = [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *fallback, *letters]
@@ -151,7 +151,7 @@ def unigram() -> Tokenizer:
 
 
 def letter() -> Tokenizer:
-    """Whose owner says that a letter ends documents."""
+    """A tokenizer configured to end documents with a letter."""
     return Tokenizer(train_bpe(["some text"] * 2, 257).to_json(), eos="s", source="the letters")
 
 
@@ -159,7 +159,7 @@ def letter() -> Tokenizer:
 def test_a_text_that_would_end_itself_is_refused(make, text: str) -> None:  # type: ignore[no-untyped-def]
     tokenizer = make()
     for attempt in (tokenizer.encode, lambda text: tokenizer.encode_documents(["a", text])):
-        with pytest.raises(DataError, match=f"into the token that ends a document, .* begins with '{text}'"):
+        with pytest.raises(DataError, match=f"as the end-of-document token .* begins with '{text}'"):
             attempt(text)
     assert tokenizer.encode_documents(["a", "a"]).tolist().count(tokenizer.eos_id) == 2
 

@@ -1,4 +1,4 @@
-"""Batches made ahead: bounded, errors where they belong, a clean end. The same batches: test_batches."""
+"""Prefetching: bounded, with errors in the right place and a clean end. test_batches compares the batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.streams import lists
 
 
 class Counted:
-    """Batches that are numbers, with the thread that made each."""
+    """Batches that are numbers, recorded with the thread that made each."""
 
     order = ""
 
@@ -55,10 +55,10 @@ class Counted:
 def test_so_many_are_made_ahead_and_no_more() -> None:
     inner = Counted()
     batches = Prefetcher(inner, 3, "maker")  # type: ignore[arg-type]  # all that is used
-    assert inner.number == 0, "nothing is made before the first is asked for"
+    assert inner.number == 0, "no batch may be made before the first request"
     assert int(batches.next_batch()[0]) == 1
     with inner.made:
-        # one given, three waiting, and one in the hands of the thread
+        # one returned, three in the queue, and one held by the thread
         assert inner.made.wait_for(lambda: inner.number == 5, timeout=10)
         assert not inner.made.wait_for(lambda: inner.number > 5, timeout=0.05)
     assert set(inner.threads) == {"maker"}

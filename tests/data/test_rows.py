@@ -1,4 +1,4 @@
-"""Examples whole in rows, and what of them counts."""
+"""Whole examples in rows, and which of their tokens count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sizes = st.lists(st.integers(2, LENGTH), min_size=1, max_size=30)
 
 
 def examples_of(sizes: list[int]) -> list[Example]:
-    """Examples whose tokens are all different, the first half of each a prompt."""
+    """Return examples whose tokens all differ; the first half of each is a prompt."""
     ends = np.cumsum([0, *sizes])
     made = []
     for begin, size in zip(ends[:-1].tolist(), sizes, strict=True):
@@ -44,7 +44,7 @@ def test_each_token_that_counts_is_a_target_once_behind_its_own_example(sizes: l
     seen: list[int] = []
     for inputs, targets in heldout_batches(rows, LENGTH, 4, 0):
         seen += targets[targets >= 0].tolist()
-        # what is predicted follows the token before it in its own example
+        # a target follows the token before it in its own example
         assert bool((inputs[targets >= 0] + 1 == targets[targets >= 0]).all())
     assert sorted(seen) == sorted(t for e in examples for t in e.tokens[e.counted].tolist())
     assert rows.counted_tokens == len(seen)
@@ -95,7 +95,7 @@ def test_long_examples_lose_their_end_and_those_without_an_answer_are_left_out()
 
 def test_too_few_rows_are_refused_with_what_would_do() -> None:
     rows = PackedRows(examples_of([6, 6]), LENGTH, padding=0)
-    with pytest.raises(DataError, match="make 1 rows of 12 tokens; one batch of 2 for each of 3 replicas needs 6"):
+    with pytest.raises(DataError, match="make 1 rows of 12 tokens, but one batch of 2 for each of 3 replicas needs 6"):
         Sampler(rows, sequence_length=LENGTH, batch_size=2, replica=0, num_replicas=3, seed=0)
     with pytest.raises(DataError, match="no example"):
         PackedRows([], LENGTH, padding=0)

@@ -1,4 +1,4 @@
-"""Shards that never overlap, add up to one larger batch, and go on where they stopped."""
+"""Samplers never overlap, add up to one larger batch, and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def samplers(
 
 
 def draw(members: Sequence[Sampler], steps: int) -> list[list[int]]:
-    """The windows of ``steps * len(members)`` batches, step by step, in the order of the replicas."""
+    """Return the windows of ``steps * len(members)`` batches, step by step, in the order of the replicas."""
     return [windows_of(sampler.next_batch()) for _ in range(steps) for sampler in members]
 
 
@@ -48,7 +48,7 @@ SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4)).fil
 @settings(deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**64))
 def test_shuffled_replicas_share_out_one_shuffle_after_the_other(shape: tuple[int, int, int], seed: int) -> None:
-    """Replica m's batch at step k is number k * M + m of all epochs in a row. So an epoch has each window once, but for
+    """Replica m's batch at step k is number k * M + m of all epochs. So an epoch has each window once, except for
     less than a batch, and all replicas together see what one with a larger batch sees."""
     windows, replicas, batch_size = shape
     batches_per_epoch = windows // batch_size
@@ -74,14 +74,14 @@ def test_contiguous_replicas_stay_in_their_stretches_and_leave_less_than_a_batch
             shard = [window for batch in draw([sampler], steps) for window in batch]
             assert len(set(shard)) == len(shard)
             assert set(shard) <= set(range(begin, end))
-            # stretches may differ by one window, which then is left out as well
+            # slices may differ by one window, which is then left out as well
             assert end - begin - len(shard) <= batch_size
 
 
 @pytest.mark.parametrize("sharding", ["shuffled", "contiguous"])
 @pytest.mark.parametrize("stop", [0, 1, 4, 5, 6, 11])
 def test_resuming_equals_never_stopping(stop: int, sharding: Sharding) -> None:
-    """5 steps an epoch: the stops fall at its begin, within it, at its last step, at its end and after it."""
+    """With 5 steps per epoch, the stops fall at its beginning, within it, at its last step, at its end and after it."""
     straight = samplers(32, 2, 3, sharding)[1]
     expected = [straight.next_batch() for _ in range(stop + 7)]
 
@@ -90,7 +90,7 @@ def test_resuming_equals_never_stopping(stop: int, sharding: Sharding) -> None:
         before.next_batch()
     state = json.loads(json.dumps(before.state_dict()))
     after = samplers(32, 2, 3, sharding)[1]
-    after.next_batch()  # where it stood must not matter
+    after.next_batch()  # its earlier position must not matter
     after.load_state_dict(state)
     assert int(after.epochs[""]) == stop // 5
     for inputs, targets in expected[stop:]:
@@ -134,7 +134,7 @@ def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: 
 @pytest.mark.parametrize("drawn", [-1, 1.5, "3", True])
 def test_a_cursor_that_counts_no_batches_is_refused(drawn: object) -> None:
     (sampler,) = samplers(4, 1, 1)
-    with pytest.raises(CheckpointError, match=r"a whole number from 0 on, not"):
+    with pytest.raises(CheckpointError, match=r"an integer of at least 0, not"):
         sampler.load_state_dict({**sampler.state_dict(), "drawn": drawn})
 
 
@@ -150,7 +150,7 @@ def test_a_malformed_cursor_is_refused() -> None:
 def test_too_few_tokens_say_how_many_would_do(sharding: Sharding) -> None:
     arguments: dict[str, int] = {"sequence_length": LENGTH, "batch_size": 3, "replica": 1, "num_replicas": 4, "seed": 0}
     enough = tokens_for(12)
-    with pytest.raises(DataError, match=r"36 training tokens make 11 sequences of 3; .*needs 12, that is 37 tokens"):
+    with pytest.raises(DataError, match=r"36 training tokens make 11 sequences of 3, .*needs 12, that is 37 tokens"):
         Sampler(enough[:-1], **arguments, sharding=sharding)
     sampler = Sampler(enough, **arguments, sharding=sharding)
     assert len(windows_of(sampler.next_batch())) == 3

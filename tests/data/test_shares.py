@@ -1,4 +1,4 @@
-"""Sequences of an elastic run: nobody's work is done twice, and a clean leave loses none of it."""
+"""Sequences of an elastic run: none is drawn twice, and a clean leave loses none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Run:
         self.since_change = dict.fromkeys(self.steps, 0)
 
     def advance(self, replica: int) -> None:
-        """One step, unless it has to wait for a round of the next view."""
+        """Take one step, unless the replica has to wait for a round of the next view."""
         if self.since_change[replica] >= MARGIN:
             return
         step = self.steps[replica]
@@ -34,7 +34,7 @@ class Run:
         self.since_change[replica] += 1
 
     def change(self, *, join: int | None = None, leave: int | None = None, crash: int | None = None) -> None:
-        """What members know at the freeze is where each of them was; they may have gone on since."""
+        """At the freeze, members report their steps; they may have continued since."""
         from_step = max(self.steps.values()) + 1
         left = {} if leave is None else {leave: self.steps[leave]}
         members = tuple(sorted((set(self.steps) | ({join} if join is not None else set())) - {leave, crash}))
@@ -42,7 +42,7 @@ class Run:
         for gone in (leave, crash):
             if gone is not None:
                 del self.steps[gone]
-        for replica in self.steps:  # they move on between the freeze and the next view
+        for replica in self.steps:  # they continue between the freeze and the next view
             self.since_change[replica] = 0
             self.advance(replica)
         self.shares = self.shares.following(
@@ -57,7 +57,7 @@ class Run:
             self.own[replica].sort(key=lambda each: each.from_step)
 
     def settle(self) -> None:
-        """All go on until the last assignment is in force for all, and a little more, and stop at the same step."""
+        """Continue past the step at which the last assignment is in force for all, then stop at the same step."""
         last = max(max(self.steps.values()), self.shares.chain[-1].from_step) + 2
         for replica in self.steps:
             while self.steps[replica] < last:
@@ -85,7 +85,7 @@ def test_nothing_is_drawn_twice_and_a_clean_leave_loses_nothing(changes: list[tu
         else:
             run.since_change[chosen] = 0  # a round was merged
             run.advance(chosen)
-            while max(run.steps.values()) - min(run.steps.values()) > 1:  # no one runs ahead by more than a window
+            while max(run.steps.values()) - min(run.steps.values()) > 1:  # no replica is ahead by more than a window
                 slow = min(run.steps, key=run.steps.__getitem__)
                 run.since_change[slow] = 0
                 run.advance(slow)

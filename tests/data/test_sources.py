@@ -1,4 +1,4 @@
-"""Sources of documents: every kind reads from any place on; what cannot be read is told."""
+"""Sources of documents: every kind reads from any position; what can't be read is reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("hf:nobody/nothing", "hub cannot be reached|cannot be read by datasets"),
+        ("hf:nobody/nothing", "hub can't be reached|cannot be read by datasets"),
         ("hf:{files}/hub:test", "cannot be read by datasets: .*test"),
     ],
 )
@@ -109,14 +109,14 @@ def test_names_that_mean_nothing_are_refused(name: str) -> None:
     ("sources", "words"),
     [
         ({"a": "x"}, "data.sources.a must be a table"),
-        ({"a": {}}, "data.sources.a needs data ="),
+        ({"a": {}}, "data.sources.a needs the key data, such as data ="),
         ({"a": {"data": "x", "wieght": 1}}, "key 'wieght'; did you mean 'weight'"),
         *(
             ({"a": {"data": "x", "weight": w}}, "a positive number")
             for w in (0, -1.0, math.nan, math.inf, 10**400, True)
         ),
-        ({"a": {"data": [1]}}, "text, or a list of texts"),
-        ({"a": {"data": "x", "split": ""}}, "text, and not empty"),
+        ({"a": {"data": [1]}}, "a string or a list of strings"),
+        ({"a": {"data": "x", "split": ""}}, "a string that is not empty"),
         ({"a": {"data": "x", "streaming": 1}}, "true or false"),
     ],
 )
@@ -176,8 +176,8 @@ def test_a_stream_is_opened_without_reading_all_of_it(files: Path) -> None:
     ("settings", "words"),
     [
         ({"tokenizer": "bpe"}, "data.bpe_documents, the number"),
-        ({"max_documents": 9}, "does not go with data.streaming"),
-        ({"sharding": "contiguous"}, "does not go with data.streaming"),
+        ({"max_documents": 9}, "can't be combined with data.streaming"),
+        ({"sharding": "contiguous"}, "can't be combined with data.streaming"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(files: Path, settings: dict[str, Any], words: str) -> None:
@@ -222,12 +222,12 @@ def test_two_answers_to_one_question_are_refused(
     files: Path, data: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
-    with pytest.raises(ConfigurationError, match="give only one"):
+    with pytest.raises(ConfigurationError, match="Give only one"):
         open_source(SourceSettings(data=(f"hf:{data}",), **more))
 
 
 @pytest.mark.parametrize("more", [{"split": "test"}, {"config": "en"}, {"data_files": "x.json"}])
 def test_what_only_data_sets_have_is_refused_of_files(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"a has {next(iter(more))}, which only hf: names can have"):
+    with pytest.raises(ConfigurationError, match=f"a sets {next(iter(more))}, which only hf: names can have"):
         DataSettings(sources={"a": {"data": "text/", **more}})
     DataSettings(sources={"a": {"data": ["text/", "hf:json"], **more}})

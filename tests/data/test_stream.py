@@ -1,4 +1,4 @@
-"""Documents packed while training, against plain Python; and none of them twice or left out, whoever reads."""
+"""Streams compared with plain Python: no document is read twice or left out, for any number of replicas."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EOS = ByteTokenizer().eos_id
 
 
 def drawn(reader: DocumentStream, batches: int) -> list[int]:
-    """The tokens that were targets."""
+    """Return the tokens that were targets."""
     return [token for _ in range(batches) for row in reader.next_batch()[1].tolist() for token in row]
 
 
 def in_order(records: list[str], epochs: int, *, replica: int = 0, replicas: int = 1, block: int = 3) -> list[str]:
-    """What a replica reads, by the words of the module: its blocks, each shuffled."""
+    """Return what a replica reads by the definition in the module: its blocks, each shuffled."""
     blocks = -(-len(records) // block)
     found = []
     for number in range(replica, blocks * epochs, replicas):
@@ -50,7 +50,7 @@ def test_each_replica_packs_its_own_blocks_end_to_end(replicas: int, sized: bool
 
 def test_rows_follow_one_another_and_begin_with_an_end() -> None:
     inputs, targets = lists(stream([numbered(20)], 0, 1).next_batch())
-    assert inputs[0][0] == EOS, "so that the first token of all is predicted, too"
+    assert inputs[0][0] == EOS, "the very first token must be predicted, too"
     assert inputs[1][0] == targets[0][-1]
 
 
@@ -68,8 +68,8 @@ CHANGES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, 
 def test_no_document_is_read_twice_or_left_out_whatever_replicas_come_and_go(
     changes: list[tuple[int, int]], count: int, block: int, sized: bool, longest: int
 ) -> None:
-    """Of every token drawn by anybody: together with what is left, it is each epoch once, and nothing else."""
-    records = [chr(33 + n) * (1 + n * 7 % longest) for n in range(count)]  # each of a letter of its own
+    """All tokens drawn by any replica and the rest make up each epoch exactly once."""
+    records = [chr(33 + n) * (1 + n * 7 % longest) for n in range(count)]  # each document is one repeated letter
     once = Counter(packed(trained(records)).tolist())
     if not once:
         return
@@ -85,7 +85,7 @@ def test_no_document_is_read_twice_or_left_out_whatever_replicas_come_and_go(
                 counted.update(drawn(reader, steps))
             except DataError:  # a replica whose every block is held out
                 return
-    # One replica draws what is left of the epochs that were begun, by the definition of its cursor.
+    # One replica draws the rest of the epochs that were begun, as its cursor defines it.
     blocks = -(-count // block)
     left = left_of(readers, records, block=block, sized=sized)
     total = counted + left
@@ -94,7 +94,7 @@ def test_no_document_is_read_twice_or_left_out_whatever_replicas_come_and_go(
 
 
 def left_of(readers: list[DocumentStream], records: list[str], *, block: int, sized: bool) -> Counter[int]:
-    """The tokens that cursors say are still to be drawn, to the end of the epochs that were begun, in plain Python."""
+    """Return, in plain Python, the tokens that cursors leave to draw in the epochs that were begun."""
     blocks = -(-len(records) // block)
     states = [reader.state_dict() for reader in readers]
     places = [state["sources"][0] for state in states]
@@ -117,7 +117,7 @@ def left_of(readers: list[DocumentStream], records: list[str], *, block: int, si
 
 
 def test_what_was_begun_goes_on_at_its_next_token() -> None:
-    """As many replicas, dealt out anew, are those that never stopped."""
+    """Redistributing among the same number of replicas equals never stopping."""
     records = numbered(40, longest=60)
     whole, again = stream([records], 0, 1), stream([records], 0, 1)
     for _ in range(20):
@@ -128,7 +128,7 @@ def test_what_was_begun_goes_on_at_its_next_token() -> None:
 
 
 def test_weights_count_tokens_not_documents() -> None:
-    """Long documents of one source and short ones of the other, in equal shares, within a document's length."""
+    """Long documents of one source and short ones of the other get equal shares, to within one document."""
     long = [f"<{n}>" + "a" * 90 for n in range(40)]
     short = [f"({n})" for n in range(200)]
     reader = stream([long, short], 0, 1, weights=[1.0, 3.0], sized=True)
@@ -137,7 +137,7 @@ def test_weights_count_tokens_not_documents() -> None:
         places = reader.state_dict()["sources"]
         assert places[1]["tokens"] == pytest.approx(3 * places[0]["tokens"], abs=3 * 100)
         assert found["b"] > 10 * found["a"]
-    assert reader.epochs["1"] > reader.epochs["0"] > 0, "each source has epochs of its own"
+    assert reader.epochs["1"] > reader.epochs["0"] > 0, "each source must have its own epochs"
 
 
 def test_the_order_is_the_seeds() -> None:
@@ -147,7 +147,7 @@ def test_the_order_is_the_seeds() -> None:
 
 
 class Failing:
-    """Fails once, at record ``at``."""
+    """A source that fails once, at record ``at``."""
 
     size: int | None = None
 
@@ -163,7 +163,7 @@ class Failing:
 
 
 def drawn_from(batches: Batches, count: int, *, once_more: Callable[[], None] = lambda: None) -> list[object]:
-    """So many batches, and the number of failures at the end; a failure leaves the cursor where it was."""
+    """Return the batches and the number of failures; a failure must not move the cursor."""
     found: list[object] = []
     failures = 0
     while len(found) < count:
@@ -184,7 +184,7 @@ def failing(at: int | None, replica: int = 0, replicas: int = 1) -> DocumentStre
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("at", [0, 1, 7, 22, 39])
 def test_a_source_that_is_there_again_goes_on_where_it_was(at: int, replicas: int) -> None:
-    """Where it failed is not where it ends."""
+    """The point of failure must not be taken for the end."""
     broken, whole = (drawn_from(failing(each, replicas - 1, replicas), 150 // replicas)[:-1] for each in (at, None))
     assert broken == whole
 

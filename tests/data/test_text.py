@@ -1,4 +1,4 @@
-"""Every way in for text, on files made here, with what is said when something is wrong."""
+"""Every input of text, with files made here, and the error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of tokens: the same corpus as from text, whole or refused."""
+"""Token folders: the same corpus as from text; an incomplete folder is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mine(folder: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the folder to damage."""
     return Path(shutil.copytree(folder, tmp_path / "mine"))
 
 
@@ -91,7 +91,7 @@ def test_a_mapped_folder_gives_the_batches_and_the_cursor_of_the_array(text: Pat
 
 
 def test_opening_a_folder_reads_none_of_its_tokens(folder: Path, mine: Path) -> None:
-    """Not for the fingerprint or the digest, which are those of the manifest though the tokens are others."""
+    """Fingerprint and digest come from the manifest even if the tokens are others."""
     for file in mine.glob("*.tokens"):
         np.zeros(file.stat().st_size, dtype=np.uint8).tofile(file)
     corpus, original = (build_corpus(DataSettings(paths=(path,))) for path in (mine, folder))
@@ -146,7 +146,7 @@ def test_what_fails_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_place_that_is_taken_is_left_alone(text: Path, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is there already"):
+    with pytest.raises(ConfigurationError, match="already exists and is not an empty folder"):
         tokenize(of(text), folder)
     assert is_token_folder(folder)
     (tmp_path / "empty").mkdir()
@@ -162,8 +162,8 @@ def damage_manifest(folder: Path, **members: object) -> None:
     ("damage", "words"),
     [
         (lambda path: (path / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
-        (lambda path: (path / "train-00000.ends").write_bytes(b""), "has 0 bytes, and"),
-        (lambda path: damage_manifest(path, format_version=9), "of version 9, and diloco"),
+        (lambda path: (path / "train-00000.ends").write_bytes(b""), "has 0 bytes, but"),
+        (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
         (lambda path: damage_manifest(path, train=None), "cannot be read"),
         (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
     ],
@@ -179,16 +179,16 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
     bpe = tmp_path / "bpe"
     tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), bpe)
     for settings, words in (
-        (DataSettings(paths=(folder, text)), "which one source cannot mix"),
-        (DataSettings(paths=(folder, bpe)), "of different tokenizers"),
-        (DataSettings(paths=(folder,), tokenizer="bpe"), "comes with another tokenizer"),
-        (DataSettings(paths=(folder,), tokenizer=str(bpe)), "comes with another tokenizer"),
-        (DataSettings(paths=(folder,), max_documents=9), "give it to `diloco tokenize` instead"),
+        (DataSettings(paths=(folder, text)), "one source can't mix the two"),
+        (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
+        (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another tokenizer"),
+        (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another tokenizer"),
+        (DataSettings(paths=(folder,), max_documents=9), "Pass it to `diloco tokenize` instead"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(settings)
     assert build_corpus(DataSettings(paths=(bpe,), tokenizer=str(bpe))).tokenizer.vocab_size == 270
-    with pytest.raises(ConfigurationError, match="holds tokens already"):
+    with pytest.raises(ConfigurationError, match="already contains tokens"):
         tokenize(DataSettings(paths=(folder,)), tmp_path / "again")
     two = {"a": {"data": str(text)}, "b": {"data": str(text)}}
     with pytest.raises(ConfigurationError, match="a folder for each"):
@@ -227,16 +227,16 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
         "mixture": DataSettings(sources={"a": {"data": str(folder)}, "b": {"data": str(mine)}}),
     }[kind]
     whole = build_corpus(settings)
-    assert int(whole.train[:].max()) == 256, "the last id is one"
+    assert int(whole.train[:].max()) == 256, "the last id must be valid"
     write_over(mine / "train-00000.tokens", 77, 257)
     write_over(mine / "heldout-00000.tokens", -1, 65535)
     corpus = build_corpus(settings)
     sampler = Sampler(corpus.train, sequence_length=16, batch_size=16, replica=0, num_replicas=1, seed=0)
     drawn = (max(int(each.max()) for each in sampler.next_batch()) for _ in range(200))
-    with pytest.raises(DataError, match="hold the id 257, and their vocabulary ends at 256: a file"):
+    with pytest.raises(DataError, match="contain the id 257, but their vocabulary ends at 256: one of their files"):
         assert all(highest < 257 for highest in drawn)
     for heldout in (corpus.heldout, heldout_tokens(settings, ByteTokenizer())):
-        with pytest.raises(DataError, match="hold the id 65535"):
+        with pytest.raises(DataError, match="contain the id 65535"):
             heldout[:]
 
 
@@ -244,12 +244,12 @@ def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, 
     other = tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), tmp_path / "bpe").path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(other / name, mine / name)
-    with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but its tokens have 257"):
+    with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):
         build_corpus(DataSettings(paths=(mine,)))
 
 
 def test_another_fraction_to_hold_out_is_not_passed_over(text: Path, folder: Path) -> None:
-    """What is held out was settled when the folder was made."""
+    """The held-out documents were fixed when the folder was made."""
     with pytest.raises(ConfigurationError, match=r"tokens was made with a heldout_fraction of 0.2, so"):
         build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.5))
     whole = build_corpus(DataSettings(paths=(folder,)))

@@ -1,4 +1,4 @@
-"""Where a folder of tokens is written: through links, beside others, and what is left where it can't be."""
+"""Where a token folder is written: through links, next to others, and what remains after a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def of(text: Path) -> DataSettings:
 
 @contextmanager
 def room_for(size_bytes: int) -> Iterator[None]:
-    """No file may become larger, as on a disk that is full."""
+    """Limit the size of files, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -58,7 +58,7 @@ def test_a_link_to_an_empty_folder_stays_a_link(text: Path, tmp_path: Path) -> N
 
 
 def test_a_folder_that_is_there_stays_the_same_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody may work in it, and a mounted disk can't be replaced."""
+    """It may be a working directory, and a mount point can't be replaced."""
     here = tmp_path / "here"
     here.mkdir()
     before = here.stat().st_ino
@@ -75,12 +75,12 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     flags = f"tokenize --data {text} --data.heldout-fraction 0.3 --out {tmp_path / 'new' / 'tokens'}"
     with room_for(1000):
         assert main(flags.split()) == 1
-    assert "can't be written: [Errno 27] File too large. Give a place" in capsys.readouterr().err
+    assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())
 
 
 def test_a_disk_that_is_full_when_files_are_closed_hides_nothing(tmp_path: Path) -> None:
-    """What is small stays in Python's buffer, and meets the full disk when it is flushed."""
+    """Small data stays in Python's buffer, and fails on the full disk when it is flushed."""
     writer = TokenWriter(tmp_path / "tokens", ByteTokenizer(), 1 << 20)
     with pytest.raises(DataError, match="File too large"), room_for(0), writer.writing({}):
         writer.add([("small", False)])
@@ -102,7 +102,7 @@ def test_who_comes_second_changes_nothing(tmp_path: Path, there: bool) -> None:
     def write_both() -> None:
         with second.writing({}):
             second.add([("second", False)])
-            if there:  # as if the first had looked before the second began
+            if there:  # as if the first had checked before the second began
                 shutil.move(second.folder, tmp_path / "aside")
             with first.writing({}):
                 first.add([("first", False)])

@@ -1,4 +1,4 @@
-"""Bytes and BPE: nothing is lost, bytes are counted right, and what is saved comes back."""
+"""Bytes and BPE: nothing is lost, byte counts are right, and saving and loading round-trips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà 
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "bpe": train_bpe(DOCUMENTS, 300)}
 
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
-# st.text leaves surrogates out; the literal end-of-document token must be no more than its letters
+# st.text leaves surrogates out; the literal end-of-document token must be plain characters
 texts = st.lists(st.one_of(st.text(), st.just(EOS), st.sampled_from(DOCUMENTS)), max_size=5).map("".join)
 
 
@@ -133,7 +133,7 @@ def test_a_vocabulary_above_16_bits_needs_32() -> None:
 
 
 def library_tokenizer(*eos: str, special: bool = True, letters: int = 256) -> LibraryTokenizer:
-    """A byte-level tokenizer as a user may bring it."""
+    """A byte-level tokenizer such as a user may provide."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
     tokenizer = LibraryTokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -166,10 +166,10 @@ def test_the_file_beside_it_says_which_token_ends_a_document(tmp_path: Path, eos
 def test_an_end_token_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     library_tokenizer().save(str(file))
-    with pytest.raises(DataError, match=r"none of its tokens has a usual name.*tokenizer_config\.json beside it"):
+    with pytest.raises(DataError, match=r"none of its tokens has a usual name.*tokenizer_config\.json next to it"):
         load_tokenizer(file)
     library_tokenizer("</s>", "<eos>").save(str(file))
-    with pytest.raises(DataError, match=r"</s>, <eos> all could"):
+    with pytest.raises(DataError, match=r"each of </s>, <eos> could"):
         load_tokenizer(file)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(DataError, match=r"has no token '<end>'"):
@@ -186,7 +186,11 @@ def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not JSON"), ("[]", "holds no JSON object"), ('{"added_tokens": 3}', "does not say which token")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "does not contain a JSON object"),
+        ('{"added_tokens": 3}', "does not say which token"),
+    ],
 )
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
@@ -196,7 +200,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str, message: s
 
 def test_json_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"content": "</s>"}]}')
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer\.json: "):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a valid tokenizer\.json: "):
         load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):

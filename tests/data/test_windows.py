@@ -1,4 +1,4 @@
-"""Which windows: a permutation that reaches everything once, and the ones that are held out."""
+"""Windows: a permutation that reaches each of them once, and the held-out ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_permutation_serves_ranges_that_no_array_could() -> None:
 
 @pytest.mark.parametrize("size", [7, 64, 65])
 def test_the_permutation_is_even(size: int) -> None:
-    """Over many keys each position goes everywhere equally often (chi-square; a fixed set of keys, so no luck)."""
+    """Over many keys, each position goes everywhere equally often (chi-square with fixed keys)."""
     expected = 25
     counts = np.zeros((size, size))
     for key in range(expected * size):
@@ -41,11 +41,11 @@ def test_the_permutation_is_even(size: int) -> None:
 
 
 def test_the_permutation_tells_nothing_of_one_position_by_another() -> None:
-    """Each pair goes to every other pair equally often; after a few rounds, single positions do so but pairs don't."""
+    """Each pair goes to every other pair equally often; a few rounds suffice for single positions but not for pairs."""
     size, expected = 9, 20
     images = [permute(np.arange(size), size, str(key)) for key in range(expected * size * (size - 1))]
     freedom = size * (size - 1) - 1
-    for one, other in ((0, 1), (0, 3), (4, 8)):  # of a square of 3 by 3: in a row, in a column, and in neither
+    for one, other in ((0, 1), (0, 3), (4, 8)):  # in a square of 3 by 3: in one row, in one column, and in neither
         counts = np.zeros((size, size))
         for image in images:
             counts[image[one], image[other]] += 1
@@ -76,7 +76,7 @@ def test_all_heldout_windows_make_every_token_a_target_once() -> None:
 
 
 def test_too_few_heldout_tokens_are_refused_at_once() -> None:
-    with pytest.raises(DataError, match=r"3 held-out tokens were given; one sequence of 3 needs 4"):
+    with pytest.raises(DataError, match=r"only 3 held-out tokens, but one sequence of 3 needs 4"):
         heldout_batches(tokens_for(1)[:-1], LENGTH, 1, 0)
     with pytest.raises(ConfigurationError, match="An evaluation needs batch_size >= 1"):
         heldout_batches(tokens_for(1), LENGTH, 0, 0)

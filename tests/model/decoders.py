@@ -27,7 +27,7 @@ def random_tokens(*shape: int, seed: int = 0, vocab: int = 31) -> torch.Tensor:
 
 
 def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
-    """With norm weights that differ from 1, and embeddings large enough for every term to matter."""
+    """Return a decoder with norm weights that differ from 1, and embeddings large enough for every term to matter."""
     model, generator = build_model(settings, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,7 +38,7 @@ def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
 
 
 def build_lively(settings: ModelSettings, seed: int = 0) -> Transformer:
-    """With logits far enough apart for greedy choices to vary and not to hang on round-off."""
+    """Return a decoder whose logits are far enough apart that greedy choices vary and do not depend on round-off."""
     model = build_model(settings, seed=seed)
     assert model.head is not None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LoRA by peft: what is trained, what peft reads, and documents that don't see each other beside adapters."""
+"""LoRA with peft: what is trained, what peft reads, and masked documents with adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(base: Path, seed: int = 0, **changes: Any) -> HuggingFaceModel:
-    """With adapters that do something."""
+    """Return a model whose adapters have an effect."""
     settings = ModelSettings(source=f"hf:{base}", **({"lora_rank": 4} | changes))
     model = build_language_model(settings, seed=seed)
     assert isinstance(model, HuggingFaceModel)
@@ -50,7 +50,7 @@ def trained(model: HuggingFaceModel) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft, about transformers
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft's warning about transformers
 @torch.no_grad()
 def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -152,11 +152,14 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(llama: Path, tmp_pa
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"source": None}, "needs a model of transformers"),
     ({"source": "nets.py:build"}, "needs a model of transformers"),
-    ({"weights": "fresh"}, "adapts weights that are there"),
-    ({"lora_rank": -1}, "The rank must be 0 or more"),
-    ({"lora_dropout": 1.0}, "dropout 0 or more and less than 1"),
-    ({"lora_rank": 0, "lora_targets": ("q_proj",)}, "model.lora_targets=.* is of LoRA: set model.lora_rank"),
-    ({"lora_targets": ()}, "must name a module"),
+    ({"weights": "fresh"}, "adapts stored weights"),
+    ({"lora_rank": -1}, "lora_rank must be 0 or more"),
+    ({"lora_dropout": 1.0}, "dropout at least 0 and below 1"),
+    (
+        {"lora_rank": 0, "lora_targets": ("q_proj",)},
+        "model.lora_targets=.* has an effect only with LoRA. Also set model.lora_rank",
+    ),
+    ({"lora_targets": ()}, "must name at least one module"),
 )
 
 

@@ -51,7 +51,7 @@ def model_settings(draw: st.DrawFn) -> ModelSettings:
 
 
 def lively(chosen: ModelSettings, seed: int) -> Transformer:
-    """With norms that differ from 1, and logits of the size of a trained model's."""
+    """Return a decoder with norms that differ from 1, and logits as large as a trained model's."""
     model = build_model(chosen, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def difference(native: Transformer, other: Any) -> float:
 
 
 def same_sizes(chosen: ModelSettings) -> ModelSettings:
-    """As it comes back: as many key-value heads as heads is said in one way only."""
+    """Return the settings after a round trip, in which kv_heads equal to heads becomes None."""
     values = vars(chosen)
     return ModelSettings(**{**values, "kv_heads": None if chosen.kv_heads == chosen.heads else chosen.kv_heads})
 
@@ -116,7 +116,7 @@ def test_half_precision_weights_are_read_as_float32(stock: Path) -> None:
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
-    """A saved model of two layers, whose config.json tests change."""
+    """A saved model of two layers, whose config.json the tests change."""
     chosen = ModelSettings(layers=2, width=16, ffn_width=24, heads=4, kv_heads=2, vocab_size=31, qk_norm=True)
     lively(chosen, 0).to_huggingface().save_pretrained(tmp_path)
     return tmp_path
@@ -130,7 +130,7 @@ def change(folder: Path, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model_type": "gpt2"}, "type 'gpt2'; the native decoder equals llama, qwen3, arcee, apertus"),
+        ({"model_type": "gpt2"}, "type 'gpt2', but the native decoder equals only llama, qwen3, arcee, apertus"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
         ({"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -162,7 +162,7 @@ def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.2\.input_layernorm\.weight, .* and others"):
         native_weights(stock, deeper)
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
-    with pytest.raises(CheckpointError, match=r"too much for .* decoder: model\.layers\.1\.input_layernorm"):
+    with pytest.raises(CheckpointError, match=r"unknown to .* decoder: model\.layers\.1\.input_layernorm"):
         native_weights(stock, shallower)
 
 
@@ -179,13 +179,13 @@ def test_missing_pickled_and_damaged_files_are_refused(stock: Path) -> None:
     weights = stock / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8])
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a valid safetensors file"):
         native_weights(stock, chosen)
     weights.rename(stock / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
         native_weights(stock, chosen)
     (stock / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"has no file \.\./other\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has no weights file \.\./other\.safetensors"):
         native_weights(stock, chosen)
     (stock / "config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"config\.json can't be read"):

@@ -1,4 +1,4 @@
-"""Packed documents that don't see each other."""
+"""Packed documents that are masked from each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 9
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch has FlexAttention's backward pass on the CPU, and refuses it there, since it is slow; it warns, too."""
+    """Allow FlexAttention's backward pass on the CPU, which torch refuses because it is slow; silence its warning."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *heads: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ def model() -> Transformer:
 
 
 def test_a_document_has_the_logits_that_it_has_alone() -> None:
-    # rotary positions are relative, so where a document begins makes no difference
+    # rotary positions are relative, so the beginning of a document does not matter
     documents = [[1, 2, 3, END], [4, END], [5, 6, 7]]
     packed = torch.tensor([[token for document in documents for token in document]])
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_one_document_is_no_mask() -> None:
 
 @pytest.mark.usefixtures("flex_on_cpu")
 def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
-    """What CUDA uses, by torch's own uncompiled reference: values and gradients, heads in groups, uneven blocks."""
+    """The mask for CUDA, with torch's uncompiled reference: values and gradients, grouped heads, uneven blocks."""
     tokens = torch.randint(10, (2, 150), generator=torch.Generator().manual_seed(0))
     numbers = document_numbers(tokens, END)
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
 
 @pytest.mark.usefixtures("flex_on_cpu")
 def test_one_compiled_block_serves_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other documents are no other graph: nothing is compiled again, or waits to know how many there are."""
+    """Other documents use the same graph: nothing is recompiled, or waits for their number."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled = model(), model()

@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub: one of this machine, which gives weights as slowly as a test wants."""
+"""A model of a local Hugging Face hub that sends weights as slowly as a test needs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.lazy import Lazy
 transformers = Lazy("transformers")
 
 COMMIT = "c" * 40
-CHUNK_BYTES = 10_000  # at a time onto the disk
+CHUNK_BYTES = 10_000  # written to disk at a time
 
 
 class Hub(ThreadingHTTPServer):
-    """Has org/llama; half of its weights come once `told` is set."""
+    """A hub with org/llama; it sends half of the weights after `told` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
@@ -62,7 +62,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(body[half:])
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on the screen."""
+        """A stream that discards its text."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` behind the interface that training uses: the same numbers, and what is refused."""
+"""Models of ``transformers`` behind the training interface: the same numbers, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diloco.transport.replica_group import open_replica_group
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 
 EXACT = {"atol": 2e-6, "rtol": 2e-5}
-"""Round-off of float32 at these sizes."""
+"""Compare up to the round-off of float32 at these sizes."""
 
 
 def built(folder: Path, seed: int = 0, device: str = "cpu", **settings: Any) -> HuggingFaceModel:
@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_loss_is_that_of_transformers(model: HuggingFaceModel) -> None:
-    """With the experts' load balance where there are any, which is no part of the cross-entropy."""
+    """With experts, the load-balancing loss is included, but not in the cross-entropy."""
     tokens = batch()
     wrapped = copy.deepcopy(model.wrapped).train()
     theirs = wrapped(input_ids=tokens, labels=tokens, **({"output_router_logits": True} if model.balance_loss else {}))
@@ -53,7 +53,7 @@ def test_the_loss_is_that_of_transformers(model: HuggingFaceModel) -> None:
     model.eval()
     is_routed = "moe" in type(wrapped).__name__.lower() or "mixtral" in type(wrapped).__name__.lower()
     assert (model.balance_loss > 0) == is_routed
-    if is_routed:  # over one token more: theirs counts the last one, which predicts nothing
+    if is_routed:  # their loss also covers the last token, which predicts nothing
         assert 0 < float(loss.detach() - cross_entropy) < 4 * model.balance_loss
         balance = float(model(tokens, with_balance=True)[1].detach()) * model.balance_loss
         torch.testing.assert_close(float(theirs.loss.detach()), float(cross_entropy) + balance, rtol=1e-5, atol=1e-5)
@@ -64,13 +64,13 @@ def test_the_loss_is_that_of_transformers(model: HuggingFaceModel) -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # torch's, at breaks
+)  # torch's warning at graph breaks
 def test_the_loss_in_chunks_is_the_loss_where_nothing_but_a_product_makes_the_logits(model: HuggingFaceModel) -> None:
-    """Gemma 2 caps its logits, and experts have a balance beside them. Recomputing blocks changes no bit."""
+    """Gemma 2 caps its logits, and experts have a load-balancing loss. Recomputing blocks changes no bit."""
     assert model.projects == (model.wrapped.config.model_type not in ("gemma2", "mixtral", "qwen3_moe"))
     tokens = batch()
     found = []
-    routed = model.wrapped.config.model_type == "mixtral"  # whose blocks are traced with breaks
+    routed = model.wrapped.config.model_type == "mixtral"  # its blocks are traced with breaks
     for chunks, checkpointing, compiled in (
         (0, "none", False),
         (5, "none", False),
@@ -102,7 +102,7 @@ def test_a_cache_and_a_whole_sequence_give_the_same(model: HuggingFaceModel) -> 
 
 @torch.no_grad()
 def test_documents_of_a_row_see_nothing_of_each_other(model: HuggingFaceModel) -> None:
-    """Also two of one token, and different ones in each row."""
+    """Also with two documents of one token, and different documents in each row."""
     tokens = batch()
     documents = torch.tensor([[0] * 5 + [1] + [2] + [3] * 6, [4] * 2 + [5] * 11])
     together = model(tokens, documents=documents)
@@ -121,7 +121,7 @@ def test_layers_are_blocks_of_the_model_and_fragments_cover_it(model: HuggingFac
 
 
 def test_nothing_of_the_process_decides_the_initial_bits(model: HuggingFaceModel) -> None:
-    """From the definition too, on another state of the generators; which stay as they are. On meta there are none."""
+    """Also from the definition and other generator states, which do not change. On meta there are no bits."""
     before = torch.default_generator.get_state()
     folder_gone = ModelSettings(source="hf:/nowhere")
     definition = json.loads(json.dumps(model.definition()))
@@ -140,7 +140,7 @@ def test_nothing_of_the_process_decides_the_initial_bits(model: HuggingFaceModel
 
 
 def test_floating_point_operations_by_hand(tmp_path: Path) -> None:
-    """Of Llama, of its tied sister, and of experts, of which a token goes through two in four."""
+    """Llama, tied Llama, and experts of which each token uses two out of four."""
     attention, ffn, head = 2 * 16 * 16 + 2 * 16 * 8, 3 * 16 * 24, 272 * 16
     products = 12 * 3 * 16 * (10 + 1) / 2
     llama = built(write_config(tmp_path, "Llama"), device="meta")
@@ -175,7 +175,7 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     refused = {
         "bert": "BertLMHeadModel is not causal",
         "t5": "an encoder with a decoder",
-        "vit": "no causal language model",
+        "vit": "not a causal language model",
         "llava": "a model of more than text",
     }
     small = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
@@ -194,7 +194,7 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     (llama / "pytorch_model.bin").write_bytes(b"any code")
     with pytest.raises(ConfigurationError, match="a pickle, which could run any code"):
         built(llama)
-    with pytest.raises(ConfigurationError, match=r"num_hidden_layer is no part.*'num_hidden_layers'"):
+    with pytest.raises(ConfigurationError, match=r"num_hidden_layer is not a part.*'num_hidden_layers'"):
         built(llama, weights="fresh", arguments={"num_hidden_layer": 2})
     (tmp_path / "odd").mkdir()
     with pytest.raises(ConfigurationError, match=r"has no config\.json"):
@@ -202,19 +202,19 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "mine", "auto_map": {}}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="does not know, and code that comes with a model is not run"):
         built(tmp_path / "odd")
-    with pytest.raises(ConfigurationError, match="not there, and no name on the hub"):
+    with pytest.raises(ConfigurationError, match="does not exist and is not a valid name on the hub"):
         built(tmp_path / "gone")
 
 
 def test_documents_are_refused_where_an_architecture_mixes_them(tmp_path: Path) -> None:
-    """Alibi, which no position says anything to, and a recurrence, which reads them all."""
+    """Alibi ignores positions, and a recurrence reads all tokens."""
     for kind, sizes in (
         ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
         ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
     ):
         model = built(write_config(tmp_path, kind, vocab_size=272, **sizes))
         assert (model.num_layers, model.max_sequence_length) == (2, UNLIMITED)
-        with pytest.raises(ConfigurationError, match="can't keep the documents of a packed row apart"):
+        with pytest.raises(ConfigurationError, match="can't mask the documents of a packed row"):
             model.loss(batch(), batch(), documents=torch.zeros(2, 13, dtype=torch.int64))
         model.eval()
         with torch.no_grad():
@@ -224,7 +224,7 @@ def test_documents_are_refused_where_an_architecture_mixes_them(tmp_path: Path) 
 
 
 def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hub is reached here: what it would be asked for, and what is said where it gives nothing."""
+    """Without a hub: the request it would get, and the message if it sends nothing."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None, list[str]]] = []
@@ -249,14 +249,14 @@ def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, mo
     assert wanted[:2] == [set(), set()]
     assert wanted[2]
     assert not any(pattern.endswith((".bin", ".py")) for _, _, patterns in asked for pattern in patterns)
-    with pytest.raises(ConfigurationError, match="the Hugging Face hub did not give it: no such repository"):
+    with pytest.raises(ConfigurationError, match="can't be downloaded from the Hugging Face hub: no such repository"):
         built(Path("somebody/gone"))
 
 
 def test_the_vocabulary_must_hold_the_tokens(tmp_path: Path) -> None:
     model = built(write_config(tmp_path, "Llama"), device="meta")
     check_vocabulary(model, 272)
-    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens, and the model a vocabulary of 272"):
+    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens, but the model has a vocabulary of 272"):
         check_vocabulary(model, 273)
     assert with_vocabulary(ModelSettings(source="hf:x"), 300).vocab_size is None
     assert with_vocabulary(ModelSettings(source="a:b"), 300).vocab_size == 300
@@ -272,7 +272,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_shards_are_of_whole_blocks_and_give_the_same_gradients(tmp_path: Path) -> None:
-    """With a tied embedding, and experts as one tensor; of one rank, so that this process is all of them."""
+    """With a tied embedding and experts as one tensor, on a single rank in this process."""
     from torch.distributed import FileStore
     from torch.distributed.fsdp import FSDPModule
 

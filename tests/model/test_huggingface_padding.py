@@ -1,4 +1,4 @@
-"""A model's token for padding, where nothing is padded; and weights that are no numbers."""
+"""Padding tokens in models that are trained without padding, and weights that are not finite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAD = 7
 
 
 def test_the_token_that_others_pad_with_learns_like_any_other(tmp_path: Path) -> None:
-    """In many models it is the one that ends a document."""
+    """In many models the padding token is the end-of-document token."""
     place = write_config(tmp_path, "Llama", pad_token_id=PAD, eos_token_id=PAD)
     model = build_language_model(ModelSettings(source=f"hf:{place}"), seed=0)
     tokens = torch.tensor([[3, PAD, 5, PAD, 3, 9]])
     model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
     gradient = model.wrapped.get_input_embeddings().weight.grad  # type: ignore[operator, union-attr]  # transformers'
     assert gradient.any(1).nonzero().flatten().tolist() == [3, 5, PAD]
-    assert model.definition()["config"]["pad_token_id"] == PAD, "it is still said"
+    assert model.definition()["config"]["pad_token_id"] == PAD, "the configuration must still name it"
 
 
 def test_a_smaller_vocabulary_does_without_it(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_an_architecture_that_knows_no_padding(tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_go_together_are_told_before_anything_starts(tmp_path: Path) -> None:
-    """Some architectures notice only when they compute."""
+    """Some architectures fail only in the forward pass."""
     sizes = {"vocab_size": 272, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
     place = write_config(tmp_path, "stablelm", **sizes, num_attention_heads=2, num_key_value_heads=32)
     with pytest.raises(ConfigurationError, match=r"refused StableLmConfig, in a first forward pass: .*size of tensor"):
@@ -59,5 +59,5 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="logits that are not finite: its weights are damaged"):
         build_language_model(ModelSettings(source=f"hf:{tmp_path}"), seed=0)
     model = build_language_model(ModelSettings(source=f"hf:{tmp_path}", weights="fresh"), seed=0)
-    with pytest.raises(CheckpointError, match=rf"{broken} holds values that are not finite in the weights"):
+    with pytest.raises(CheckpointError, match=rf"{broken} holds values that are not finite in the initial weights"):
         load_parameters(model, dict(wrapped.named_parameters()))

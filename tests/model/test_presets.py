@@ -1,4 +1,4 @@
-"""Presets: the counts of the papers' tables, three ways; names."""
+"""Presets: the counts of the papers' tables, computed in three ways; names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco.model.presets import count_parameters, get_preset, preset_names
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 
-STREAMING_NOMINAL = {  # of the companion paper's table, and how far its digits let the exact count be
+STREAMING_NOMINAL = {  # the companion paper's table, and the tolerance that its digits allow
     "streaming-35m": (35e6, 0.03),
     "streaming-100m": (90e6, 0.03),
     "streaming-200m": (180e6, 0.03),

@@ -1,4 +1,4 @@
-"""The loss computed chunk by chunk with the output projection: values, gradients, memory."""
+"""The loss computed in chunks with the output projection: values, gradients, memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(tokens: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Te
 def test_it_is_the_loss_of_all_logits_at_once(
     tokens: int, width: int, vocab: int, chunk_tokens: int, z_loss: float, upstream: float
 ) -> None:
-    """Property: values and both gradients, for every size of chunk, one chunk for all included."""
+    """Property: values and both gradients, for every chunk size, including a single chunk."""
     hidden, weight, targets = draw(tokens, width, vocab)
     parts = projected_cross_entropy(hidden, weight, targets, z_loss, chunk_tokens=chunk_tokens)
     expected = cross_entropy_with_z_loss(hidden.double() @ weight.double().T, targets, z_loss)
@@ -56,15 +56,15 @@ def test_it_is_the_loss_of_all_logits_at_once(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_it_is_as_near_to_float32_as_the_logits_at_once(dtype: torch.dtype) -> None:
-    """Tiny gradients, as of many tokens over a large vocabulary, do not vanish in float16; nor do sums overflow."""
+    """In float16, tiny gradients (many tokens, a large vocabulary) do not vanish, and sums do not overflow."""
     hidden, weight, targets = draw(3 * FLOAT16_CHUNK_TOKENS, 8, 300)
-    targets.zero_()  # all the same: the largest sum that a row of the projection can get
+    targets.zero_()  # all equal: the largest sum that a row of the projection can get
     exact = projected_cross_entropy(hidden, weight, targets, 1e-4, chunk_tokens=10**6)
     wanted = torch.autograd.grad(exact[0], (hidden, weight))
     with torch.autocast("cpu", dtype):
         chunked = projected_cross_entropy(hidden, weight, targets, 1e-4, chunk_tokens=10**6)
         at_once = cross_entropy_with_z_loss(torch.nn.functional.linear(hidden, weight).float(), targets, 1e-4)
-    scale = torch.tensor(2.0**16)  # what a gradient scaler would begin with
+    scale = torch.tensor(2.0**16)  # the initial scale of a gradient scaler
     errors = []
     for parts in (chunked, at_once):
         assert parts[0].dtype == torch.float32
@@ -77,7 +77,7 @@ def test_under_autocast_it_is_as_near_to_float32_as_the_logits_at_once(dtype: to
 @pytest.mark.parametrize("change", [{}, {"tie_embeddings": True, "qk_norm": True, "z_loss": 1e-2}])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_model_has_the_same_loss_and_gradients_in_chunks(change: dict[str, Any], precision: torch.dtype) -> None:
-    """A tied embedding gets the sum of what it does at both ends."""
+    """A tied embedding gets the sum of the gradients of both uses."""
     model = build_model(replace(SMALL, **change), seed=0)
     tokens = torch.randint(31, (3, 14), generator=torch.Generator().manual_seed(0))
     results = []
@@ -116,7 +116,7 @@ def test_it_is_differentiated_once() -> None:
 
 
 class LargestOutput(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation made."""
+    """Records the bytes of the largest tensor that any operation made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class LargestOutput(TorchDispatchMode):
 
 
 def test_no_array_is_larger_than_a_chunks_logits() -> None:
-    """640 tokens over 500: all logits are 1.28 MB, those of 64 tokens a tenth of it."""
+    """640 tokens and a vocabulary of 500: all logits are 1.28 MB, and those of 64 tokens a tenth of that."""
     model: Transformer = build_model(replace(SMALL, vocab_size=500, max_sequence_length=320), seed=0)
     tokens = torch.randint(500, (2, 321), generator=torch.Generator().manual_seed(0))
     largest = []
@@ -140,12 +140,12 @@ def test_no_array_is_larger_than_a_chunks_logits() -> None:
         with LargestOutput() as measured:
             torch.autograd.backward(model.loss(tokens[:, :-1], tokens[:, 1:]).loss)
         largest.append(measured.nbytes)
-    assert largest[0] == 640 * 500 * 4, "a batch no larger than a chunk is computed as without chunks"
+    assert largest[0] == 640 * 500 * 4, "a batch no larger than a chunk must be computed without chunks"
     assert largest[1] == 64 * 500 * 4
 
 
 def test_what_is_compiled_has_no_graph_break_and_the_same_values() -> None:
-    """On the tracer's own backend: what it captures is what runs."""
+    """On the backend that runs what the tracer captures."""
     from diloco.model import loss as projected_loss
 
     hidden, weight, targets = draw(8, 4, 6)

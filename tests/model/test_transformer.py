@@ -1,4 +1,4 @@
-"""The native decoder: its properties, its counts, how it begins, and that it learns."""
+"""The native decoder: its properties, counts, initialisation, and learning."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_a_later_token_changes_no_earlier_logits(settings: ModelSettings) -> Non
     changed[0, 9] = (changed[0, 9] + 1) % 31
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :9], after[0, :9])
-    assert (before[0, 9:] != after[0, 9:]).any(dim=1).all()  # and is seen by all that follow
+    assert (before[0, 9:] != after[0, 9:]).any(dim=1).all()  # and every later token sees it
 
 
 def test_attention_depends_on_distances_only() -> None:
-    """Rotary positions: the same tokens at positions 7 to 10 give the logits that they give at 0 to 3."""
+    """Rotary positions: tokens at positions 7 to 10 give the same logits as at 0 to 3."""
     model = build_uneven(replace(SMALL, layers=1))
     tokens, cosine, sine = random_tokens(1, 4), model.rotary_cosine, model.rotary_sine
     at_0 = model(tokens)
@@ -55,7 +55,7 @@ def test_loss_gradient_equals_that_of_plain_operations(z_loss: float) -> None:
     plain = torch.nn.functional.cross_entropy(logits, targets)
     plain_loss = plain + z_loss * logits.logsumexp(1).square().mean()
     torch.testing.assert_close((loss, cross_entropy), (plain_loss, plain))
-    (gradient,) = torch.autograd.grad(8 * loss, logits)  # scaled, as a gradient scaler does
+    (gradient,) = torch.autograd.grad(8 * loss, logits)  # scaled as by a gradient scaler
     torch.testing.assert_close(gradient, torch.autograd.grad(8 * plain_loss, logits)[0])
 
 
@@ -133,7 +133,7 @@ def test_a_model_built_on_meta_can_be_filled() -> None:
 
 @pytest.mark.parametrize("change", [{}, {"ffn": "gelu", "tie_embeddings": True, "qk_norm": True, "z_loss": 1e-4}])
 def test_it_learns_a_repeated_sequence(change: dict[str, Any]) -> None:
-    """Period 5 over 31 tokens, a different one in each row: only attention to the row's own past can tell."""
+    """Period 5 over 31 tokens, a different one in each row: only attention to the row's own past can learn it."""
     model = build_model(replace(SMALL, layers=1, width=32, heads=4, **change), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
     generator = torch.Generator().manual_seed(0)

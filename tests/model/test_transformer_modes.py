@@ -51,7 +51,7 @@ def test_a_cache_gives_the_logits_of_the_full_forward(settings: ModelSettings) -
 def test_under_autocast_attention_is_in_half_precision_and_the_residual_stream_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The flash kernel takes nothing wider; what norms hand on is cast once, not by each product."""
+    """The flash kernel accepts no wider type; the output of norms is cast once, not by each product."""
     dtypes: list[set[torch.dtype]] = []
     attend = modules.attend
 
@@ -77,7 +77,7 @@ def test_no_graph_breaks() -> None:
     tokens, targets = random_tokens(2, 8), random_tokens(2, 8, seed=1)
     compiled = torch.compile(model.loss, backend="eager", fullgraph=True)
     with warnings.catch_warnings():
-        # torch's tracer makes an instance of every autograd function it meets and warns of that
+        # torch's tracer instantiates every autograd function it meets and warns about it
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
         loss = compiled(tokens, targets).loss
     torch.testing.assert_close(loss, model.loss(tokens, targets).loss)
@@ -101,13 +101,13 @@ def test_a_vocabulary_is_needed() -> None:
     [
         ({"layers": 0}, r"model\.layers must be at least 1, not 0"),
         ({"vocab_size": 0}, r"model\.vocab_size must be at least 1, not 0"),
-        ({"width": 25}, "heads of 4.16667"),
-        ({"heads": 8}, "heads of 3; rotary positions need an even"),
+        ({"width": 25}, "heads of width 4.16667"),
+        ({"heads": 8}, "heads of width 3, but rotary positions need an even"),
         ({"kv_heads": 4}, "must divide model.heads=6"),
         ({"kv_heads": 0}, r"model\.kv_heads=0"),
         ({"rope_theta": 0.0}, r"model\.rope_theta must be positive, not 0\.0"),
         ({"norm_epsilon": float("nan")}, r"model\.norm_epsilon must be positive, not nan"),
-        ({"z_loss": -1e-4}, r"model\.z_loss must not be negative, and is -0\.0001"),
+        ({"z_loss": -1e-4}, r"model\.z_loss must be 0 or more, not -0\.0001"),
     ],
 )
 def test_sizes_that_cannot_work(change: dict[str, Any], message: str) -> None:

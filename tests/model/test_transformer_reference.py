@@ -1,4 +1,4 @@
-"""The native decoder against plain NumPy, one position and one head at a time, in float64."""
+"""The native decoder compared with plain NumPy, one position and one head at a time, in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reference_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndar
 
 
 def reference_rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """Pair i of a head is (x[i], x[i + half]); it turns by position * theta^(-2i / head width)."""
+    """Rotate pair i of a head, (x[i], x[i + half]), by position * theta^(-2i / head width)."""
     half, turned = len(x) // 2, np.empty_like(x)
     for i in range(half):
         angle = position * theta ** (-2 * i / len(x))
@@ -28,7 +28,7 @@ def reference_rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
 
 
 def reference_logits(model: Transformer, tokens: list[int]) -> np.ndarray:
-    """One sequence, one position and one head at a time, in float64."""
+    """Compute one sequence, one position and one head at a time, in float64."""
     s = model.settings
     w = {name: value.double().numpy() for name, value in model.state_dict().items()}
     head_width, group = s.width // s.heads, s.heads // (s.kv_heads or s.heads)

@@ -109,7 +109,7 @@ def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: 
     place = write_base(tmp_path / "base")
     trained(tmp_path / "run", plan_of(place, sums))
     write_base(place, seed=1)
-    with pytest.raises(ConfigurationError, match=r"holds other weights .* Put that model there"):
+    with pytest.raises(ConfigurationError, match=r"trained with other weights .* Put the original model there"):
         load_trained(tmp_path / "run")
     settings = plan_of(base, sums).configuration
     model = outline(settings, 259)

@@ -185,7 +185,7 @@ def test_the_record_of_a_run_begins_it_again(data: Path, tmp_path: Path, monkeyp
     with pytest.raises(ConfigurationError, match=r"sequence_length=49 exceeds the 48 tokens of hf:.*Use at most 48"):
         plan_of(f"hf:{tmp_path / 'Llama'}", data, train__sequence_length=49)
     small = write_config(tmp_path, "OPT", vocab_size=256)
-    with pytest.raises(ConfigurationError, match="tokeniser has 257 tokens, and the model a vocabulary of 256"):
+    with pytest.raises(ConfigurationError, match="tokeniser has 257 tokens, but the model has a vocabulary of 256"):
         trained(tmp_path / "run", plan_of(f"hf:{small}", data))
     assert not (tmp_path / "run").exists()
 
@@ -196,9 +196,9 @@ def test_a_source_stands_in_place_of_a_presets_model(tmp_path: Path) -> None:
     assert asked.model == ModelSettings(source=f"hf:{folder}")
     assert asked.train.sequence_length == 1024
     for name, value in (("layers", 4), ("width", 64), ("max_sequence_length", 1024)):
-        with pytest.raises(ConfigurationError, match=rf"model\.{name} is for the native decoder"):
+        with pytest.raises(ConfigurationError, match=rf"model\.{name} is a setting of the native decoder"):
             compose(command_line(model__source=f"hf:{folder}", **{f"model__{name}": value}))
-    with pytest.raises(ConfigurationError, match=r"model\.width is for the native decoder"):
+    with pytest.raises(ConfigurationError, match=r"model\.width is a setting of the native decoder"):
         ModelSettings(source="hf:x", width=64)
     assert ModelSettings(source="a:b", max_sequence_length=64).max_sequence_length == 64
     for wrong in ("150m", "hf:", "a.b", "a b:c"):
@@ -207,7 +207,7 @@ def test_a_source_stands_in_place_of_a_presets_model(tmp_path: Path) -> None:
     for values, words in (
         ({"weights": "fresh"}, r"needs a model\.source"),
         ({"arguments": {"width": 3}}, r"needs a model\.source"),
-        ({"source": "a:b", "weights": "stored"}, r"train\.init_from begins"),
+        ({"source": "a:b", "weights": "stored"}, r"use train\.init_from"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             ModelSettings(**values)  # type: ignore[arg-type]

@@ -117,12 +117,12 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
     for function, settings, words in (
         ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
-        ("none", {}, "gave a int, not a torch.nn.Module"),
+        ("none", {}, "returned a int. It must return a torch.nn.Module"),
         ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             built(function, **settings)
-    with pytest.raises(ConfigurationError, match=r"gave logits of shape \(1, 3, 19\), not .*\(1, 3, 20\)"):
+    with pytest.raises(ConfigurationError, match=r"returned logits of shape \(1, 3, 19\), not .*\(1, 3, 20\)"):
         built("few")(torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ConfigurationError, match=r"nowhere_to_be_found .* can't be imported"):
         build_language_model(ModelSettings(source="nowhere_to_be_found:build"), seed=0)

@@ -207,7 +207,7 @@ def test_emulated_links_go_on_with_more_and_fewer(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("--algorithm none --fragments 1 --overlap-steps 0", "2 independent replicas"),
-        ("--data.sharding contiguous", "each from a stretch of its own"),
+        ("--data.sharding contiguous", "drew from its own slice"),
     ],
 )
 def test_what_cannot_be_shared_out_anew_is_refused(tmp_path: Path, arguments: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation with overlapping windows and document by document, against predicting one token at a time."""
+"""Evaluation with overlapping windows and by document, compared with predicting one token at a time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_every_target_counts_once_with_the_context_that_is_promised(
     for begin, end, first in sliding_windows(num_targets, length, stride):
         assert 0 <= begin <= first < end <= num_targets
         assert end - begin == min(length, num_targets)
-        assert first == 0 or first + 1 - begin > length - stride  # the token itself sees so many inputs
+        assert first == 0 or first + 1 - begin > length - stride  # the number of inputs that the token sees
         counted += range(first, end)
     assert counted == list(range(num_targets))
 
 
 def reference(model: Transformer, streams: list[np.ndarray], length: int, stride: int) -> tuple[float, int]:
-    """Each target by a forward pass of its own, over the inputs that its window gives it."""
+    """Predict each target by its own forward pass over the inputs of its window."""
     nats, count = 0.0, 0
     for tokens in streams:
         for begin, end, first in sliding_windows(len(tokens) - 1, length, stride):
@@ -89,17 +89,17 @@ def test_progress_ends_at_all_tokens_however_they_are_cut() -> None:
 
 @given(st.lists(st.text(max_size=5), max_size=6))
 def test_packed_documents_are_taken_apart_again(texts: list[str]) -> None:
-    """A text may hold no character; what is packed has an end for it, too."""
+    """A text may be empty; packed tokens have an end token for it, too."""
     streams = document_streams(TOKENIZER.encode_documents(texts), TOKENIZER.eos_id)
     expected = [[256, *text.encode()] for text in texts]
-    while expected and expected[-1] == [256]:  # nothing to predict in it
+    while expected and expected[-1] == [256]:  # it has nothing to predict
         expected.pop()
     assert [stream.tolist() for stream in streams][: len(expected)] == expected
     assert all(len(stream) == 1 for stream in streams[len(expected) :])
 
 
 def test_without_overlap_it_is_the_evaluation_of_training() -> None:
-    """Where the tokens are a whole number of sequences."""
+    """When the tokens are a whole number of sequences."""
     model, tokens = build_lively(SETTINGS), np.random.default_rng(1).integers(0, 257, 12 * 7 + 1).astype(np.uint16)
     arguments: dict[str, Any] = {"sequence_length": 12, "batch_size": 3}
     packed = evaluate(model, TOKENIZER, tokens, **arguments)
@@ -111,7 +111,7 @@ def test_without_overlap_it_is_the_evaluation_of_training() -> None:
 def test_misuse_says_what_would_work() -> None:
     arguments: dict[str, Any] = {"sequence_length": 4, "batch_size": 1}
     for stride in (0, 5):
-        with pytest.raises(ConfigurationError, match=f"a stride of {stride} was given; use 1 to 4"):
+        with pytest.raises(ConfigurationError, match=f"between 1 and the sequence length of 4, not {stride}"):
             evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(9)], stride=stride, **arguments)
     with pytest.raises(DataError, match="no token to predict"):
         evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(1)], stride=4, **arguments)

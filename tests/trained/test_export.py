@@ -1,4 +1,4 @@
-"""What a run leaves, exported: transformers gives the same loss and token ids, and a new run begins from it."""
+"""Exported runs: transformers gives the same loss and token ids, and a new run can begin from the export."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Pat
         assert tokenizer.decode(ids) == text
     tokens = torch.tensor(trained.tokenizer.encode_documents(TEXTS).astype("int64")).unfold(0, 16, 16)
     assert loss_of(other, tokens) == pytest.approx(loss_of(trained.model, tokens), abs=1e-6)
-    # the trainer's own way to a loss
+    # the trainer's own computation of the loss
     with torch.no_grad():
         assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), abs=1e-6)
 
@@ -101,7 +101,9 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
     assert same(read_weights(exported, begun.model), read_weights(run))
     flags = ["--init-from", str(exported), "--model.layers", "3", "--model.rope-theta", "5", "--data", "absent"]
     changed = load_configuration(flags)
-    with pytest.raises(ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 was given with .* layers 2"):
+    with pytest.raises(
+        ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 can't be combined with .* layers 2"
+    ):
         read_weights(exported, changed.model)
 
 
@@ -112,14 +114,14 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
         model = Transformer(replace(trained.model.settings, max_sequence_length=length))
         place = tmp_path / str(length)
         export_huggingface(Trained(model, trained.tokenizer, 1, length, run), place)
-        assert load_trained(place).sequence_length == length, "it says so itself"
+        assert load_trained(place).sequence_length == length, "the folder must say so itself"
         assert load_trained(place).weights == "global parameters"
         (place / "diloco.json").unlink()
         assert (load_trained(place).sequence_length, load_trained(place).weights) == (expected, "as stored")
 
 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
-    """With nothing to learn from it ends with the weights it began with."""
+    """At a learning rate near 0, it ends with the weights with which it began."""
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
     tiny = "--train.sequence-length 8 --inner.warmup-steps 0 --inner.learning-rate 1e-30 --monitor.console quiet"
     places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0 --monitor.no-tensorboard"
@@ -139,13 +141,13 @@ def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest
         assert load_trained(run, replica=number).weights == f"replica {number}"
     capsys.readouterr()
     assert main(["export", str(run), "x", "--checkpoint", "7"]) == 1
-    assert "no checkpoint of step 7; it has: 6, 12" in capsys.readouterr().err
+    assert "no checkpoint of step 7. Its steps are: 6, 12" in capsys.readouterr().err
     assert main(["export", str(run), "x", "--replica", "2"]) == 1
-    assert "does not hold replica-2; it holds replica-0, replica-1, and" in capsys.readouterr().err
+    assert "does not contain replica-2. It contains: replica-0, replica-1, " in capsys.readouterr().err
 
 
 def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_path: Path) -> None:
-    """Saved as the ranks of a replica do."""
+    """Save as the ranks of a replica do."""
     trained = load_trained(run)
     about = open_checkpoint(run).about
     trained.tokenizer.save(tmp_path)
@@ -185,19 +187,19 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "hf"
-    place.mkdir()  # an empty folder is nothing
+    place.mkdir()  # an empty folder counts as free
     arguments = ["export", str(run), "--to", "hf", str(place)]
     assert main(arguments) == 0
     (place / "note").write_text("mine")
     assert main(arguments) == 2
-    assert "exists. Use --overwrite, or another place" in capsys.readouterr().err
+    assert "already exists. Use --overwrite, or another path" in capsys.readouterr().err
     assert (place / "note").exists()
     assert main([*arguments, "--overwrite", "--max-length", "100"]) == 0
     assert not (place / "note").exists()
     assert json.loads((place / "config.json").read_text())["max_position_embeddings"] == 100
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert main(["export", str(run), "--to", "hf", str(run), "--overwrite"]) == 2
-    assert "is not an exported model. Use another place" in capsys.readouterr().err
+    assert "exists and is not an exported model. Use another path" in capsys.readouterr().err
     assert main([*arguments, "--overwrite", "--max-length", "2000"]) == 2
     assert main(["export", str(run), "--to", "safetensors", str(tmp_path / "weights")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -215,7 +217,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(
 
     trained = load_trained(run)
     monkeypatch.setattr(trained.tokenizer, "save", fail)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*What was there before still is"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*What was there before is unchanged"):
         export_huggingface(trained, place, dtype="float16", overwrite=True)
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -230,7 +232,7 @@ def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path:
     mine = Mine(trained.model.settings)
     load_parameters(mine, dict(trained.model.named_parameters()))
     odd = Trained(mine, trained.tokenizer, 1, 16, run)
-    with pytest.raises(ConfigurationError, match="Mine does not say which model of transformers it equals"):
+    with pytest.raises(ConfigurationError, match="Mine does not define to_huggingface"):
         export_huggingface(odd, tmp_path / "hf")
     export_safetensors(odd, tmp_path / "w.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]

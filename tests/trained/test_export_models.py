@@ -1,4 +1,4 @@
-"""A model of transformers, trained here: exported as what it is, and evaluated and continued from its folder."""
+"""A model of transformers, trained, exported unchanged, and evaluated and continued from its folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2, which the native decoder can't be, trained for 4 steps."""
+    """A GPT-2, which the native decoder can't express, trained for 4 steps."""
     folder = tmp_path_factory.mktemp("models")
     shape = {"vocab_size": 257, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=256)).save_pretrained(
@@ -48,9 +48,7 @@ def test_the_export_is_the_model_that_was_trained(run: Path) -> None:
     )
     with torch.no_grad():
         assert torch.equal(other(tokens).logits, trained.model(tokens))
-    with pytest.raises(
-        ConfigurationError, match="a longest sequence of 9 was given, but a HuggingFaceModel has its own"
-    ):
+    with pytest.raises(ConfigurationError, match="max_length=9 can't be applied to a HuggingFaceModel"):
         export_huggingface(trained, run.parent / "other", max_length=9)
 
 
@@ -72,7 +70,7 @@ def test_a_run_begins_from_its_folder_as_the_same_model_only(
     out, data = run.parent / "out", ["--data", str(run.parent / "text.jsonl"), "--out", str(tmp_path / "on")]
     begun = ["train", "--init-from", str(out), *SHORT.split(), *data, "--inner.learning-rate", "1e-30"]
     assert main(begun) == 2
-    assert "holds a model of type 'gpt2'; the native decoder equals" in capsys.readouterr().err
+    assert "holds a model of type 'gpt2', but the native decoder equals only" in capsys.readouterr().err
     assert main([*begun, "--model", f"hf:{run.parent / 'gpt2'}", "--algorithm", "none"]) == 0
     after, before = read_weights(tmp_path / "on"), read_weights(run)
     assert all(torch.allclose(after[name], before[name], rtol=0, atol=1e-20) for name in before)

@@ -1,4 +1,4 @@
-"""Where a model is exported to: what is there is kept, or replaced where it is an export, and nothing else is left."""
+"""The target of an export: existing files are kept unless they are an export, and no partial export remains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_folder_of_others_is_not_replaced(trained: Trained, tmp_path: Path) -> None:
-    """Many programs have a config.json."""
+    """Many programs write a config.json."""
     place = tmp_path / "project"
     place.mkdir()
     for name in ("config.json", "thesis.tex"):
@@ -75,10 +75,10 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(
     trained: Trained, tmp_path: Path, write: Callable[[Trained, Path], object], name: str
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"can't be written: .*What was there before still is"):
+    with pytest.raises(CheckpointError, match=r"can't be written: .*What was there before is unchanged"):
         write(trained, tmp_path / "file" / name)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a disk that is full
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a full disk
     try:
         with pytest.raises(CheckpointError, match=r"can't be written: .*File too large"):
             write(trained, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Generation: equal to sampling with full forward passes; its limits, modes and errors."""
+"""Generation equals sampling with full forward passes; its limits, modes and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def run(model: Transformer, **changes: Any) -> list[int]:
-    """`generate`, with the fields of `Sampling` among its arguments."""
+    """Call `generate` with the fields of `Sampling` as arguments."""
     arguments: dict[str, Any] = {"prompt_tokens": PROMPT, "max_new_tokens": 7, "generator": seeded(), **changes}
     drawing = {field.name: arguments.pop(field.name) for field in fields(Sampling) if field.name in arguments}
     return list(generate(model, sampling=Sampling(**drawing), **arguments))
@@ -37,7 +37,7 @@ def next_logits(model: Transformer, tokens: list[int]) -> torch.Tensor:
 
 
 def greedy_reference(model: Transformer, prompt: list[int], count: int, window: int) -> list[int]:
-    """A full forward for every token; when the window is full, go on from its later half."""
+    """Use a full forward pass for every token; when the window is full, continue from its second half."""
     tokens, context = list(prompt), list(prompt[-window:])
     for index in range(count):
         if index and len(context) == window:
@@ -67,7 +67,7 @@ def test_the_model_reads_each_token_once_within_the_window(monkeypatch: pytest.M
 
     monkeypatch.setattr(model, "forward", counting)
     run(model, max_new_tokens=10)
-    assert read == [5, 1, 1, 1, 1, 1, 1, 1, 6, 1]  # the prompt, up to 12 tokens, the later half, on
+    assert read == [5, 1, 1, 1, 1, 1, 1, 1, 6, 1]  # the prompt, up to 12 tokens, the second half, further tokens
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_samples_are_drawn_from_the_stated_distribution(
     ((weights, index),) = drawn_from
     expected, order = (next_logits(model, PROMPT) / temperature).softmax(0).sort(descending=True)
     if kept is None:
-        kept = int((expected.cumsum(0) < 0.6).sum()) + 1  # the token that reaches 0.6 is in
+        kept = int((expected.cumsum(0) < 0.6).sum()) + 1  # the token that reaches 0.6 is included
         assert 1 < kept < 23
     distribution = torch.zeros(23)
     distribution[: len(weights)] = weights / weights.sum()
@@ -121,7 +121,7 @@ def test_min_p_leaves_out_what_is_much_less_likely(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_repetition_penalty_is_that_of_the_paper() -> None:
-    """Greedy, against logits penalised by hand: those of all tokens so far, the prompt's included."""
+    """Greedy, compared with logits penalised by hand for all tokens so far, including the prompt."""
     model, tokens = build_lively(SETTINGS), list(PROMPT)
     for _ in range(7):
         logits = next_logits(model, tokens)
@@ -143,17 +143,19 @@ def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> No
     assert not model.training
     begun.close()  # type: ignore[attr-defined]  # of generators
     assert model.training
-    with pytest.raises(ConfigurationError, match="max_new_tokens=-1"):  # at once, not at the first token
+    with pytest.raises(
+        ConfigurationError, match="max_new_tokens must be at least 0, not -1"
+    ):  # at once, not at the first token
         generate(model, PROMPT, seeded(), max_new_tokens=-1)
 
 
 @pytest.mark.parametrize("window", [12, 7])
 def test_together_each_text_is_what_it_is_alone(window: int) -> None:
-    """Beyond the window, with a token that ends some of them early, and read in one batch."""
+    """Beyond the window, with a token that ends some of them early, in one batch."""
     model, sampling = build_lively(SETTINGS), Sampling(temperature=1.5, top_k=None, repetition_penalty=1.1)
     how: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "stop_token": 7, "window": window}
     alone = [list(generate(model, PROMPT, seeded(seed), **how)) for seed in range(5)]
-    assert len({len(text) for text in alone}) > 2  # they end apart
+    assert len({len(text) for text in alone}) > 2  # they end at different steps
     together = list(generate_together(model, PROMPT, [seeded(seed) for seed in range(5)], **how))
     assert len(together) == max(map(len, alone))
     for text, column in zip(alone, zip(*together, strict=True), strict=True):
@@ -233,20 +235,20 @@ def test_bfloat16_autocast() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 was given; use 0 or more"),
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": float("inf")}, "temperature=inf"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 0.0}, r"top_p=0\.0"),
-        ({"top_p": 1.1}, r"top_p=1\.1"),
-        ({"min_p": 0.0}, r"min_p=0\.0"),
-        ({"min_p": 1.5}, r"min_p=1\.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
-        ({"window": 0}, "window=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
+        ({"temperature": -0.1}, "temperature must be .*, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be .*, not nan"),
+        ({"temperature": float("inf")}, "temperature must be .*, not inf"),
+        ({"top_k": 0}, "top_k must be .*, not 0"),
+        ({"top_p": 0.0}, r"top_p must be .*, not 0\.0"),
+        ({"top_p": 1.1}, r"top_p must be .*, not 1\.1"),
+        ({"min_p": 0.0}, r"min_p must be .*, not 0\.0"),
+        ({"min_p": 1.5}, r"min_p must be .*, not 1\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be .*, not 0\.0"),
+        ({"window": 0}, "window must be .*, not 0"),
         ({"window": 13}, "max_sequence_length=12"),
-        ({"prompt_tokens": []}, "an empty prompt"),
-        ({"prompt_tokens": [23]}, "token 23 was given; use 0 to 22"),
+        ({"prompt_tokens": []}, "The prompt is empty"),
+        ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),
         ({"prompt_tokens": [-1]}, "token -1"),
         ({"stop_token": 23}, "token 23"),
     ],
@@ -257,10 +259,10 @@ def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> No
 
 
 def test_the_generator_must_be_on_the_models_device() -> None:
-    with pytest.raises(ConfigurationError, match="generator on cpu with a model on meta"):
+    with pytest.raises(ConfigurationError, match="generator is on cpu, but the model is on meta"):
         run(build_model(SETTINGS, seed=0, device="meta"))
 
 
 def test_together_needs_somebody() -> None:
-    with pytest.raises(ConfigurationError, match="no generator was given; use one for each text"):
+    with pytest.raises(ConfigurationError, match=r"no generator\. Give one for each text"):
         generate_together(build_lively(SETTINGS), PROMPT, [], max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""Text from tokens one by one: the same as all at once, up to the stop that is complete first."""
+"""Text from single tokens equals text from all at once, up to the stop that is complete first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
 
 
 def until_stop(text: str, stops: list[str]) -> str:
-    """Of all stops in the text, the one that ends first; of those that end there, the longest."""
+    """Of all stops in the text, return the one that ends first, and of several the longest."""
     ends = [(at + len(stop), at) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
     return text[: min(ends)[1]] if ends else text
 
@@ -46,5 +46,5 @@ def test_without_stops_every_character_comes_with_its_last_byte(text: str) -> No
 
 
 def test_an_empty_stop_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a text to stop at is empty"):
+    with pytest.raises(ConfigurationError, match="A stop text must not be empty"):
         TextStream(ByteTokenizer(), [""])

@@ -1,1 +1,1 @@
-"""Text into tokens into deterministic, disjoint, resumable shards."""
+"""Text sources, tokenizers, and deterministic, disjoint and resumable batches for each replica."""

@@ -1,10 +1,10 @@
 """Which training sequences a replica draws at a step: a pure function of the run's seed, the members and the step.
 
-The sequences of a run are one endless stream of positions 0, 1, 2, ... that its members share out step by step, a batch
-each. As the stream goes on wherever the old members stopped, it does not matter to it how many they are: no position is
-used twice, and none is lost when a replica that leaves gives back what it had been assigned and did not use. Positions
-become windows of the tokens by a shuffle of each epoch (`windows_at`). Everybody computes this alone; what must be
-agreed is only the `Assignment`, a few numbers.
+The sequences of a run are one endless stream of positions 0, 1, 2, ... At every step its members divide the next
+positions among themselves, one batch each. When the members change, the stream continues where the old members stopped:
+no position is used twice, and none is lost if a replica that leaves returns the positions it did not use. A shuffle of
+each epoch (`windows_at`) maps positions to windows of the tokens. Every replica computes this locally; they only have
+to agree on the `Assignment`, a few numbers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["Assignment", "Drawing", "Range", "Sharding"]
 
-Range: TypeAlias = tuple[int, int]  # positions from the first number on, up to but not including the second
+Range: TypeAlias = tuple[int, int]  # positions from the first number up to, but not including, the second
 
 _LIMIT = 2**62  # steps and positions stay below this, so that they fit int64
-_MOST_ENTRIES = 2**16  # more members or returned ranges than this are a malformed message, not a run
+_MOST_ENTRIES = 2**16  # a message with more members or returned ranges than this is malformed
 
 Sharding = Literal["shuffled", "contiguous"]
 
 
 class Drawing(TypedDict):
-    """What the batches of one replica are drawn by, as `diloco.data.sampler.Sampler` explains it."""
+    """The arguments that determine the batches of one replica; see `diloco.data.sampler.Sampler`."""
 
     sequence_length: int
     batch_size: int
@@ -43,10 +43,11 @@ class Drawing(TypedDict):
 
 @dataclass(frozen=True)
 class Assignment:
-    """What each member draws from an inner step on.
+    """The positions that each member draws from a given inner step on.
 
     The stream is the positions of ``returned`` in order, then ``start``, ``start + 1``, ... At inner step t the member
-    at place i of ``members`` draws the B items of the stream from item ``((t - from_step) * len(members) + i) * B`` on.
+    at index i of ``members`` draws B items of the stream, beginning at item ``((t - from_step) * len(members) + i) *
+    B``.
 
     Raises:
         ConfigurationError: a number, the members or the ranges are not as described above.
@@ -54,7 +55,7 @@ class Assignment:
     >>> two = Assignment.of(2)
     >>> two.positions(1, step=3, batch_size=4)
     array([28, 29, 30, 31])
-    >>> unused = two.ranges(1, range(4, 6), batch_size=4)  # replica 1 leaves after step 3, the others know from step 6
+    >>> unused = two.ranges(1, range(4, 6), batch_size=4)  # replica 1 leaves after step 3, applied from step 6
     >>> alone = two.following(6, (0,), batch_size=4, returned=unused)
     >>> alone
     Assignment(from_step=6, members=(0,), start=44, returned=((36, 40),))
@@ -62,18 +63,19 @@ class Assignment:
     [[36, 37, 38, 39], [44, 45, 46, 47], [48, 49, 50, 51]]
     """
 
-    from_step: int  # the first inner step it is for
+    from_step: int  # the first inner step of the assignment
     members: tuple[int, ...]  # replica numbers in ascending order
-    start: int  # from this position on, everything is still to be drawn
-    # ranges of positions below ``start``, in ascending order and apart, that were assigned to a replica which left
-    # without using them. They are drawn first.
+    start: int  # all positions from this one on are still to be drawn
+    # ranges of positions below ``start``, in ascending order and disjoint, that a replica left unused. They are drawn
+    # first.
     returned: tuple[Range, ...] = ()
 
     def __post_init__(self) -> None:
         for name, number in (("from_step", self.from_step), ("start", self.start)):
             if not _is_whole(number):
                 raise ConfigurationError(
-                    f"{name} of an assignment must be a whole number from 0 to below 2**62, not {shortened(number)}."
+                    f"{name} of an assignment must be an integer of at least 0 and below 2**62, not "
+                    f"{shortened(number)}."
                 )
         if not _are_members(self.members):
             raise ConfigurationError(
@@ -84,27 +86,28 @@ class Assignment:
             raise ConfigurationError(
                 f"The returned ranges of an assignment must be a tuple of at most {_MOST_ENTRIES} pairs (begin, end) "
                 "with begin < end <= start, in ascending order and without overlap, not "
-                f"{shortened(self.returned)} with start={self.start}: what begins at start is still to be assigned, so "
-                "nobody can return it."
+                f"{shortened(self.returned)} with start={self.start}. Positions from start on are not assigned yet, so "
+                "they can't be returned."
             )
 
     @classmethod
     def of(cls, num_replicas: int) -> Assignment:
-        """Of a run from its first step on, with replicas numbered from 0."""
+        """Return the assignment of a run from its first step on, with replicas numbered from 0."""
         if not _is_whole(num_replicas) or not 1 <= num_replicas <= _MOST_ENTRIES:
             raise ConfigurationError(
-                f"An assignment is of 1 to {_MOST_ENTRIES} replicas, not {shortened(num_replicas)}."
+                f"An assignment needs 1 to {_MOST_ENTRIES} replicas, not {shortened(num_replicas)}."
             )
         return cls(0, tuple(range(num_replicas)), 0)
 
     def positions(self, member: int, step: int, batch_size: int) -> NDArray[np.int64]:
-        """(batch_size,) int64 positions that a member draws at an inner step.
+        """Return the ``(batch_size,)`` int64 positions that a member draws at an inner step.
 
         Raises:
-            ConfigurationError: no such member, a step before ``from_step``, or one so late that int64 cannot count it.
+            ConfigurationError: the member is unknown, the step is before ``from_step``, or the positions would exceed
+                2**62.
         """
         begin = self._first_item(member, step, batch_size)
-        pieces = self._stretches(begin, begin + batch_size)
+        pieces = self._ranges_of(begin, begin + batch_size)
         if pieces[-1][1] > _LIMIT:
             raise ConfigurationError(
                 f"Step {step} in batches of {batch_size} for {len(self.members)} members reaches position "
@@ -113,37 +116,39 @@ class Assignment:
         return np.concatenate([np.arange(*piece, dtype=np.int64) for piece in pieces])
 
     def ranges(self, member: int, steps: range, batch_size: int) -> tuple[Range, ...]:
-        """What a member is assigned in some steps in a row, as few ranges: what it gives back if it leaves before them.
+        """Return the positions of a member in consecutive steps, as few ranges.
+
+        These are the ranges that it returns if it leaves before the steps.
 
         Raises:
-            ConfigurationError: no such member, steps before ``from_step``, or steps that leave some out.
+            ConfigurationError: the member is unknown, a step is before ``from_step``, or the steps are not consecutive.
         """
         if steps.step != 1:
-            raise ConfigurationError(f"{steps} leaves out steps; ranges are of steps in a row.")
+            raise ConfigurationError(f"{steps} leaves out steps; give consecutive steps.")
         pieces: list[Range] = []
         for step in steps:
             begin = self._first_item(member, step, batch_size)
-            pieces += self._stretches(begin, begin + batch_size)
+            pieces += self._ranges_of(begin, begin + batch_size)
         return _merged(pieces)
 
     def following(
         self, from_step: int, members: tuple[int, ...], batch_size: int, returned: Iterable[Sequence[int]] = ()
     ) -> Assignment:
-        """The assignment from a later step on, with other members.
+        """Return the assignment from a later step on, with other members.
 
-        What this one assigns to steps before ``from_step`` counts as assigned. What is left of its returned ranges and
-        the new ones come first, in ascending order, so that the order in which leavers were heard does not matter.
+        What this one assigns to steps before ``from_step`` counts as assigned. The rest of its returned ranges and the
+        new ones come first, in ascending order, so the order in which departures become known does not matter.
 
         Args:
             from_step: the first inner step of the new assignment, not before this one's.
             members: replica numbers in ascending order.
             batch_size: sequences per batch of a replica (B), the same for all.
-            returned: what replicas that leave were assigned before ``from_step`` and did not use (see `ranges`), in any
-                order; also as lists, as JSON has no tuples.
+            returned: ranges that were assigned to departing replicas before ``from_step`` and not used (see `ranges`),
+                in any order; pairs may be lists, because JSON has no tuples.
 
         Raises:
-            ConfigurationError: the step is before this assignment's, or the result would be malformed: above all where
-                something is returned twice, or returned though it was not assigned.
+            ConfigurationError: the step is before this assignment's, or the result would be malformed, above all if a
+                range is returned twice or was never assigned.
         """
         used = self._items_before(from_step, batch_size)
         rest: list[Range] = []
@@ -155,10 +160,10 @@ class Assignment:
         given = tuple(tuple(each) if isinstance(each, list) else each for each in returned)
         if not all(map(_is_range, given)):
             raise ConfigurationError(
-                f"Returned ranges must be pairs (begin, end) of whole numbers with begin < end, not {shortened(given)}."
+                f"Returned ranges must be pairs (begin, end) of integers with begin < end, not {shortened(given)}."
             )
         together = tuple(sorted([*rest, *((begin, end) for begin, end in given)]))
-        # Checked before they are merged, as merging would hide what is in there twice.
+        # Validated before merging, because merging would hide duplicates.
         checked = Assignment(from_step, members, self.start + used, together)
         start, merged = checked.start, list(_merged(checked.returned))
         if merged and merged[-1][1] == start:
@@ -166,19 +171,19 @@ class Assignment:
         return Assignment(from_step, members, start, tuple(merged))
 
     def to_message(self) -> list[object]:
-        """Plain lists and whole numbers, for JSON: ``[from_step, [member, ...], start, [[begin, end], ...]]``."""
+        """Return plain lists and integers for JSON: ``[from_step, [member, ...], start, [[begin, end], ...]]``."""
         return [self.from_step, list(self.members), self.start, [list(each) for each in self.returned]]
 
     @classmethod
     def from_message(cls, message: Any) -> Assignment:
-        """The assignment that `to_message` made a message of.
+        """Return the assignment from which `to_message` made the message.
 
         Raises:
-            ConfigurationError: the message is malformed, or says what no assignment may (see the class).
+            ConfigurationError: the message is malformed, or describes an invalid assignment (see the class).
         """
         match message:
             case [from_step, list(members), start, list(returned)] if all(isinstance(each, list) for each in returned):
-                # Their types are checked when the assignment is made.
+                # The constructor checks the types.
                 return cls(from_step, tuple(members), start, tuple(map(tuple, returned)))
         raise ConfigurationError(
             "The message of an assignment must be [from_step, [member, ...], start, [[begin, end], ...]], not "
@@ -186,17 +191,17 @@ class Assignment:
         )
 
     def _items_before(self, step: int, batch_size: int) -> int:
-        """How many items of the stream are for steps before this one."""
+        """Return how many items of the stream belong to steps before this one."""
         if not _is_whole(step) or step < self.from_step:
             raise ConfigurationError(
-                f"The assignment is for the steps from {self.from_step} on, not for {shortened(step)}."
+                f"The assignment is for steps from {self.from_step} on, not for {shortened(step)}."
             )
         if not _is_whole(batch_size) or batch_size < 1:
-            raise ConfigurationError(f"batch_size must be a whole number from 1 on, not {shortened(batch_size)}.")
+            raise ConfigurationError(f"batch_size must be an integer of at least 1, not {shortened(batch_size)}.")
         return (step - self.from_step) * len(self.members) * batch_size
 
     def _first_item(self, member: int, step: int, batch_size: int) -> int:
-        """Where in the stream a member's batch of a step begins."""
+        """Return the item of the stream at which a member's batch of a step begins."""
         if member not in self.members:
             raise ConfigurationError(
                 f"Replica {shortened(member)} draws nothing at step {shortened(step)}: from step {self.from_step} on "
@@ -204,8 +209,8 @@ class Assignment:
             )
         return self._items_before(step, batch_size) + self.members.index(member) * batch_size
 
-    def _stretches(self, begin: int, end: int) -> list[Range]:
-        """Ranges of positions that are the items ``begin`` to ``end`` of the stream, in ascending order."""
+    def _ranges_of(self, begin: int, end: int) -> list[Range]:
+        """Return the positions of items ``begin`` to ``end`` of the stream as ranges in ascending order."""
         pieces: list[Range] = []
         passed = 0
         for low, high in (*self.returned, (self.start, self.start + end)):
@@ -217,7 +222,7 @@ class Assignment:
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same positions in as few ranges as possible; the given ones are in ascending order and apart."""
+    """Return the same positions as few ranges; the given ones are in ascending order and disjoint."""
     merged: list[Range] = []
     for begin, end in ranges:
         if merged and merged[-1][1] == begin:
@@ -228,7 +233,7 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _is_whole(number: object) -> bool:
-    """True is an int to Python, and a NumPy integer would not survive JSON."""
+    """Return whether it is an int in range; bool is excluded, and so are NumPy integers, which JSON does not take."""
     return type(number) is int and 0 <= number < _LIMIT
 
 

@@ -1,4 +1,4 @@
-"""Batches: what training needs of whoever draws them, and how sequences of packed tokens become one."""
+"""The interface of batches, the gathering of sequences into a batch, and prefetching."""
 
 from __future__ import annotations
 
@@ -23,70 +23,70 @@ __all__ = ["Batch", "Batches", "Cursor", "Prefetcher", "check_cursor", "gather",
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
 
-Cursor: TypeAlias = Mapping[str, Any]  # what `Batches.state_dict` gave, fit for JSON
+Cursor: TypeAlias = Mapping[str, Any]  # the JSON value that `Batches.state_dict` returns
 
 
 class Batches(Protocol):
-    """The batches of one replica, in an order whose place can be saved as a few numbers."""
+    """The batches of one replica, in an order whose position is saved as a few numbers."""
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Source -> how often all of it has been drawn by now, by all replicas together."""
+        """Source -> how often all replicas together have drawn all of it so far."""
 
     def next_batch(self) -> Batch:
-        """The next batch; moves the cursor by one."""
+        """Return the next batch and advance the cursor."""
 
     def skip_batch(self) -> None:
-        """Move the cursor by one without drawing."""
+        """Advance the cursor by one batch without drawing it."""
 
     def assign(self, assignment: Assignment) -> None:
-        """Draw by this from its first step on."""
+        """Use this assignment from its first step on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: after the last batch that `next_batch` gave."""
+        """Return the cursor: the position after the last batch that `next_batch` returned."""
 
     def load_state_dict(self, state: Cursor) -> None:
-        """Go on after the batch that ``state`` was taken after."""
+        """Continue after the batch after which ``state`` was saved."""
 
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Go on where another number of replicas stopped, all of them after the same number of batches.
+        """Continue where another number of replicas stopped, all of them after the same number of batches.
 
-        What they drew is not drawn again in this epoch, and what they left is drawn by the present replicas.
+        What they drew is not drawn again in this epoch, and the current replicas draw what they left.
 
         Args:
-            cursor_of: replica, below ``before`` -> its cursor; asked only for what is needed.
-            before: replicas that drew until then.
+            cursor_of: replica, below ``before`` -> its cursor; called only for the cursors that are needed.
+            before: how many replicas drew until then.
 
         Raises:
-            CheckpointError: the cursors are of other data, or of a way of drawing that can't be shared out anew.
+            CheckpointError: the cursors belong to other data, or to a way of drawing that can't be redistributed.
         """
 
     @property
     def order(self) -> str:
-        """What a joiner must be told to draw what nobody else draws, as text; "" where the settings say it all."""
+        """What a joiner must know, as text, to draw what no other replica draws; "" if the settings imply it."""
 
     def join_at(self, step: int, order: str) -> None:
-        """Draw from inner step ``step`` on, as one who joins a run.
+        """Draw from inner step ``step`` on, as a joining replica.
 
         Args:
             step: inner steps that the others have done.
-            order: `order` of any of them.
+            order: the `order` of any of them.
 
         Raises:
             CheckpointError: ``order`` can't be read.
-            ConfigurationError: nobody can join a run that draws this way.
+            ConfigurationError: no replica can join a run that draws this way.
         """
 
     def close(self) -> None:
-        """End what runs beside the training; nothing can be drawn afterwards."""
+        """Stop all background work; nothing can be drawn afterwards."""
 
 
 def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
     """Raise `CheckpointError` unless ``state`` is a cursor of the same batches.
 
     Args:
-        origin: what a cursor must say of the data and the way of drawing from it.
-        more: its other fields.
+        origin: the fields of a cursor that describe the data and the way of drawing, with the values they must have.
+        more: the names of its other fields.
     """
     differences = [
         f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
@@ -95,19 +95,21 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"The data cursor belongs to other batches: {'; '.join(differences)}. It can be used only with the data "
-            "and settings it was saved with. It was not loaded."
+            f"The data cursor belongs to other batches: {'; '.join(differences)}. It works only with the data and "
+            "settings with which it was saved. It was not loaded."
         )
     if set(state) != {*origin, *more}:
         raise CheckpointError(
-            f"A data cursor has the fields {sorted([*origin, *more])}, not {sorted(state)}. It was not loaded."
+            f"A data cursor must have the fields {sorted([*origin, *more])}, not {sorted(state)}. It was not loaded."
         )
 
 
 def gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
-    """Inputs and targets, each ``(len(begins), sequence_length)`` int64, of the windows that begin at these tokens.
+    """Return inputs and targets of the windows that begin at these tokens, each ``(len(begins), sequence_length)``
+    int64.
 
-    Row by row, as a copy of so many tokens in a row is faster than a gather of each, also from a file.
+    Rows are copied one at a time: copying consecutive tokens is faster than gathering them one by one, also from a
+    file.
 
     >>> inputs, targets = gather(PackedTokens([np.arange(9, dtype=np.uint16)]), np.array([0, 5]), 3)
     >>> inputs.tolist(), targets.tolist()
@@ -126,15 +128,15 @@ def gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int
 def heldout_batches(
     tokens: PackedTokens | TokenArray, sequence_length: int, batch_size: int, max_sequences: int
 ) -> Iterator[Batch]:
-    """Batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
+    """Return an iterator of batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
     Args:
         tokens: (n,) integers, the packed held-out tokens.
         batch_size: sequences per batch; the last batch may be smaller.
-        max_sequences: how many windows to use at most; 0: all.
+        max_sequences: the largest number of windows to use; 0: all.
 
     Raises:
-        DataError: there are too few tokens for one sequence. Raised at once, not at the first batch.
+        DataError: there are too few tokens for one sequence. It is raised at once, not at the first batch.
 
     >>> [inputs[:, 0].tolist() for inputs, _ in heldout_batches(np.arange(21), 2, batch_size=2, max_sequences=3)]
     [[0, 6], [12]]
@@ -147,8 +149,9 @@ def heldout_batches(
     windows = num_windows(packed, sequence_length)
     if windows < 1:
         raise DataError(
-            f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
-            "Use more text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document."
+            f"There are only {len(tokens)} held-out tokens, but one sequence of {sequence_length} needs "
+            f"{sequence_length + 1}. Use more text, a larger data.heldout_fraction, shorter sequences, or `diloco "
+            "evaluate --by-document`."
         )
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length
@@ -157,12 +160,12 @@ def heldout_batches(
     )
 
 
-_WAIT_S = 0.01  # how long to wait for the thread's end before making room in its queue again
+_WAIT_S = 0.01  # how long to wait for the thread to end before draining its queue again
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A batch with the cursor and epochs after it, or the error in place of a batch."""
+    """A batch with the cursor and epochs after it, or the error that occurred instead."""
 
     batch: Batch | None
     cursor: dict[str, Any]
@@ -171,14 +174,15 @@ class _Made:
 
 
 class Prefetcher:
-    """`Batches` around others, of which the next few are made in a thread while training goes on.
+    """`Batches` that prepare the next few batches of others in a thread during training.
 
-    The cursor is that of the last batch given, whatever was made ahead. An error in the thread is raised where its
-    batch would have been given, and again at each later attempt.
+    The cursor is that of the last batch returned, whatever was prepared ahead. An error in the thread is raised where
+    its batch would have been returned, and again at each later attempt.
 
     Args:
-        batches: only this object uses them from now on.
-        ahead: batches made ahead, at least 1.
+        batches: the source of the batches; only this object may use it from now on.
+        ahead: batches to prepare ahead, at least 1.
+        called: the name of the thread.
     """
 
     def __init__(self, batches: Batches, ahead: int, called: str = "prefetch") -> None:
@@ -202,7 +206,7 @@ class Prefetcher:
             return self._batches.order
 
     def next_batch(self) -> Batch:
-        """The next batch, waiting for it where it is not ready; what the thread raised, where it failed."""
+        """Return the next batch, after waiting for it if necessary; raise the error of the thread if it failed."""
         if self._failed is not None:
             raise self._failed
         if self._thread is None:
@@ -241,13 +245,13 @@ class Prefetcher:
             self._batches.join_at(step, order)
 
     def close(self) -> None:
-        """End the thread; what it made is lost, and the cursor stays."""
+        """End the thread and discard what it prepared; the cursor does not move."""
         self._end()
         self._batches.close()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Inside, the batches stand where the cursor says, and no thread uses them."""
+        """Stop the thread and set the batches to the cursor while the context is open."""
         if self._thread is not None or self._failed is not None:
             self._end()
             self._batches.load_state_dict(self._cursor)
@@ -262,7 +266,7 @@ class Prefetcher:
             try:
                 batch = self._batches.next_batch()
                 made = _Made(batch, self._batches.state_dict(), self._batches.epochs)
-            except BaseException as error:  # to be raised where the batch would have been given
+            except BaseException as error:  # raised where the batch would have been returned
                 made = _Made(None, self._cursor, self._epochs, error)
             self._queue.put(made)
             if made.error is not None:
@@ -272,7 +276,7 @@ class Prefetcher:
         if self._thread is None:
             return
         self._stop.set()
-        while self._thread.is_alive():  # it may wait for room
+        while self._thread.is_alive():  # it may be blocked on a full queue
             with suppress(queue.Empty):
                 self._queue.get_nowait()
             self._thread.join(_WAIT_S)

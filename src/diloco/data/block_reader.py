@@ -1,9 +1,9 @@
-"""Blocks of documents of one source: what a replica that reads a stream is dealt, and how it gets there.
+"""Read a source in blocks of documents, the unit that is assigned to a replica of a streaming run.
 
-The records of a source are counted from 0 in its own order, and `BlockReader.size` of them in a row are a block. Epoch
-follows epoch without a gap: where an epoch has n blocks, block g is block ``g % n`` of epoch ``g // n``. How many there
-are is found out when the end is reached for the first time. Within a block the records are shuffled, in each epoch
-anew; blocks follow one another in the order of the source.
+The records of a source are numbered from 0 in its own order, and `BlockReader.size` consecutive records are a block.
+Epochs follow each other without a gap: if an epoch has n blocks, block g is block ``g % n`` of epoch ``g // n``. The
+number of blocks becomes known when the end is first reached. Within a block, the records are shuffled anew in each
+epoch. Blocks follow the order of the source.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class BlockReader:
     """Reads blocks of a source and tokenises their training documents.
 
     Args:
-        name: of the source, for messages and the shuffle.
-        size: records of a block.
-        heldout_fraction: of the documents, which are not trained on.
+        name: the name of the source, for messages and as part of the key of the shuffle.
+        size: records per block.
+        heldout_fraction: the fraction of the documents that is held out of training.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BlockReader:
         self.name = name
         self.size = size
         self._blocks_at_once = None if source.size is None else -(-source.size // size)
-        self.blocks = self._blocks_at_once  # of an epoch, once that is known
+        self.blocks = self._blocks_at_once  # per epoch, once known
         self._source = source
         self._tokenizer = tokenizer
         self._heldout_fraction = heldout_fraction
@@ -48,11 +48,12 @@ class BlockReader:
         self._check_blocks(source.size)
 
     def go_on(self, blocks: int | None) -> None:
-        """Know of an epoch's blocks what was known where a cursor was taken; what the source itself says is known."""
+        """Restore the number of blocks per epoch of a cursor; None: only what the source itself reports is known."""
         self.blocks = self._blocks_at_once if blocks is None else blocks
 
     def read(self, block: int) -> list[TokenArray]:
-        """The block's records in the order in which they are drawn, each as its tokens and the one that ends it.
+        """Return the tokens of each record of a block, with the end-of-document token, in the order in which they are
+        drawn.
 
         Records that are empty or held out have no tokens.
 
@@ -75,11 +76,11 @@ class BlockReader:
             records = self._take(in_epoch * self.size)
             if records:
                 return records
-            # The end was met for the first time, so now it is known which block this is.
-        raise DataError(f"{self._called()} had {self.blocks} blocks and now ends before that.")
+            # The end was reached for the first time, so the number of blocks is known now.
+        raise DataError(f"{self._called()} had {self.blocks} blocks and now ends before them: its text has changed.")
 
     def _take(self, first: int) -> list[str]:
-        """A block's records from number ``first`` on; none where the source ends before."""
+        """Return the records of a block from number ``first`` on; none if the source ends before it."""
         anywhere = self._source.size is not None
         if self._records is None or self._next > first or (anywhere and self._next != first):
             self._next = first if anywhere else 0
@@ -88,7 +89,7 @@ class BlockReader:
             for _ in islice(self._records, first - self._next):
                 self._next += 1
             records = list(islice(self._records, self.size)) if self._next == first else []
-        except BaseException:  # it has ended now, which is not where the source ends
+        except BaseException:  # the iterator ended, but not because the source did
             self._records = None
             raise
         self._next += len(records)

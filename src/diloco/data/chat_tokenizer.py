@@ -1,4 +1,4 @@
-"""A tokenizer with the chat template of its model: conversations as text, as tokens, and which of them are answers."""
+"""A tokenizer with the chat template of its model: it renders and tokenises conversations and finds the answers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]
 
-Message = Mapping[str, Any]  # ``role`` and ``content``, and whatever else the template takes
+Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the template accepts
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 
 
 class ChatTokenizer(Tokenizer):
-    """The tokenizer of a folder of ``transformers``, with what its library knows beside the vocabulary.
+    """The tokenizer of a ``transformers`` folder, with its chat template and special tokens.
 
     Args:
         place: the folder, or ``hf:NAME``.
-        template: a Jinja file in place of the folder's own template.
+        template: a Jinja file to use instead of the folder's own template.
 
     Raises:
-        ConfigurationError: ``transformers`` is not installed, or there is no such template.
-        DataError: as `library_tokenizer` and `Tokenizer`; and where the template can't be used.
+        ConfigurationError: ``transformers`` is not installed, or the template file can't be read.
+        DataError: as `library_tokenizer` and `Tokenizer`, or the template can't be used.
     """
 
     def __init__(self, place: str, template: Path | None = None) -> None:
@@ -46,27 +46,27 @@ class ChatTokenizer(Tokenizer):
                 raise ConfigurationError(f"data.chat_template={template} can't be read: {error}.") from error
         self._library = library
         self._place = place
-        # the template; None: there is none, and only prompts, completions and plain text can be read
+        # the template; None: there is none, so only prompts, completions and plain text can be read
         self.template: str | None = library.chat_template
         added = library.added_tokens_decoder.values()
         special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
         self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
         self._special_ids = set(library.convert_tokens_to_ids(sorted(special)))
-        first = library("").input_ids  # what the tokenizer puts before a text
+        first = library("").input_ids  # the tokens that the tokenizer adds before a text
         self._first = [index for index in first if index != self.eos_id]
         self.answer_end = self._find_answer_end() if self.template else self.eos_id  # the token that ends an answer
 
     def save(self, folder: Path) -> None:
-        """As `Tokenizer.save`, with the template and all that the library keeps."""
+        """Write the files of `Tokenizer.save`, the template, and everything else that the library saves."""
         folder.mkdir(parents=True, exist_ok=True)
         self._library.save_pretrained(folder)
 
     def holds_special(self, text: str) -> bool:
-        """Whether a text has one of the special tokens written out, which would end its own part of a conversation."""
+        """Return whether a text spells out a special token, which would end its own part of a conversation."""
         return self._special.search(text) is not None
 
     def prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
-        """The tokens after which the answer to ``messages`` comes.
+        """Return the tokens of the prompt for the answer to ``messages``.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
@@ -74,11 +74,11 @@ class ChatTokenizer(Tokenizer):
         return [int(token) for token in self._tokens(self._render(messages, answer_next=True, **more))[0]]
 
     def plain_prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt without a template."""
+        """Return the tokens of a prompt without a template."""
         return [*self._first, *map(int, self._tokens(text)[0])]
 
     def completion(self, prompt: str, text: str) -> Example:
-        """A prompt and what follows it, of which that and the end count; without a template."""
+        """Tokenise a prompt and its completion without a template; the completion and the final token count."""
         tokens, spans = self._tokens(prompt + text)
         counted = spans[:, 1] > len(prompt)
         tokens = np.array([*self._first, *tokens, self.eos_id], dtype=self.dtype)
@@ -87,20 +87,22 @@ class ChatTokenizer(Tokenizer):
         return Example(tokens, counted)
 
     def conversation(self, messages: Sequence[Message], **more: Any) -> tuple[Example, bool]:
-        """A conversation, of which the answers count, each with the tokens that end it.
+        """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
-        Which tokens are answers is asked of the template: from where a prompt for an answer ends, to where the
-        conversation up to this answer ends. A template that marks them itself (``{% generation %}``) is believed.
+        The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
+        the conversation up to it. If the template marks the answers itself (``{% generation %}``), those marks are
+        used.
 
         Args:
             more: further arguments of the template, such as ``tools``.
 
         Returns:
-            The example, and whether all answers count: some templates render earlier ones otherwise once another
-            follows (without their reasoning), and then only the last one counts.
+            The example, and whether all answers count. Some templates render earlier answers differently once another
+            message follows (without their reasoning); then only the last answer counts.
 
         Raises:
-            DataError: the template refuses it, or renders an answer otherwise than what follows the prompt for it.
+            DataError: the template refuses the conversation, or does not render the last answer right after the prompt
+                for it.
         """
         whole = self._render(messages, **more)
         tokens, spans = self._tokens(whole)
@@ -119,9 +121,9 @@ class ChatTokenizer(Tokenizer):
                 counted |= (spans[:, 1] > len(before)) & (spans[:, 0] < len(after))
             elif number == answers[-1]:
                 raise DataError(
-                    f"The chat template of {self._place} does not render an answer after the prompt for it, so what is "
-                    f"to be learned can't be told; it begins with {whole[:60]!r}. Give a template with "
-                    "{% generation %} (data.chat_template). It was not read."
+                    f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
+                    f"tokens to learn can't be found. The conversation begins with {whole[:60]!r}. Give a template "
+                    "with {% generation %} (data.chat_template)."
                 )
             else:
                 all_count = False
@@ -132,7 +134,7 @@ class ChatTokenizer(Tokenizer):
         return Example(tokens.astype(self.dtype), counted)
 
     def _tokens(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """``(n,)`` tokens, special ones as such, and the characters that each stands for, ``(n, 2)``."""
+        """Return the ``(n,)`` tokens of a text, special ones included, and their character ranges, ``(n, 2)``."""
         encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], dtype=self.dtype), spans
@@ -140,31 +142,31 @@ class ChatTokenizer(Tokenizer):
     def _render(self, messages: Sequence[Message], *, answer_next: bool = False, **more: Any) -> str:
         if self.template is None:
             raise DataError(
-                f"{self._place} has no chat template, which messages need. Give one (--data.chat-template FILE.jinja), "
-                "the folder of a model that was made for chat, or records with prompt and completion. It was not read."
+                f"{self._place} has no chat template, which messages need. Give a template (--data.chat-template "
+                "FILE.jinja), the folder of a chat model, or records with prompt and completion."
             )
         given = [copy.deepcopy(dict(message)) for message in messages]
         try:
             rendered: str = self._library.apply_chat_template(
                 given, tokenize=False, add_generation_prompt=answer_next, **more
             )
-        except Exception as error:  # of Jinja, and whatever a template raises
+        except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
-                f"The chat template of {self._place} refused a conversation of the roles "
-                f"{', '.join(str(message['role']) for message in messages)}: {error} It was not read."
+                f"The chat template of {self._place} refused a conversation with the roles "
+                f"{', '.join(str(message['role']) for message in messages)}: {error}"
             ) from error
         return rendered
 
     def _find_answer_end(self) -> int:
-        """The first special token behind an answer."""
-        said = "answer"
-        rendered = self._render([{"role": "user", "content": "question"}, {"role": "assistant", "content": said}])
-        rest = rendered[rendered.rindex(said) + len(said) :]
+        """Return the first special token after an answer."""
+        answer = "answer"
+        rendered = self._render([{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}])
+        rest = rendered[rendered.rindex(answer) + len(answer) :]
         return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
 
 
 def has_template(folder: Path) -> bool:
-    """Whether there is a chat template beside the tokenizer in ``folder``."""
+    """Return whether the tokenizer in ``folder`` has a chat template."""
     if (folder / _TEMPLATE_FILE).is_file():
         return True
     config = folder / "tokenizer_config.json"

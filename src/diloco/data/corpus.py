@@ -1,4 +1,4 @@
-"""What a run trains and is evaluated on: documents as packed tokens, made before training or while it goes on."""
+"""The corpus of a run: documents as packed tokens, tokenised before training or while it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNTS = ("train_documents", "train_bytes", "heldout_documents", "heldout_bytes
 class Corpus:
     """Training and held-out documents as tokens, each followed by the end-of-document token, without padding."""
 
-    train: PackedTokens  # uint16 where the vocabulary allows, else uint32
+    train: PackedTokens  # uint16 if every id fits, else uint32
     heldout: PackedTokens
     tokenizer: Tokenizer
     train_documents: int
@@ -42,15 +42,15 @@ class Corpus:
     train_bytes: int  # UTF-8 bytes of the training documents; the end-of-document tokens stand for none
     heldout_bytes: int
     fingerprint: str
-    """Equal for equal tokens, split and vocabulary size; a hash for telling data sets apart, not for trusting them."""
-    mapped: bool = False  # whether files are read while batches are drawn
+    """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
+    mapped: bool = False  # whether drawing batches reads files
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
-        """The batches of one replica."""
+        """Return the batches of one replica."""
         return Sampler(self.train, **drawing)
 
     def description(self) -> str:
-        """How much there is to train and to evaluate on, and in which shares."""
+        """Return how much there is to train and to evaluate on, and the shares of the sources."""
         train = f"{self.train_documents:,} documents, {format_bytes(self.train_bytes)}, {len(self.train):,} tokens"
         return f"{train}{_shares(self.train.shares)}{', in files' if self.mapped else ''}; {self._heldout_facts()}"
 
@@ -60,13 +60,13 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class StreamedCorpus(Corpus):
-    """Sources that are read while training, and what is held out of them. ``train`` is empty, as are its counts."""
+    """Sources that are read during training, and the documents held out of them. ``train`` and its counts are empty."""
 
     settings: DataSettings = field(default_factory=DataSettings)
     sources: tuple[tuple[SourceSettings, DocumentSource], ...] = ()
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
-        """The batches of one replica, of a fixed number; see `DocumentStream`."""
+        """Return the batches of one replica out of a fixed number; see `DocumentStream`."""
         num_replicas, seed = drawing["num_replicas"], drawing["seed"]
         assert num_replicas is not None, "checked with the settings"
         assert drawing.get("sharding", "shuffled") == "shuffled", "checked with the settings"
@@ -99,18 +99,19 @@ class StreamedCorpus(Corpus):
 
 
 def build_corpus(settings: DataSettings) -> Corpus:
-    """Read, split and tokenise the text that ``settings`` name, all in memory; map folders of tokens.
+    """Read, split and tokenise the text that ``settings`` name, all in memory. Folders of tokens are memory-mapped.
 
     Raises:
         DataError: the text cannot be read, or does not suffice for both splits.
-        ConfigurationError: something asked for is not installed or unknown.
+        ConfigurationError: the settings contradict each other or a token folder, or a package they need is not
+            installed.
     """
     sources = settings.parsed_sources()
     folders = {source.name: token_folders(source) for source in sources}
     ready = [folder for found in folders.values() for folder in found]
     if ready and settings.max_documents is not None:
         raise ConfigurationError(
-            f"data.max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens; give "
+            f"data.max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens. Pass "
             "it to `diloco tokenize` instead."
         )
     if all(folders.values()):
@@ -130,17 +131,18 @@ def build_corpus(settings: DataSettings) -> Corpus:
 
 
 def open_stream(settings: DataSettings) -> StreamedCorpus:
-    """Open the sources that ``settings`` name, and read what is held out, from their beginning.
+    """Open the sources that ``settings`` name, and read the held-out documents from their beginning.
 
     Raises:
-        DataError: they cannot be read, or nothing can be held out.
-        ConfigurationError: something asked for is not installed or unknown, or cannot be streamed.
+        DataError: the sources cannot be read, or no document is held out.
+        ConfigurationError: a source can't be streamed, or the settings can't work or need a package that is not
+            installed.
     """
     opened = []
     for about in settings.parsed_sources():
         if token_folders(about):
             raise ConfigurationError(
-                f"{about.data[0]} holds tokens, which are mapped into memory and not streamed; leave out "
+                f"{about.data[0]} holds tokens, which are mapped into memory and can't be streamed. Leave out "
                 "data.streaming."
             )
         opened.append((about, open_source(about)))
@@ -155,8 +157,8 @@ def open_stream(settings: DataSettings) -> StreamedCorpus:
     tokenizer = make_tokenizer(settings, texts)
     heldout = first_heldout(sources, settings)
     tokens = tokenizer.encode_documents(heldout)
-    told = [(about.name, about.weight, about.config, about.split, about.text_field) for about, _ in opened]
-    fingerprint = xxhash.xxh3_128(f"{told} {settings.heldout_fraction} {settings.streaming_block}".encode())
+    named = [(about.name, about.weight, about.config, about.split, about.text_field) for about, _ in opened]
+    fingerprint = xxhash.xxh3_128(f"{named} {settings.heldout_fraction} {settings.streaming_block}".encode())
     fingerprint.update(tokenizer.to_json().encode())
     fingerprint.update(np.ascontiguousarray(tokens).data)
     return StreamedCorpus(
@@ -175,7 +177,7 @@ def open_stream(settings: DataSettings) -> StreamedCorpus:
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
-    """Ids of the tokenizer that the corpus of ``settings`` will have, before any text is read.
+    """Return the vocabulary size of the tokenizer that ``settings`` name, without reading any text.
 
     Raises:
         ConfigurationError, DataError: there is no such tokenizer.
@@ -187,37 +189,37 @@ def corpus_vocabulary_size(settings: DataSettings) -> int:
 
 
 def _check_heldout_fraction(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
-    """Refuse a fraction that was asked for, where all documents were split by another."""
+    """Raise `ConfigurationError` if a fraction was asked for, but all documents were already split by another."""
     asked = settings.heldout_fraction
     for folder in folders:
         made = folder.made.get("heldout_fraction", asked)
         if asked not in (made, DataSettings().heldout_fraction):
             raise ConfigurationError(
                 f"{folder.path} was made with a heldout_fraction of {made:g}, so data.heldout_fraction={asked:g} has "
-                "no effect; give it to `diloco tokenize`, or leave it out."
+                "no effect. Pass it to `diloco tokenize`, or leave it out."
             )
 
 
 def _tokenizer_of(settings: DataSettings, folders: Sequence[TokenFolder]) -> Tokenizer:
-    """That of the folders' tokens, which must be one and the same, and the one that was asked for."""
+    """Return the tokenizer of the folders; raise `ConfigurationError` if they differ, or another was asked for."""
     first = folders[0].tokenizer()
     for folder in folders[1:]:
         if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
-                f"{folders[0].path} and {folder.path} are of different tokenizers; make them with the same one, such "
-                f"as --data.tokenizer {folders[0].path}."
+                f"{folders[0].path} and {folder.path} were made with different tokenizers. Make them with the same "
+                f"one, such as --data.tokenizer {folders[0].path}."
             )
     given = settings.tokenizer
     if given == "bpe" or (given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()):
         raise ConfigurationError(
-            f"data.tokenizer={given!r} was given, but {folders[0].path} comes with another tokenizer; leave out "
+            f"data.tokenizer={given!r} was given, but {folders[0].path} was made with another tokenizer. Leave out "
             "data.tokenizer."
         )
     return first
 
 
 def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
-    """Folders one after the other. Digests and fingerprints are made of those in the manifests: nothing is read."""
+    """Join folders end to end. Digest and fingerprint are computed from those in the manifests; no token is read."""
     parts = {split: [folder.tokens(split) for folder in folders] for split in SPLITS}
     counts = {
         f"{split}_{what}": sum(getattr(folder.splits[split], what) for folder in folders)
@@ -254,10 +256,10 @@ def _tokenised(train: list[str], heldout: list[str], tokenizer: Tokenizer) -> Co
 
 
 def _mixed(sources: Iterable[SourceSettings], corpora: Sequence[Corpus]) -> Corpus:
-    """All sources by weight; what is held out of each, one after the other."""
+    """Mix all sources by weight; their held-out documents follow one after the other."""
     weights = {source.name: source.weight for source in sources}
     train = Mixture({name: corpus.train for name, corpus in zip(weights, corpora, strict=True)}, weights)
-    told = [
+    named = [
         [name, count, corpus.fingerprint]
         for name, count, corpus in zip(weights, shares_of(weights), corpora, strict=True)
     ]
@@ -267,7 +269,7 @@ def _mixed(sources: Iterable[SourceSettings], corpora: Sequence[Corpus]) -> Corp
         heldout=PackedTokens([p for corpus in corpora for p in corpus.heldout.pieces], vocab_size=tokenizer.vocab_size),
         tokenizer=tokenizer,
         **{name: sum(getattr(corpus, name) for corpus in corpora) for name in _COUNTS},
-        fingerprint=xxhash.xxh3_128_hexdigest(repr(told).encode()),
+        fingerprint=xxhash.xxh3_128_hexdigest(repr(named).encode()),
         mapped=any(corpus.mapped for corpus in corpora),
     )
 

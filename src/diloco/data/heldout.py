@@ -1,4 +1,4 @@
-"""Which documents are trained on and which are held out: a function of their text."""
+"""Split documents into training and held-out documents, as a function of their text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["documents_of", "first_heldout", "heldout_tokens", "is_heldout", "spl
 def split_documents(
     texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Training and held-out documents, each in the order given.
+    """Return the training and the held-out documents, each in the order given.
 
-    A document's split follows from its text and the fraction alone: more documents move none to the other split, and
-    copies of one stay together. ``max_documents`` keeps those whose texts hash lowest, so that a small sample is spread
-    over all of them.
+    The split of a document depends only on its text and the fraction: adding documents moves no other document, and
+    copies of a document stay together. ``max_documents`` keeps the documents whose texts hash lowest, so a small sample
+    is spread over all of them.
 
     Raises:
         DataError: one of the splits would be empty; the message says which fractions would work.
@@ -43,9 +43,9 @@ def split_documents(
 def split_lazily(
     texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
 ) -> Iterator[tuple[str, bool]]:
-    """As `split_documents`, one document after the other, with whether it is held out.
+    """Yield what `split_documents` returns, document by document, each with whether it is held out.
 
-    At most ``max_documents`` are held in memory, and without that only one.
+    At most ``max_documents`` documents are held in memory, or one if there is no such limit.
 
     Raises:
         DataError: as `split_documents`, after the last document.
@@ -67,9 +67,9 @@ def split_lazily(
         return
     if lowest >= highest:
         raise DataError(
-            f"{train + heldout} documents were read, no two of them different; one to train on and one to hold out are "
-            "needed. Give more files, a .jsonl with one document a line, or data.document_separator to cut long files "
-            "into documents."
+            f"{train + heldout} documents were read, no two of them different, but at least one to train on and one to "
+            "hold out are needed. Give more files, a .jsonl with one document per line, or data.document_separator to "
+            "split long files into documents."
         )
     raise DataError(
         f"data.heldout_fraction={heldout_fraction:g} holds out {heldout} of {train + heldout} documents and leaves "
@@ -79,12 +79,12 @@ def split_lazily(
 
 
 def is_heldout(text: str, heldout_fraction: float) -> bool:
-    """Whether `split_documents` holds a document out."""
+    """Return whether `split_documents` holds a document out."""
     return _keys(text)[0] < heldout_fraction
 
 
 def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
-    """The held-out tokens of the corpus of ``settings``, made by the tokenizer that a run has left.
+    """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved.
 
     Raises:
         DataError, ConfigurationError: as `build_corpus` and `open_stream`.
@@ -104,10 +104,10 @@ def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens
 
 
 def first_heldout(sources: Sequence[DocumentSource], settings: DataSettings) -> list[str]:
-    """The first documents that are held out, as many of each source.
+    """Return the first held-out documents, up to the same number from each source.
 
     Raises:
-        DataError: there are none.
+        DataError: no document is held out.
     """
     share = -(-settings.streaming_heldout // len(sources))
     heldout = [text for source in sources for text in islice(documents_of(source, settings, heldout=True), share)]
@@ -120,17 +120,17 @@ def first_heldout(sources: Sequence[DocumentSource], settings: DataSettings) -> 
 
 
 def documents_of(source: DocumentSource, settings: DataSettings, *, heldout: bool) -> Iterator[str]:
-    """The documents of one split, in the order of their source."""
+    """Yield the documents of one split in the order of their source."""
     for text in source.records():
         if text and is_heldout(text, settings.heldout_fraction) is heldout:
             yield text
 
 
 def _keys(text: str) -> tuple[float, int]:
-    """Two independent halves of a hash: a number in [0, 1) that decides the split, and one that decides the sample.
+    """Return two independent halves of a hash: a number in [0, 1) for the split, and an integer for the sample.
 
-    They are independent so that a sample is as likely to be held out as the rest.
+    Because they are independent, a sample is as likely to be held out as the rest.
     """
     number = xxhash.xxh3_128_intdigest(text.encode("utf-8"))
-    # 53 bits are what a float holds exactly.
+    # A float holds 53 bits exactly.
     return (number >> 75) / (1 << 53), number & ((1 << 64) - 1)

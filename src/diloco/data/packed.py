@@ -1,8 +1,8 @@
-"""Packed tokens: documents end to end, of one source or of several by weight, and where the sequences of them begin.
+"""Packed tokens: documents end to end, of one source or a weighted mixture, and where their sequences begin.
 
-Tokens are cut into windows of L + 1 at stride L, where L is the sequence length: window i holds
-``tokens[i * L : i * L + L + 1]``. Inputs are all of them but the last, targets all but the first, so every token is a
-target once. Only the first token, and fewer than L at the end, never are.
+Tokens are cut into windows of L + 1 at stride L, where L is the sequence length: window i contains ``tokens[i * L : i *
+L + L + 1]``. Its inputs are all tokens but the last, its targets all but the first. So every token is a target once,
+except the first token and fewer than L at the end.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ __all__ = ["CYCLE", "Mixture", "PackedTokens", "TokenArray", "Tokens", "num_wind
 
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 
-CYCLE = 10_000  # positions of a mixture within which each source has its share
+CYCLE = 10_000  # number of positions of a mixture in which each source gets its share
 
 
 class Tokens(Protocol):
-    """An array ``(n,)`` of integers, or anything that is read like one, a slice at a time."""
+    """An array ``(n,)`` of integers, or an object from which slices are read like from one."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
 
     def __getitem__(self, where: slice, /) -> TokenArray:
-        """The tokens from ``where.start`` to before ``where.stop``."""
+        """Return the tokens from ``where.start`` up to, but not including, ``where.stop``."""
 
 
 def num_windows(tokens: Tokens, sequence_length: int) -> int:
-    """Windows of ``sequence_length + 1`` tokens at stride ``sequence_length``."""
+    """Return the number of windows of ``sequence_length + 1`` tokens at stride ``sequence_length``."""
     return max(len(tokens) - 1, 0) // sequence_length
 
 
 class PackedTokens:
-    """Several arrays of tokens, end to end. Nothing of them is read before it is asked for.
+    """Several arrays of tokens, end to end. They are read only when slices are requested.
 
     Args:
         pieces: ``(n,)`` arrays of one integer type, such as memory-mapped files.
-        digest: a hash of all their bytes, where it is known already; else it is computed when asked for.
-        vocab_size: ids must be below it; checked where they are read, as files may be damaged. None: not checked.
+        digest: a hash of all their bytes, if it is known already; otherwise it is computed when needed.
+        vocab_size: every id must be below it. Ids are checked when they are read, because files may be damaged. None:
+            they are not checked.
 
     Attributes:
         shares: source -> its fraction of the sequences; empty for a single source.
-        marks_ends: whether `mark` says where documents end, which their tokens then do not.
+        marks_ends: whether `mark` marks the ends of documents, because no token does.
 
     Raises:
-        DataError: from a slice that holds another id.
+        DataError: from reading a slice that contains an id outside the vocabulary.
 
     >>> tokens = PackedTokens([np.arange(4), np.arange(4, 6)])
     >>> len(tokens), tokens[2:5].tolist(), tokens[0:3].tolist()
@@ -66,7 +67,7 @@ class PackedTokens:
     def __init__(
         self, pieces: Sequence[TokenArray], digest: str | None = None, *, vocab_size: int | None = None
     ) -> None:
-        # A plain view: slices of np.memmap are memory maps again, ten times as slow to make.
+        # A plain view: slices of np.memmap are np.memmap objects, which take ten times as long to create.
         self.pieces = tuple(piece.view(np.ndarray) for piece in pieces)
         self.vocab_size = vocab_size
         self.shares: Mapping[str, float] = {}
@@ -79,7 +80,7 @@ class PackedTokens:
 
     @property
     def digest(self) -> str:
-        """Tells data sets apart: a hash of the tokens' bytes, however many arrays they lie in."""
+        """A hash of the tokens' bytes that tells data sets apart, however they are divided into arrays."""
         if self._digest is None:
             digest = xxhash.xxh3_64()
             for piece in self.pieces:
@@ -94,34 +95,40 @@ class PackedTokens:
         tokens = self._slice(*where.indices(len(self))[:2])
         if self.vocab_size is not None and len(tokens) and (highest := int(tokens.max())) >= self.vocab_size:
             raise DataError(
-                f"The tokens hold the id {highest}, and their vocabulary ends at {self.vocab_size - 1}: a file of them "
-                "is damaged. Copy the folder again, or make it again with `diloco tokenize`. They were not used."
+                f"The tokens contain the id {highest}, but their vocabulary ends at {self.vocab_size - 1}: one of "
+                "their files is damaged. Copy the folder again, or make it again with `diloco tokenize`."
             )
         return tokens
 
     def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
-        """Raise `DataError` where there is less than one batch for each replica."""
+        """Raise `DataError` if there is less than one batch for each replica."""
         windows, needed = num_windows(self, sequence_length), num_replicas * batch_size
         if windows < needed:
             raise DataError(
-                f"{len(self)} training tokens make {windows} sequences of {sequence_length}; one batch of {batch_size} "
-                f"for each of {num_replicas} replicas needs {needed}, that is {needed * sequence_length + 1} tokens. "
+                f"{len(self)} training tokens make {windows} sequences of {sequence_length}, but one batch of "
+                f"{batch_size} for each of {num_replicas} replicas needs {needed}, that is "
+                f"{needed * sequence_length + 1} tokens. "
                 "Use more text, fewer replicas, smaller batches or shorter sequences."
             )
 
     def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
-        """Replace those of ``targets``, ``(n,)`` tokens from number ``begin`` on, that are not counted; here none."""
+        """Replace the targets that are not counted; there are none here.
+
+        Args:
+            begin: the number of the first target among the tokens.
+            targets: ``(n,)`` tokens from ``begin`` on.
+        """
 
     def begins_at(
         self, positions: NDArray[np.int64], sequence_length: int, batch_size: int, seed: int
     ) -> NDArray[np.int64]:
-        """At which tokens the windows at some positions of the stream begin.
+        """Return the tokens at which the windows at some positions of the stream begin.
 
         Args:
-            positions: (n,) int64, from 0 on.
+            positions: (n,) int64, at least 0.
             sequence_length: tokens per sequence (L).
             batch_size: sequences per batch of a replica (B).
-            seed: of the run.
+            seed: the seed of the run.
 
         Returns:
             (n,) int64; within an epoch of a source, distinct positions have distinct windows.
@@ -129,7 +136,7 @@ class PackedTokens:
         return windows_at(positions, num_windows(self, sequence_length), batch_size, seed) * sequence_length
 
     def epochs_at(self, position: int, sequence_length: int, batch_size: int) -> Mapping[str, float]:
-        """Source -> how often all of it was drawn before a position; a single source is called ``""``."""
+        """Return source -> how often all of it was drawn before a position; a single source is called ``""``."""
         return {"": position / (num_windows(self, sequence_length) // batch_size * batch_size)}
 
     def _slice(self, begin: int, end: int) -> TokenArray:
@@ -148,19 +155,19 @@ class PackedTokens:
 
 
 class Mixture(PackedTokens):
-    """Several sources, to be drawn from by weight.
+    """Several sources, drawn from by weight.
 
-    Every sequence has as many tokens, so weights count tokens, whatever the lengths of documents. Of any `CYCLE`
-    positions in a row that begin at a multiple of it, each source has its share, as exactly as `CYCLE` parts allow; the
-    order within a cycle is shuffled, so that no replica meets a pattern. A source goes on with its own next epoch, in
-    another order, when all its windows have been drawn, whatever the others do.
+    All sequences have the same length, so weights count tokens, whatever the lengths of documents. In every `CYCLE`
+    positions that begin at a multiple of it, each source has its share, rounded to whole positions. The order within a
+    cycle is shuffled, so no replica sees a pattern. When all windows of a source have been drawn, it continues with its
+    own next epoch in another order, independently of the other sources.
 
     Args:
-        sources: name -> its tokens. All are of one tokenizer.
-        weights: name -> weight; a source's fraction of the tokens drawn is its weight over the sum of all.
+        sources: name -> its tokens, all made with one tokenizer.
+        weights: name -> weight; a source's fraction of the tokens drawn is its weight divided by the sum of all.
 
     Raises:
-        ConfigurationError: a weight that is not positive, or too small beside the others.
+        ConfigurationError: a weight is not positive, or too small relative to the others.
     """
 
     def __init__(self, sources: Mapping[str, PackedTokens], weights: Mapping[str, float]) -> None:
@@ -172,26 +179,26 @@ class Mixture(PackedTokens):
         )
         self.shares = {name: count / CYCLE for name, count in zip(sources, counts, strict=True)}
         self._sources = sources
-        self._counts = np.array(counts, dtype=np.int64)  # in a cycle
+        self._counts = np.array(counts, dtype=np.int64)  # positions of each source in a cycle
         self._offsets = [0, *accumulate(map(len, sources.values()))]
         self._cycles: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     @property
     def digest(self) -> str:
-        """Equal for the same sources in the same shares."""
-        told = [
+        """A hash that is equal for the same sources in the same shares."""
+        named = [
             [name, tokens.digest, count]
             for (name, tokens), count in zip(self._sources.items(), self._counts.tolist(), strict=True)
         ]
-        return xxhash.xxh3_64_hexdigest(repr(told).encode())
+        return xxhash.xxh3_64_hexdigest(repr(named).encode())
 
     def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
-        """Raise `DataError` where a source has too few tokens for one window."""
+        """Raise `DataError` if a source has too few tokens for one window."""
         for name, tokens in self._sources.items():
             if num_windows(tokens, sequence_length) < 1:
                 raise DataError(
-                    f"The source {name!r} has {len(tokens)} training tokens; one sequence of {sequence_length} needs "
-                    f"{sequence_length + 1}. Use more text or shorter sequences."
+                    f"The source {name!r} has {len(tokens)} training tokens, but one sequence of {sequence_length} "
+                    f"needs {sequence_length + 1}. Use more text or shorter sequences."
                 )
 
     def begins_at(
@@ -212,7 +219,7 @@ class Mixture(PackedTokens):
         }
 
     def _ordinals(self, positions: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each position the number of its source, and how many positions of this source come before it."""
+        """Return, for each position, the number of its source and how many positions of that source come before it."""
         cycles, places = np.divmod(positions, CYCLE)
         numbers, within = np.empty_like(places), np.empty_like(places)
         for cycle in np.unique(cycles).tolist():
@@ -221,7 +228,7 @@ class Mixture(PackedTokens):
         return numbers, cycles * self._counts[numbers] + within
 
     def _cycle(self, cycle: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `_ordinals`, for all positions of one cycle and counted within it."""
+        """Return what `_ordinals` does for all positions of one cycle, counted within the cycle."""
         key = cycle, seed
         if key not in self._cycles:
             slots = permute(np.arange(CYCLE), CYCLE, f"seed {seed}, mixture {cycle}")
@@ -229,17 +236,17 @@ class Mixture(PackedTokens):
             within = np.empty_like(numbers)
             for number, count in enumerate(self._counts.tolist()):
                 within[numbers == number] = np.arange(count)
-            while len(self._cycles) > 1:  # a batch may lie in two
+            while len(self._cycles) > 1:  # a batch may span two cycles
                 self._cycles.pop(next(iter(self._cycles)), None)
             self._cycles[key] = numbers, within
         return self._cycles[key]
 
 
 def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Positions of a cycle for each weight, `CYCLE` in all: rounded down, and up for those with the largest rest.
+    """Return the positions of a cycle for each weight, `CYCLE` in total, by the largest-remainder method.
 
     Raises:
-        ConfigurationError: a weight that is not positive, or so small that its share is none.
+        ConfigurationError: a weight is not positive, or so small that its share is 0.
 
     >>> shares_of({"web": 2.0, "code": 1.0})
     (6667, 3333)
@@ -255,7 +262,7 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     for name, share in zip(weights, shares, strict=True):
         if share == 0:
             raise ConfigurationError(
-                f"The source {name!r} has the weight {weights[name]:g} of {total:g}; it needs at least one part in "
-                f"{CYCLE:,}."
+                f"The source {name!r} has the weight {weights[name]:g} out of {total:g}, but needs at least one part "
+                f"in {CYCLE:,}. Give it a larger weight."
             )
     return tuple(shares)

@@ -1,8 +1,8 @@
-"""A shuffle that needs no memory: where does position i of a shuffled range lie?
+"""A shuffle that needs no memory: it computes where position i of a shuffled range lies.
 
-A permutation of ``size`` things is usually an array of ``size`` numbers, one array for every replica that asks. Here it
-is a function, evaluated only at the positions a batch needs. It is pure integer arithmetic keyed by a hash, so machines
-with different library versions agree on it; replicas that disagreed about a shuffle would train on each other's data.
+A permutation of ``size`` things is usually an array of ``size`` numbers, one for every replica. Here it is a function,
+evaluated only at the positions that a batch needs. It is pure integer arithmetic keyed by a hash, so machines with
+different library versions agree on it. Replicas that disagreed about a shuffle would train on each other's data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _ROUNDS = 8
 
 
 def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
-    """Images of ``positions`` under the permutation of ``range(size)`` that ``key`` names.
+    """Return the images of ``positions`` under the permutation of ``range(size)`` that ``key`` names.
 
-    A Feistel network: a number below ``side * side`` is a pair (left, right), and each round maps it to
-    ``(right, (left + f(right)) mod side)``, which can be undone whatever f is. ``side`` is the least whole number with
-    ``side * side >= size``; the few images that fall outside the range are mapped again until they are inside.
+    This is a Feistel network. A number below ``side * side`` is a pair (left, right), and each round maps it to
+    ``(right, (left + f(right)) mod side)``, which is invertible for any f. ``side`` is the smallest integer with ``side
+    * side >= size``. The few images outside the range are mapped again until they are inside.
 
     Args:
         positions: (n,) int64, each in ``[0, size)``.
         size: number of things permuted, at least 1 and below 2**62.
-        key: any text; each gives a permutation of its own.
+        key: any text; different keys give different permutations.
 
     Returns:
         (n,) int64, each in ``[0, size)``; distinct positions have distinct images.
@@ -41,7 +41,7 @@ def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int
     side = math.isqrt(size - 1) + 1
     round_keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
     images = _feistel(positions.astype(np.uint64), side, round_keys)
-    # The walk ends: it follows a cycle of the larger permutation, and that cycle holds the position it began at.
+    # This ends: it follows a cycle of the larger permutation, and the cycle contains the position it began at.
     while (outside := np.flatnonzero(images >= size)).size:
         images[outside] = _feistel(images[outside], side, round_keys)
     return images.astype(np.int64)
@@ -50,18 +50,18 @@ def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int
 def windows_at(
     positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int, *, source: str | None = None
 ) -> NDArray[np.int64]:
-    """The windows of the tokens that lie at some positions of the stream.
+    """Return the windows of the tokens at some positions of the stream.
 
-    An epoch is as many positions as there are windows in whole batches, so that a batch of positions that begins at a
-    multiple of the batch size is of one epoch and has no window twice. The fewer than ``batch_size`` windows left over
-    are others in each epoch, as each is shuffled anew.
+    An epoch has as many positions as there are windows in whole batches, so a batch of positions that begins at a
+    multiple of the batch size lies in one epoch and contains no window twice. The fewer than ``batch_size`` windows
+    left over differ between epochs, because each epoch is shuffled anew.
 
     Args:
-        positions: (n,) int64, from 0 on.
+        positions: (n,) int64, at least 0.
         num_windows: windows of the tokens (W), at least ``batch_size``.
         batch_size: sequences per batch of a replica (B).
-        seed: of the run; with the number of the epoch, and ``source``, the key of the shuffle.
-        source: the name of one among several.
+        seed: the seed of the run; with the number of the epoch and ``source``, it is the key of the shuffle.
+        source: the name of one source among several.
 
     Returns:
         (n,) int64, each in ``[0, num_windows)``; within an epoch distinct positions have distinct windows.
@@ -72,7 +72,7 @@ def windows_at(
     epochs, places = np.divmod(positions, num_windows // batch_size * batch_size)
     windows = np.empty_like(positions)
     key = f"seed {seed}" if source is None else f"seed {seed}, source {source}"
-    # Returned ranges may begin anywhere, so one batch may hold positions of two epochs.
+    # Returned ranges may begin anywhere, so one batch may contain positions of two epochs.
     for epoch in np.unique(epochs).tolist():
         of_epoch = epochs == epoch
         windows[of_epoch] = permute(places[of_epoch], num_windows, f"{key}, epoch {epoch}")
@@ -87,7 +87,7 @@ def _feistel(numbers: NDArray[np.uint64], side: int, round_keys: NDArray[np.uint
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the input flips about half the bits of the output."""
+    """Apply the finaliser of splitmix64: every bit of the input flips about half the bits of the output."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""Examples whole in rows of one length: what was said, which of it is to be learned, and where one example ends.
+"""Pack whole examples into rows of one length, with marks for the tokens that the loss counts and the ends of examples.
 
-A row is a sequence that a model is trained on, so no example is cut at its end, as packed text is. A sampler sees
-nothing but packed tokens whose windows are the rows.
+A row is a training sequence, so no example is split between sequences, as it would be in packed text. To a sampler, the
+rows are the windows of packed tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Example:
     """A conversation or document as tokens."""
 
     tokens: NDArray[Any]  # ``(n,)`` integers
-    # ``(n,)`` bool: whether the loss counts a token; never the first, which nothing predicts
+    # ``(n,)`` bool: whether the loss counts a token; False for the first, which is not predicted
     counted: NDArray[np.bool_]
 
 
 def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], int, int]:
-    """The examples that can be learned from in rows of ``length`` tokens, longer ones without their end.
+    """Return the examples that can be learned from in rows of ``length`` tokens; longer ones are cut at the end.
 
     Returns:
-        The examples; how many of them were cut; and how many are left out, as nothing that counts is left.
+        The examples, how many of them were cut, and how many were left out because no counted token remains.
     """
     kept: list[Example] = []
     cut = left_out = 0
@@ -50,13 +50,13 @@ def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], in
 
 
 def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which things of these sizes go into each row of ``length``: best fit, the largest first.
+    """Return which items of these sizes go into each row of ``length``: best fit, largest first.
 
     >>> pack_rows([3, 2, 6, 4, 1], length=6)
     [[2], [3, 1], [0, 4]]
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is free in a row, and its number; ascending
+    room: list[tuple[int, int]] = []  # (free space, row number), ascending
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         place = bisect_left(room, (sizes[number], -1))
         if place == len(room):
@@ -75,10 +75,10 @@ class PackedRows(PackedTokens):
 
     Args:
         examples: each of at most ``length`` tokens.
-        length: tokens of a row (L).
-        together: whether a row holds as many examples as it has room for, which must not see each other; else one.
-        padding: the token of what is left of a row. Nothing learns from it.
-        dtype: of the tokens.
+        length: tokens per row (L).
+        together: pack as many examples into a row as fit, masked from each other; otherwise one per row.
+        padding: the token that fills the rest of a row. It is never a target.
+        dtype: the type of the tokens.
 
     Raises:
         DataError: there are no examples.
@@ -101,7 +101,7 @@ class PackedRows(PackedTokens):
         dtype: np.dtype[Any] | None = None,
     ) -> None:
         if not examples:
-            raise DataError("There is no example to learn from.")
+            raise DataError("There are no examples to learn from.")
         sizes = [len(example.tokens) for example in examples]
         rows = pack_rows(sizes, length) if together else [[number] for number in range(len(sizes))]
         tokens = np.full(len(rows) * length + 1, padding, dtype=dtype or np.dtype(np.uint32))
@@ -118,17 +118,17 @@ class PackedRows(PackedTokens):
         super().__init__([tokens])
         self.length = length
         self.marks_ends = together
-        self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are no padding
-        self.counted_tokens = int(self._counted.sum())  # that the loss counts
+        self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are not padding
+        self.counted_tokens = int(self._counted.sum())  # tokens that the loss counts
 
     @property
     def digest(self) -> str:
-        """Of the tokens, which of them count, and the length of the rows."""
+        """A hash of the tokens, of which of them count, and of the length of the rows."""
         marks = np.packbits(self._counted), np.packbits(self._last)
-        told = xxhash.xxh3_64(f"{super().digest} {self.length} {self.marks_ends}".encode())
+        digest = xxhash.xxh3_64(f"{super().digest} {self.length} {self.marks_ends}".encode())
         for each in marks:
-            told.update(each.data)
-        return told.hexdigest()
+            digest.update(each.data)
+        return digest.hexdigest()
 
     def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
         end = begin + len(targets)
@@ -136,11 +136,11 @@ class PackedRows(PackedTokens):
         targets[self._last[begin - 1 : end - 1]] = ENDS
 
     def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
-        """Raise `DataError` where there is less than one batch for each replica."""
+        """Raise `DataError` if there is less than one batch for each replica."""
         rows, needed = (len(self) - 1) // self.length, num_replicas * batch_size
         if rows < needed:
             raise DataError(
-                f"The examples make {rows} rows of {self.length} tokens; one batch of {batch_size} for each of "
+                f"The examples make {rows} rows of {self.length} tokens, but one batch of {batch_size} for each of "
                 f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
                 "(--train.batch-size), shorter rows (--train.sequence-length) or --data.no-packing."
             )

@@ -1,4 +1,4 @@
-"""Tokens into batches: every replica draws its own, in an order whose place can be saved as a few numbers."""
+"""Draw batches from tokens: each replica draws its own, in an order whose position is saved as a few numbers."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ __all__ = ["Sampler"]
 class Sampler:
     """The batches of one replica, in an order that is a pure function of the arguments and the number drawn so far.
 
-    ``"shuffled"``: all windows are permuted anew in each epoch, the same way for every replica, and one epoch after the
-    other makes a stream that the replicas share out. At step k replica m takes the B positions from
-    ``(k * M + m) * B`` on, so no position is used twice, and M replicas with batches of B see together, step by step,
-    what one replica with batches of M * B sees in its first epoch. An epoch is the windows in whole batches: fewer than
-    B are left out of it, and as the next shuffle is another, others each time. Where the batches of an epoch are no
-    multiple of M, some replicas begin the next one within a step. When the members change, `assign` says who draws
-    what from then on.
+    ``"shuffled"``: in each epoch all windows are permuted anew, the same way for every replica. The epochs form one
+    stream that the replicas share. At step k, replica m takes the B positions from ``(k * M + m) * B`` on, so no
+    position is used twice, and M replicas with batches of B see together, step by step, what one replica with batches
+    of M * B sees in its first epoch. An epoch consists of whole batches: fewer than B windows are left out of it, and
+    the next shuffle leaves out others. If the number of batches of an epoch is not a multiple of M, some replicas begin
+    the next epoch within a step. When the members change, `assign` sets what each draws from then on.
 
-    ``"contiguous"``: replica m draws from windows ``[m * n // M, (m + 1) * n // M)`` of the n, shuffled within that
-    stretch in each epoch: each replica has documents of its own (non-iid). An epoch ends for all replicas at once, when
-    not each of them could have another full batch.
+    ``"contiguous"``: of n windows, replica m draws from ``[m * n // M, (m + 1) * n // M)``, shuffled within that slice
+    in each epoch. So each replica has its own documents (non-iid). An epoch ends for all replicas at once, when some
+    replica could not draw another full batch.
 
     Args:
-        tokens: the packed training tokens, of one source or a `Mixture`; only read, so memory-mapped files will do. An
-            array ``(n,)`` of integers stands for a single source.
+        tokens: the packed training tokens of one source or a `Mixture`; they are only read, so memory-mapped files
+            work. An array ``(n,)`` of integers is a single source.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
-        replica: which replica this is (m), ``0 <= replica < num_replicas``.
-        num_replicas: M, the replicas that draw until `assign` says otherwise. None: any may come and go, ``replica`` is
-            any number from 0 on, and nothing can be drawn before the first `assign`.
-        seed: with the number of the epoch, the key of the shuffle. Must be the same for all replicas.
+        replica: the number of this replica (m), ``0 <= replica < num_replicas``.
+        num_replicas: M, the replicas that draw until `assign` changes them. None: members may change at any time,
+            ``replica`` is any number from 0 on, and nothing can be drawn before the first `assign`.
+        seed: with the number of the epoch, the key of the shuffle. It must be the same for all replicas.
         sharding: see above.
 
     Raises:
-        ConfigurationError: an argument out of its range.
-        DataError: too few tokens for one batch for each replica.
+        ConfigurationError: an argument is out of range.
+        DataError: there are too few tokens for one batch for each replica.
 
     >>> tokens = np.arange(13, dtype=np.uint16)
     >>> sampler = Sampler(tokens, sequence_length=3, batch_size=2, replica=0, num_replicas=2, seed=0)
@@ -80,12 +79,12 @@ class Sampler:
             tokens = PackedTokens([tokens])
         if sharding == "contiguous" and num_replicas is None:
             raise ConfigurationError(
-                "sharding='contiguous' needs a fixed number of replicas, as each of them has a stretch of its own. "
-                "Give num_replicas, or sharding='shuffled'."
+                "sharding='contiguous' needs a fixed number of replicas, because each of them has its own slice. "
+                "Give num_replicas, or use sharding='shuffled'."
             )
         if sharding == "contiguous" and tokens.shares:
             raise ConfigurationError(
-                "sharding='contiguous' works with a single source only. Give one, or sharding='shuffled'."
+                "sharding='contiguous' works only with a single source. Give one source, or use sharding='shuffled'."
             )
         tokens.check(sequence_length, batch_size, shares)
         windows = num_windows(tokens, sequence_length)
@@ -99,116 +98,116 @@ class Sampler:
         self._data = tokens.digest
         self._drawn = 0
         fixed = sharding == "shuffled" and num_replicas is not None
-        # In the order of their first steps; the first is in force.
+        # in the order of their first steps; the first is in force
         self._assignments = [Assignment.of(shares)] if fixed else []
-        # Of contiguous sharding alone: it assigns nothing, each replica keeps its stretch.
-        self._stretch = replica * windows // shares, (replica + 1) * windows // shares
-        self._stretch_steps = windows // shares // batch_size
+        # only for contiguous sharding, which has no assignments: each replica keeps its slice of the windows
+        self._slice = replica * windows // shares, (replica + 1) * windows // shares
+        self._slice_steps = windows // shares // batch_size
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Source -> how often all of it was drawn, by all replicas together; a single source is called ``""``."""
+        """Source -> how often all replicas together have drawn all of it; a single source is called ``""``."""
         if self._sharding == "contiguous":
-            return {"": self._drawn / self._stretch_steps}
+            return {"": self._drawn / self._slice_steps}
         if not self._assignments or self._assignments[0].from_step > self._drawn:
             return {}
         return self._tokens.epochs_at(int(self._next_positions()[0]), self._sequence_length, self._batch_size)
 
     def next_batch(self) -> Batch:
-        """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; moves the cursor by one.
+        """Return inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU, and advance the cursor.
 
         Raises:
-            ConfigurationError: nothing is assigned to this replica at this step. The cursor stays.
+            ConfigurationError: nothing is assigned to this replica at this step. The cursor does not move.
         """
         batch = gather(self._tokens, self._next_begins(), self._sequence_length)
         self.skip_batch()
         return batch
 
     def skip_batch(self) -> None:
-        """Move the cursor by one, as `next_batch` does, without drawing; nobody draws those windows in this epoch."""
+        """Advance the cursor as `next_batch` does, without drawing. No replica draws those windows in this epoch."""
         self._drawn += 1
         self._assignments = _in_force(self._assignments, self._drawn)
 
     def assign(self, assignment: Assignment) -> None:
-        """Draw by this from its first step on, and until then as before.
+        """Use this assignment from its first step on, and the current one until then.
 
-        It takes the place of another with the same first step, and leaves those with later ones as they are.
+        It replaces another assignment with the same first step. Later assignments stay.
 
         Raises:
-            ConfigurationError: it begins before what is drawn already, or this replica is not one of its members, or
-                the stretches are contiguous. Nothing changed.
+            ConfigurationError: it begins before a step that was already drawn, this replica is not one of its members,
+                or sharding is contiguous. Nothing changes.
         """
         if self._sharding != "shuffled":
             raise ConfigurationError(
-                f"With sharding={self._sharding!r} every replica keeps its own stretch of the tokens, so no assignment "
-                "can be made; members can change with sharding='shuffled'. The sampler goes on as before."
+                f"With sharding={self._sharding!r} every replica keeps its own slice of the tokens, so nothing can be "
+                "assigned; members can change with sharding='shuffled'. The sampler continues as before."
             )
         if self._replica not in assignment.members:
             raise ConfigurationError(
                 f"Replica {self._replica} cannot draw by an assignment to the members {shortened(assignment.members)}. "
-                "The sampler goes on as before."
+                "The sampler continues as before."
             )
         if assignment.from_step < self._drawn:
             raise ConfigurationError(
-                f"An assignment from step {assignment.from_step} on comes too late: {self._drawn} batches were drawn "
-                "already. The sampler goes on as before."
+                f"An assignment from step {assignment.from_step} on comes too late: {self._drawn} batches were already "
+                "drawn. The sampler continues as before."
             )
         others = [each for each in self._assignments if each.from_step != assignment.from_step]
         ordered = sorted([*others, assignment], key=lambda each: each.from_step)
         self._assignments = _in_force(ordered, self._drawn)
 
     def _next_begins(self) -> NDArray[np.int64]:
-        """(batch_size,) tokens that the windows of the next batch begin at."""
+        """Return the ``(batch_size,)`` tokens at which the windows of the next batch begin."""
         length = self._sequence_length
         if self._sharding == "shuffled":
             return self._tokens.begins_at(self._next_positions(), length, self._batch_size, self._seed)
-        epoch, step = divmod(self._drawn, self._stretch_steps)
-        begin, end = self._stretch
+        epoch, step = divmod(self._drawn, self._slice_steps)
+        begin, end = self._slice
         key = f"seed {self._seed}, epoch {epoch}, replica {self._replica}"
         return (begin + permute(step * self._batch_size + np.arange(self._batch_size), end - begin, key)) * length
 
     def _next_positions(self) -> NDArray[np.int64]:
-        """(batch_size,) positions in the stream of the next batch."""
+        """Return the ``(batch_size,)`` positions of the next batch in the stream."""
         if not self._assignments or self._assignments[0].from_step > self._drawn:
             raise ConfigurationError(
-                f"Replica {self._replica} has no assignment for step {self._drawn}, only from the steps "
-                f"{[each.from_step for each in self._assignments]} on. No batch was drawn."
+                f"Replica {self._replica} has no assignment for step {self._drawn}. Its assignments begin at the steps "
+                f"{[each.from_step for each in self._assignments]}. No batch was drawn."
             )
         return self._assignments[0].positions(self._replica, self._drawn, self._batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, fit for JSON: batches drawn so far, what they are drawn from, and the assignments from now on.
+        """Return the cursor as JSON: the batches drawn, what they are drawn from, and the assignments from now on.
 
-        Replicas in step have equal cursors, so that one which joins can take the cursor of any other.
+        Replicas at the same step have equal cursors, so a joining replica can use the cursor of any other.
         """
         assignments = [each.to_message() for each in self._assignments]
         return {**self._origin(), "drawn": self._drawn, "assignments": assignments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch that ``state`` was taken after.
+        """Continue after the batch after which ``state`` was saved.
 
         Raises:
-            CheckpointError: the cursor is malformed, or of other data or another way of drawing from it; the message
-                names each difference. The sampler stays where it was.
+            CheckpointError: the cursor is malformed, or belongs to other data or another way of drawing. The message
+                names each difference. The sampler does not change.
         """
         drawn = self._check_origin(state)
         assignments = self._assignments_of(state["assignments"], drawn)
         self._drawn, self._assignments = drawn, assignments
 
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """As `Batches.go_on_from`: the stream of positions goes on wherever the replicas before stopped.
+        """Continue as `Batches.go_on_from` describes, where the earlier replicas stopped in the stream of positions.
 
         Raises:
-            CheckpointError: as `load_state_dict`; and for contiguous sharding, where what a replica has left is a
-                stretch of its own that nobody else can go on with. The sampler stays where it was.
+            CheckpointError: as `load_state_dict`, or sharding is contiguous, where no other replica can continue a
+                slice. The sampler does not change.
         """
         state = cursor_of(0)
         drawn = self._check_origin(state, num_replicas=before)
         if self._sharding != "shuffled" or self._num_replicas is None:
             raise CheckpointError(
-                f"With sharding={self._sharding!r} the {before} replicas drew each from a stretch of its own, which "
-                "another number of replicas cannot go on with; only sharding='shuffled' allows that. The cursor was "
-                "not loaded."
+                f"With sharding={self._sharding!r} each of the {before} replicas drew from its own slice, and another "
+                "number of replicas can't continue from there; only sharding='shuffled' allows it. The cursor was not "
+                "loaded."
             )
         (last,) = self._assignments_of(state["assignments"], drawn)[-1:]
         self._assignments = [last.following(drawn, tuple(range(self._num_replicas)), self._batch_size)]
@@ -216,36 +215,39 @@ class Sampler:
 
     @property
     def order(self) -> str:
-        """The assignment in force, where it is not the one that the settings say; as `Batches.order`."""
+        """The assignment in force if it differs from the one that the settings imply; see `Batches.order`."""
         if self._num_replicas is None or not self._assignments or self._assignments[0].from_step == 0:
             return ""
         return json.dumps(self._assignments[0].to_message())
 
     def join_at(self, step: int, order: str) -> None:
-        """As `Batches.join_at`; where any replica may come and go, it is assigned something by `assign`."""
+        """Begin at a step as `Batches.join_at` describes; if members may change at any time, `assign` must follow."""
         try:
             assignments = [json.loads(order)] if order else self.state_dict()["assignments"]
         except ValueError as error:
-            raise CheckpointError(f"The order {order!r:.200} is not JSON: {error}. The cursor stays.") from error
+            raise CheckpointError(
+                f"The order {order!r:.200} is not JSON: {error}. The cursor was not moved."
+            ) from error
         if self._num_replicas is None:
             assignments = []
         self.load_state_dict({**self._origin(), "drawn": step, "assignments": assignments})
 
     def close(self) -> None:
-        """Nothing runs beside the training."""
+        """Do nothing: there is no background work."""
 
     def _check_origin(self, state: Cursor, **others: int | None) -> int:
-        """Batches drawn so far by a cursor of this data, drawn this way, but for ``others``."""
+        """Return how many batches a cursor has drawn; raise unless its origin matches, except for ``others``."""
         check_cursor(state, {**self._origin(), **others}, ("drawn", "assignments"))
         drawn = state["drawn"]
         if type(drawn) is not int or drawn < 0:
             raise CheckpointError(
-                f"A data cursor counts the batches drawn as a whole number from 0 on, not {drawn!r}. It was not loaded."
+                f"The number of batches drawn in a data cursor must be an integer of at least 0, not {drawn!r}. It was "
+                "not loaded."
             )
         return drawn
 
     def _assignments_of(self, messages: Any, drawn: int) -> list[Assignment]:
-        """What a cursor says is assigned from the step ``drawn`` on."""
+        """Return the assignments of a cursor that are in force at the step ``drawn`` or later."""
         try:
             assignments = [Assignment.from_message(each) for each in messages]
         except (TypeError, ConfigurationError) as error:
@@ -261,14 +263,14 @@ class Sampler:
         fixed = self._sharding == "shuffled" and self._num_replicas is not None
         if first_steps != sorted(set(first_steps)) or (fixed and (not first_steps or first_steps[0] > drawn)):
             raise CheckpointError(
-                f"The data cursor has assignments from the steps {shortened(first_steps)} on after {drawn} batches; at "
-                f"least one is needed, the first from step {drawn} or earlier and each from a later step than the one "
-                "before. It was not loaded."
+                f"After {drawn} batches, the assignments of the data cursor begin at the steps "
+                f"{shortened(first_steps)}. At least one is needed, the first must begin at step {drawn} or earlier, "
+                "and each must begin after the one before it. It was not loaded."
             )
         return _in_force(assignments, drawn)
 
     def _origin(self) -> dict[str, int | str | None]:
-        """Everything but the replica's own number that decides which windows a batch holds."""
+        """Return everything that decides which windows a batch contains, except the replica's own number."""
         return {
             "data": self._data,
             "tokens": len(self._tokens),
@@ -281,6 +283,6 @@ class Sampler:
 
 
 def _in_force(assignments: list[Assignment], step: int) -> list[Assignment]:
-    """Those that still say something about the steps from this one on; in the order of their first steps."""
+    """Return the assignments that apply to this step or a later one, in the order of their first steps."""
     ended = sum(each.from_step <= step for each in assignments[1:])
     return assignments[ended:]

@@ -1,4 +1,4 @@
-"""What can be set about the data, and where the documents of each source come from. No heavy imports here."""
+"""The data settings, and the sources of documents that they name. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from diloco.errors import ConfigurationError, nearest
 
 __all__ = ["HUB_PREFIX", "DataSettings", "SourceSettings"]
 
-HUB_PREFIX = "hf:"  # begins what is read by the ``datasets`` library, or is a tokenizer of the Hugging Face hub
+HUB_PREFIX = "hf:"  # marks a data set of the ``datasets`` library, or a tokenizer of the Hugging Face hub
 
 _OF_HUB = ("config", "split", "data_files")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """One source: what is read, and how much of it."""
+    """One source of documents: what to read, and its share of the tokens."""
 
-    name: str = ""  # what it is called in reports; "" where it is the only one
-    data: tuple[str, ...] = ()  # files, folders and ``hf:`` names, one after the other; none: the standard library
-    weight: float = 1.0  # its fraction of the tokens drawn is this over the sum of all weights
+    name: str = ""  # the name in reports; "" if there is only one source
+    data: tuple[str, ...] = ()  # files, folders and ``hf:`` names, read in this order; if empty, the standard library
+    weight: float = 1.0  # its fraction of the tokens drawn is this divided by the sum of all weights
     text_field: str = "text"  # the field of records that holds the text
-    document_separator: str | None = None  # where a text file is cut into documents
-    config: str | None = None  # of a data set of several, for ``hf:`` names
-    # of a data set, such as "train" or "train[:10%]"; None: what follows the name, else "train"
+    document_separator: str | None = None  # splits a text file into documents; None: a file is one document
+    config: str | None = None  # for ``hf:`` names: the configuration of the data set
+    # for ``hf:`` names: a split, such as "train" or "train[:10%]"; None: the split in the name, else "train"
     split: str | None = None
-    data_files: tuple[str, ...] = ()  # files of a data set, or patterns, for ``hf:`` names
-    streaming: bool = False  # read a data set record by record, without a copy of it on the disk
+    data_files: tuple[str, ...] = ()  # for ``hf:`` names: files of the data set, or patterns
+    streaming: bool = False  # read a data set record by record, without a copy on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +41,47 @@ class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
     paths: Annotated[tuple[Path, ...], arg(aliases=["--data"])] = ()
-    """Files or folders of text, .jsonl or .parquet; folders that `diloco tokenize` made; hf:NAME[/CONFIG][:SPLIT] for
-    what the datasets library reads. Empty: the running Python's own standard library."""
+    """What to read: text, .jsonl or .parquet files, folders of them, folders made by `diloco tokenize`, or
+    hf:NAME[/CONFIG][:SPLIT] for a data set of the datasets library. Default: the standard library of the running
+    Python."""
     sources: Mapping[str, Any] = field(default_factory=dict)
-    """Several sources by weight, in place of paths: a table NAME = { data = "...", weight = 1.0 } for each."""
+    """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Literal["text", "chat"] = "text"
-    """text: documents; chat: conversations, of whose tokens only the answers count: .jsonl or .parquet records with
-    messages, with prompt and completion, or with text."""
+    """text: plain documents. chat: conversations, in which the loss counts only the answers. They are read from .jsonl
+    or .parquet records with the field messages, the fields prompt and completion, or the field text."""
     chat_template: Path | None = None
-    """chat: a Jinja file in place of the tokenizer's own template."""
+    """With format chat: a Jinja file to use instead of the tokenizer's own template."""
     packing: bool = True
-    """chat: several conversations in a sequence, which don't see each other; else one."""
+    """With format chat: pack several conversations into one sequence, masked from each other. Otherwise each sequence
+    holds one conversation."""
     text_field: str = "text"
     """The field of .jsonl and .parquet records that holds the text."""
     document_separator: str | None = None
-    """Where a text file is cut into documents, such as a blank line ("\\n\\n"). Default: a file is one document."""
+    """The separator at which a text file is split into documents, such as a blank line ("\\n\\n"). Default: each file
+    is one document."""
     tokenizer: str = "bytes"
-    """"bytes"; "bpe" to train a byte-level BPE on the training text; the path of a tokenizer.json; or hf:NAME."""
+    """The tokenizer: "bytes", "bpe" (a byte-level BPE trained on the training text), the path of a tokenizer.json, or
+    hf:NAME."""
     bpe_vocab_size: int = 4096
-    """Vocabulary of a trained BPE, the end-of-document token included."""
+    """Vocabulary size of a trained BPE, including the end-of-document token."""
     bpe_documents: int | None = None
-    """Train the BPE on so many training documents, the first ones. Default: all."""
+    """Train the BPE on only the first N training documents. Default: on all of them."""
     heldout_fraction: float = 0.02
-    """Fraction of the documents kept for evaluation, chosen by a hash of their text."""
+    """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     sharding: Literal["shuffled", "contiguous"] = "shuffled"
-    """shuffled: every replica draws from all documents (iid); contiguous: each has a stretch of its own (non-iid)."""
+    """shuffled: every replica draws from all documents (iid). contiguous: each replica draws from a slice of its own
+    (non-iid)."""
     max_documents: int | None = None
-    """Use no more than this many documents, always the same ones, chosen by a hash of their text."""
+    """Use at most this many documents, always the same ones, selected by a hash of their text."""
     streaming: bool = False
-    """Read, tokenise and pack documents while training, instead of all of them before it."""
+    """Read, tokenise and pack the documents during training instead of before it."""
     streaming_block: int = 64
-    """streaming: documents that go to one replica at a time, and are shuffled among themselves."""
+    """With streaming: how many documents one replica is assigned at a time. They are shuffled among themselves."""
     streaming_heldout: int = 256
-    """streaming: documents to evaluate on, the first ones that the hash holds out."""
+    """With streaming: how many documents to evaluate on, the first ones that the hash holds out."""
     prefetch_batches: int | None = None
-    """Batches made ahead of the training, in a thread. Default: 4 where files are read meanwhile, else 0."""
+    """Batches to prepare ahead of training, in a background thread. Default: 4 if files are read during training, else
+    0."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -90,13 +96,13 @@ class DataSettings:
                 raise ConfigurationError(f"data.{name} must be at least {least}, not {value}.")
         if self.streaming and self.max_documents is not None:
             raise ConfigurationError(
-                f"data.max_documents={self.max_documents} does not go with data.streaming, where nobody sees all "
-                "documents to choose from; leave out one of them."
+                f"data.max_documents={self.max_documents} can't be combined with data.streaming, which never has "
+                "all documents to select from. Leave out one of them."
             )
         if self.streaming and self.sharding != "shuffled":
             raise ConfigurationError(
-                f"data.sharding={self.sharding!r} does not go with data.streaming, where replicas take turns at blocks "
-                "of documents; leave out one of them."
+                f"data.sharding={self.sharding!r} can't be combined with data.streaming, where replicas take turns "
+                "reading blocks of documents. Leave out one of them."
             )
         self._check_chat()
         if self.document_separator == "":
@@ -113,22 +119,22 @@ class DataSettings:
         for name in ("sources", "streaming", "document_separator"):
             if getattr(self, name):
                 raise ConfigurationError(
-                    f"data.{name} does not go with data.format='chat', which reads all conversations of data.paths "
-                    "before training. Leave it out."
+                    f"data.{name} can't be combined with data.format='chat', which reads all conversations of "
+                    "data.paths before training. Leave it out."
                 )
         if not self.paths:
             raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl.")
         if of_hub := [str(path) for path in self.paths if str(path).startswith(HUB_PREFIX)]:
             raise ConfigurationError(
-                f"data.paths={of_hub} is of the datasets library, and data.format='chat' reads .jsonl and .parquet "
-                "files. Save it with Dataset.to_json."
+                f"data.paths={of_hub} names data of the datasets library, but data.format='chat' reads only .jsonl and "
+                ".parquet files. Save the data with Dataset.to_json and give the file."
             )
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
-        """The sources that ``paths`` or ``sources`` name, checked.
+        """Return the sources that ``paths`` or ``sources`` name, validated.
 
         Raises:
-            ConfigurationError: both were given, or a table is malformed.
+            ConfigurationError: ``paths`` and ``sources`` were both given, or a table is malformed.
 
         >>> tables = {"web": {"data": "web/", "weight": 2}, "code": {"data": ["a/", "b/"]}}
         >>> [(each.name, each.data, each.weight) for each in DataSettings(sources=tables).parsed_sources()]
@@ -141,13 +147,13 @@ class DataSettings:
             return (replace(common, data=tuple(map(str, self.paths))),)
         if self.paths:
             raise ConfigurationError(
-                f"data.paths={[str(path) for path in self.paths]} and data.sources were both given; name everything in "
+                f"data.paths={[str(path) for path in self.paths]} and data.sources were both given. List all data in "
                 "one of them."
             )
         return tuple(_parse_source(name, table, common) for name, table in self.sources.items())
 
     def absolute(self) -> DataSettings:
-        """The same from another working directory."""
+        """Return these settings with absolute paths, so that they mean the same in another working directory."""
         tokenizer = self.tokenizer
         if tokenizer not in ("bytes", "bpe"):
             place = _absolute_place(tokenizer)
@@ -167,27 +173,29 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
     known = {each.name for each in fields(SourceSettings)} - {"name"}
     for key in table:
         if key not in known:
-            raise ConfigurationError(f"{where} has the key {key!r}; {nearest(key, known)}")
+            raise ConfigurationError(f"{where} has an unknown key {key!r}; {nearest(key, known)}")
     values = {key: _checked(where, key, value) for key, value in table.items()}
     if not values.get("data"):
-        raise ConfigurationError(f'{where} needs data = "folder/", or a list of files, folders and hf: names.')
+        raise ConfigurationError(
+            f'{where} needs the key data, such as data = "folder/" or a list of files, folders and hf: names.'
+        )
     of_hub = [key for key in _OF_HUB if key in values]
     if of_hub and not any(place.startswith(HUB_PREFIX) for place in values["data"]):
         raise ConfigurationError(
-            f"{where} has {', '.join(of_hub)}, which only hf: names can have, and its data are "
+            f"{where} sets {', '.join(of_hub)}, which only hf: names can have, but its data is "
             f"{', '.join(values['data'])}."
         )
     return replace(common, name=name, **values)
 
 
 def _checked(where: str, key: str, value: Any) -> Any:
-    """The value of a key, of the type that `SourceSettings` has for it."""
+    """Return the value of a key, converted to the type that `SourceSettings` has for it."""
     match key:
         case "data" | "data_files":
             listed = (value,) if isinstance(value, str) else value
             if _is_texts(listed):
                 return tuple(listed)
-            needed = "text, or a list of texts"
+            needed = "a string or a list of strings"
         case "weight":
             if type(value) in (int, float) and 0 < value <= sys.float_info.max:
                 return float(value)
@@ -199,7 +207,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
         case _:
             if isinstance(value, str) and value:
                 return value
-            needed = "text, and not empty"
+            needed = "a string that is not empty"
     raise ConfigurationError(f"{where}.{key} must be {needed}, not {value!r}.")
 
 
@@ -208,7 +216,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _absolute_place(text: str) -> str:
-    """A file, folder or ``hf:`` name that means the same from another working directory."""
+    """Return a file, folder or ``hf:`` name that means the same in another working directory."""
     if not text.startswith(HUB_PREFIX):
         return os.path.abspath(os.path.expanduser(text))
     place, colon, split = text.removeprefix(HUB_PREFIX).partition(":")
@@ -218,14 +226,14 @@ def _absolute_place(text: str) -> str:
 
 
 def _absolute_file(text: str) -> str:
-    """A pattern of local files, absolute; one with a protocol, or of a data set on the hub, as it is."""
+    """Make a pattern of local files absolute; leave a pattern with a protocol, or of files on the hub, unchanged."""
     folder = text.split("*", 1)[0].rpartition("/")[0]
     local = "://" not in text and (Path(text).exists() or (bool(folder) and Path(folder).is_dir()))
     return os.path.abspath(text) if local else text
 
 
 def _absolute_table(table: Any) -> Any:
-    """A table of ``data.sources`` with absolute places; what is malformed stays, to be refused later."""
+    """Return a table of ``data.sources`` with absolute paths; malformed values stay and are refused later."""
     if not isinstance(table, Mapping):
         return table
     places: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Who draws which sequences as views follow one another: a pure function of what all members agree on.
+"""Which sequences each member draws as views change: a pure function of what all members agree on.
 
-A view changes while its members are at different steps, and none of them stops for it. So they go on by the assignment
-that they have for ``margin`` steps more, within which every one of them has to wait for a round of the next view; the
-next assignment begins there. Who joins draws meanwhile from positions that were set aside for it alone.
+A view changes while its members are at different steps, and none of them stops for it. So they keep using their
+assignment for ``margin`` further steps, within which every one of them has to wait for a round of the next view. The
+next assignment begins there. Until then, a joining replica draws from positions that are reserved for it alone.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ __all__ = ["Shares"]
 
 @dataclass(frozen=True)
 class Shares:
-    """The assignments of a run that are not over yet.
+    """The assignments of a run that have not ended yet.
 
     >>> alone = Shares.of((0,))
     >>> both = alone.following(10, (0, 1), joined=(1,), left={}, margin=5, batch_size=4)
     >>> [each.from_step for each in both.of_member(0)]
     [0, 15]
-    >>> both.of_member(1)[0]  # of steps 10 to 14, behind what replica 0 draws until then
+    >>> both.of_member(1)[0]  # for steps 10 to 14, after what replica 0 draws until then
     Assignment(from_step=10, members=(1,), start=60, returned=())
     >>> both.chain[-1].start
     80
     """
 
     chain: tuple[Assignment, ...]  # in the order in which they begin; each is in force until the next one begins
-    # assignments of one member each, for those who joined, with the step from which the chain has them
+    # one assignment for each replica that joined, with the step from which the chain includes it
     aside: tuple[tuple[Assignment, int], ...] = ()
 
     @classmethod
     def of(cls, members: Sequence[int], from_step: int = 0) -> Shares:
-        """Of a run that begins with ``members``."""
+        """Return the shares of a run that begins with ``members``."""
         return cls((Assignment(from_step, tuple(members), 0),))
 
     def following(
@@ -50,13 +50,13 @@ class Shares:
         margin: int,
         batch_size: int,
     ) -> Shares:
-        """After a change of the view.
+        """Return the shares after a change of the view.
 
         Args:
-            from_step: no member has begun this step of the next view when the change is agreed on; not before that of
-                any change before.
-            members: of the next view, ascending.
-            joined: those that were not members before.
+            from_step: a step of the next view that no member has begun when the change is agreed on; not before that of
+                any earlier change.
+            members: the members of the next view, in ascending order.
+            joined: the members that were not in the view before.
             left: replica that left cleanly -> the inner steps that it has done.
             margin: steps within which every member waits for a round.
             batch_size: sequences per batch of a replica (B).
@@ -66,7 +66,7 @@ class Shares:
         for replica in set(self.chain[-1].members) - set(members):
             returned += self._unused(replica, left.get(replica, from_step), begins, batch_size)
         base = self.chain[-1].following(begins, tuple(members), batch_size, returned)
-        oldest = from_step - margin  # nobody is further behind
+        oldest = from_step - margin  # no member is further behind
         aside, start = [each for each in self.aside if each[1] > oldest], base.start
         for replica in sorted(joined):
             aside.append((Assignment(from_step, (replica,), start), begins))
@@ -77,11 +77,11 @@ class Shares:
         return Shares((*alive, *last, following), tuple(aside))
 
     def of_member(self, member: int) -> tuple[Assignment, ...]:
-        """What a member's sampler needs, in the order in which they begin."""
+        """Return the assignments that a member's sampler needs, in the order in which they begin."""
         return tuple(assignment for assignment, _ in self._spans(member, self.chain[-1].from_step))
 
     def to_message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the shares as JSON."""
         return {
             "chain": [each.to_message() for each in self.chain],
             "aside": [[each.to_message(), until] for each, until in self.aside],
@@ -89,15 +89,17 @@ class Shares:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Shares:
-        """What `to_message` made a message of; `ConfigurationError` for anything else."""
+        """Return the shares from which `to_message` made the message; raise `ConfigurationError` for anything else."""
         match message:
             case {"chain": [*chain], "aside": [*aside]} if chain and all(_is_aside(each) for each in aside):
                 begun = tuple(Assignment.from_message(each) for each in chain)
                 return cls(begun, tuple((Assignment.from_message(each), until) for each, until in aside))
-        raise ConfigurationError("The message of shares must have a chain of assignments and those aside.")
+        raise ConfigurationError(
+            "The message of shares must have a chain of assignments and a list of assignments aside."
+        )
 
     def _unused(self, replica: int, done: int, until: int, batch_size: int) -> list[Range]:
-        """What a replica that has done so many steps is assigned before step ``until`` and won't use."""
+        """Return what a replica that has done this many steps is assigned before step ``until`` and will not use."""
         ranges: list[Range] = []
         for assignment, end in self._spans(replica, until):
             first = max(assignment.from_step, done)
@@ -106,7 +108,7 @@ class Shares:
         return ranges
 
     def _spans(self, replica: int, until: int) -> list[tuple[Assignment, int]]:
-        """Its assignments, each with the step at which it ends; of one that came again only those since."""
+        """Return a member's assignments, each with the step at which it ends; after a rejoin, only the new ones."""
         aside = [each for each in self.aside if each[0].members == (replica,)][-1:]
         begins = aside[0][1] if aside else 0
         ends = [each.from_step for each in self.chain[1:]] + [until]
@@ -115,5 +117,5 @@ class Shares:
 
 
 def _is_aside(each: object) -> bool:
-    """Whether it may be an assignment and the step until which it is in force."""
+    """Return whether it may be a pair of an assignment and the step until which it is in force."""
     return isinstance(each, list | tuple) and len(each) == 2 and type(each[1]) is int

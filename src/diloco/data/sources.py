@@ -1,6 +1,6 @@
-"""Documents of a source, one after the other: files, folders, and whatever the ``datasets`` library reads.
+"""Read the documents of a source: files, folders, and data sets of the ``datasets`` library.
 
-Every source has its documents in one order, which is the same at every reading, so that a place in it is a number.
+The documents of a source have one order, the same at every reading, so a position in it is a number.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from diloco.waiting import fetching
 
 __all__ = ["DocumentSource", "open_source", "parse_hub_name", "read_source", "read_texts"]
 
-_ROWS = 100  # rows of a data set that are read at a time
+_ROWS = 100  # rows of a data set read at a time
 
 
 class DocumentSource(Protocol):
-    """Records in a fixed order; one without text is an empty string, and no document."""
+    """Records in a fixed order. A record without text is an empty string and not a document."""
 
     @property
     def size(self) -> int | None:
-        """Number of records where that is known without reading them."""
+        """The number of records, or None if it is not known without reading them."""
 
     def records(self, start: int = 0) -> Iterator[str]:
-        """The records from number ``start`` on.
+        """Yield the records from number ``start`` on.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: the records cannot be read.
         """
 
 
 def open_source(settings: SourceSettings) -> DocumentSource:
-    """What ``settings`` name; data sets are opened, and nothing is read yet.
+    """Open the source that ``settings`` describe. Data sets are opened, but nothing is read yet.
 
     Raises:
-        DataError: a data set that is not there, or lacks the field.
+        DataError: a data set does not exist or lacks the field.
         ConfigurationError: ``datasets`` is not installed.
     """
     parts: list[DocumentSource] = []
@@ -56,18 +56,18 @@ def open_source(settings: SourceSettings) -> DocumentSource:
 
 
 def read_source(settings: SourceSettings) -> Iterable[str]:
-    """The documents of a source."""
+    """Return the documents of a source, an iterable."""
     return (record for record in open_source(settings).records() if record)
 
 
 def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterable[str]:
-    """All documents of ``paths`` (files, folders and ``hf:`` names), read as ``settings`` say."""
+    """Return all documents of ``paths`` (files, folders and ``hf:`` names), read with the other ``settings``."""
     (source,) = dataclasses.replace(settings, paths=tuple(paths), sources={}, streaming=False).parsed_sources()
     return read_source(source)
 
 
 class _Files:
-    """Files and folders, as `read_documents` reads them; the standard library where there are none."""
+    """Files and folders, read by `read_documents`; without paths, the standard library."""
 
     size: int | None = None
 
@@ -76,13 +76,13 @@ class _Files:
         self._settings = settings
 
     def records(self, start: int = 0) -> Iterator[str]:
-        how = self._settings
-        documents = read_documents(self._paths, text_field=how.text_field, document_separator=how.document_separator)
+        field, separator = self._settings.text_field, self._settings.document_separator
+        documents = read_documents(self._paths, text_field=field, document_separator=separator)
         return islice(documents, start, None)
 
 
 class _DataSet:
-    """Rows of ``datasets``: a memory-mapped table, or a stream that is read from its beginning to its end."""
+    """Rows of ``datasets``: a memory-mapped table, or a stream that is read sequentially."""
 
     def __init__(self, rows: Any, field: str, place: str) -> None:
         self.size: int | None = len(rows) if hasattr(rows, "__len__") else None
@@ -133,13 +133,13 @@ class _Chain:
 
 
 def parse_hub_name(text: str) -> tuple[str, str | None, str | None]:
-    """Path, config and split of ``hf:NAME[/CONFIG][:SPLIT]``; the last two are None where they are not said.
+    """Return path, config and split of ``hf:NAME[/CONFIG][:SPLIT]``; a missing config or split is None.
 
-    NAME is ORGANISATION/NAME, one word such as a loader of ``datasets`` (json, parquet, text, csv, arrow), or a path
-    that exists.
+    NAME is ORGANISATION/NAME, one word such as a loader of ``datasets`` (json, parquet, text, csv, arrow), or an
+    existing path.
 
     Raises:
-        ConfigurationError: anything else.
+        ConfigurationError: the text has another form.
 
     >>> parse_hub_name("hf:allenai/c4/en:validation"), parse_hub_name("hf:imdb:train[:10%]")
     (('allenai/c4', 'en', 'validation'), ('imdb', None, 'train[:10%]'))
@@ -150,8 +150,8 @@ def parse_hub_name(text: str) -> tuple[str, str | None, str | None]:
     parts = place.split("/")
     if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
         raise ConfigurationError(
-            f"{text!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, nor a "
-            "folder that exists."
+            f"{text!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, nor "
+            "an existing folder."
         )
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
 
@@ -160,16 +160,16 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
     with from_extra("hf", f"{place} needs datasets"):
         import datasets
     path, config, split = parse_hub_name(place)
-    for key, said, given in (("split", split, settings.split), ("config", config, settings.config)):
-        if said and given and said != given:
-            raise ConfigurationError(f"{place} also has {key} = {given!r}; give only one.")
+    for key, named, given in (("split", split, settings.split), ("config", config, settings.config)):
+        if named and given and named != given:
+            raise ConfigurationError(f"{place} names another {key} than {key} = {given!r}. Give only one of them.")
     split, config = settings.split or split, settings.config or config
     folder = Path(path).expanduser()
     with _as_data_error(place):
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # of save_to_disk
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
             rows = _select_split(datasets.load_from_disk(str(folder)), split, place)
         else:
-            with fetching(path, "datasets") if "/" in path else nullcontext():  # else a loader of files
+            with fetching(path, "datasets") if "/" in path else nullcontext():  # otherwise a loader of local files
                 rows = datasets.load_dataset(
                     str(folder) if folder.exists() else path,
                     config,
@@ -186,7 +186,7 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
 
 
 def _select_split(loaded: Any, split: str | None, place: str) -> Any:
-    """A split of what ``save_to_disk`` left, or the part of it that is asked for; all of a data set without splits."""
+    """Return the split, or the part of it, of what ``save_to_disk`` wrote; the whole of a data set without splits."""
     import datasets
 
     alone = not hasattr(loaded, "keys")
@@ -206,19 +206,18 @@ def _select_split(loaded: Any, split: str | None, place: str) -> Any:
 
 @contextmanager
 def _as_data_error(place: str) -> Iterator[None]:
-    """Turn any error of the library into a sentence that says what to do."""
+    """Turn any error of the library into a `DataError` that says what to do."""
     try:
         yield
     except (DataError, ConfigurationError):
         raise
     except ConnectionError as error:
         raise DataError(
-            f"{place} is not on this machine, and the Hugging Face hub cannot be reached: {error}. Connect to it "
-            "(HF_HUB_OFFLINE=1 forbids that), or give a local copy such as hf:FOLDER with what save_to_disk or a "
-            "download left."
+            f"{place} is not on this machine, and the Hugging Face hub can't be reached: {error}. Check the connection "
+            "(HF_HUB_OFFLINE=1 disables it), or give a local copy as hf:FOLDER, written by save_to_disk or downloaded."
         ) from error
-    except Exception as error:  # of many kinds, and of no common one
+    except Exception as error:  # many types without a common base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{place} cannot be read by datasets: {reason} Check its name, config (hf:NAME/CONFIG) and split (:SPLIT)."
+            f"{place} cannot be read by datasets: {reason} Check the name, config (hf:NAME/CONFIG) and split (:SPLIT)."
         ) from error

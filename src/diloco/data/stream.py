@@ -1,14 +1,14 @@
-"""Batches made of documents that are read, tokenised and packed while training.
+"""Batches of documents that are read, tokenised and packed during training.
 
-Each source is dealt out in blocks of documents (see `diloco.data.block_reader`): block g goes to replica ``g % M``.
-A replica goes through its blocks one after the other, packs their documents end to end, each with the token that ends
-it, and cuts that into sequences, so that every token is a target once. Replicas need not be equally far.
+Each source is divided into blocks of documents (see `diloco.data.block_reader`), and block g belongs to replica ``g %
+M``. A replica reads its blocks in order, packs their documents end to end, each followed by the end-of-document token,
+and cuts the result into sequences, so every token is a target once. Replicas may be at different places.
 
-With several sources, the next document is from the one whose tokens so far are least for its weight, so weights count
-tokens, whatever the lengths of documents.
+With several sources, the next document comes from the source that has drawn the fewest tokens relative to its weight.
+So weights count tokens, whatever the lengths of documents.
 
-What is left to read is a few numbers: the next block, blocks begun and given back, documents begun. When another number
-of replicas goes on, these are put together and dealt out anew: what was read is not read again, to the token.
+The rest of a source is described by a few numbers: the next block, blocks begun and returned, and documents begun. When
+another number of replicas resumes the run, these are merged and redistributed: no token is read a second time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["DocumentStream"]
 
 @dataclass
 class _Place:
-    """Where a replica is in one source."""
+    """The position of a replica in one source."""
 
-    next: int  # block that it begins after those given back
-    stride: int  # to the block after that
+    next: int  # the block to begin after the returned ones
+    stride: int  # the distance to the block after that
     returned: list[tuple[int, int]] = field(default_factory=list)
-    """(block, record): blocks begun, from this record on; they come first."""
-    tokens: int = 0  # drawn from this source so far
-    blocks: int | None = None  # of an epoch, once known
+    """(block, record): blocks that were begun, with the record to continue from; they are read first."""
+    tokens: int = 0  # tokens drawn from this source so far
+    blocks: int | None = None  # blocks per epoch, once known
 
     def to_message(self) -> dict[str, Any]:
         return {**vars(self), "returned": [list(each) for each in self.returned]}
@@ -54,15 +54,15 @@ class _Place:
 
 
 _Begun = tuple[int, int, int, int]
-"""Source, block, record and token: a document of which the tokens from there on are still to be drawn."""
+"""Source, block, record and token: a document whose tokens from this one on are still to be drawn."""
 
 
 class DocumentStream:
     """The batches of one replica, as `Batches`.
 
     Args:
-        data: tells sources, tokenizer and settings apart; in the cursor.
-        eos_id: the token that ends a document, which also stands before the first.
+        data: identifies sources, tokenizer and settings; part of the cursor.
+        eos_id: the token that ends a document, and also precedes the first one.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
         num_replicas: M.
@@ -90,12 +90,12 @@ class DocumentStream:
         self._drawn = 0
         self._begun: list[_Begun] = []
         self._places = [_Place(next=replica, stride=num_replicas) for _ in self._readers]
-        # Of the blocks that are read, by source; what is in there can be read again.
+        # (source, block) -> its documents: a cache
         self._read: dict[tuple[int, int], list[NDArray[Any]]] = {}
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Source -> how often all of it was read, by all replicas together; 0 until its end was met."""
+        """Source -> how often all replicas together have read all of it; 0 until its end is first reached."""
         return {
             reader.name: place.next / reader.blocks if reader.blocks else 0.0
             for reader, place in zip(self._readers, self._places, strict=True)
@@ -106,7 +106,7 @@ class DocumentStream:
         return ""
 
     def next_batch(self) -> Batch:
-        """The next batch; where it cannot be read, the cursor stays."""
+        """Return the next batch; if it cannot be read, the cursor does not move."""
         batch_size, length = self._shape
         before = list(self._begun), [replace(place, returned=list(place.returned)) for place in self._places]
         try:
@@ -124,25 +124,26 @@ class DocumentStream:
         return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
 
     def skip_batch(self) -> None:
-        """Draw a batch and leave it."""
+        """Draw a batch and discard it."""
         self.next_batch()
 
     def assign(self, assignment: Assignment) -> None:
-        """Replicas that come and go can't share a stream."""
+        """Raise `ConfigurationError`: the members of a streaming run can't change."""
         raise ConfigurationError(
-            "Replicas of a stream cannot come and go, as each knows only for itself what it has read. Use tokens made "
-            f"by `diloco tokenize`. Nothing was assigned from step {assignment.from_step} on."
+            "Replicas can't join or leave a run that streams its data, because only each replica itself knows what it "
+            f"has read. Use tokens made by `diloco tokenize`. Nothing was assigned from step {assignment.from_step} on."
         )
 
     def join_at(self, step: int, order: str) -> None:
-        """Refuse: only its checkpoint knows what a replica has read."""
+        """Raise `ConfigurationError`: only a replica's own checkpoint records what it has read."""
         raise ConfigurationError(
-            f"Replica {self._replica} cannot join at step {step} a run that streams its data, as nobody there knows "
-            "what it has read. Resume all replicas from their checkpoints, or use tokens made by `diloco tokenize`."
+            f"Replica {self._replica} can't join a run that streams its data at step {step}, because the other "
+            "replicas do not know what it has read. Resume all replicas from their checkpoints, or use tokens made by "
+            "`diloco tokenize`."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, fit for JSON."""
+        """Return the cursor as JSON."""
         for place, reader in zip(self._places, self._readers, strict=True):
             place.blocks = reader.blocks
         return {
@@ -153,10 +154,11 @@ class DocumentStream:
         }
 
     def load_state_dict(self, state: Cursor) -> None:
-        """Go on after the batch that ``state`` was taken after, with as many replicas.
+        """Continue after the batch after which ``state`` was saved, with the same number of replicas.
 
         Raises:
-            CheckpointError: it is malformed, or of other data or another number of replicas. The cursor stays.
+            CheckpointError: the cursor is malformed, or belongs to other data or another number of replicas. The cursor
+                does not move.
         """
         drawn, begun, places = self._parsed(state)
         if any(place.stride != self._num_replicas for place in places):
@@ -166,12 +168,12 @@ class DocumentStream:
         self._go_on(drawn, begun, places)
 
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """As `Batches.go_on_from`: what all of them have left is dealt out anew, a block or a document at a time."""
+        """Continue as `Batches.go_on_from` describes; what all replicas left is redistributed by block or document."""
         parsed = [self._parsed(cursor_of(replica)) for replica in range(before)]
         drawn = [each[0] for each in parsed]
         if len(set(drawn)) > 1:
             raise CheckpointError(
-                f"The cursors are of different steps: the replicas had drawn {drawn} batches. None was loaded."
+                f"The cursors belong to different steps: the replicas had drawn {drawn} batches. None was loaded."
             )
         begun = sorted(document for _, documents, _ in parsed for document in documents)
         places = []
@@ -192,7 +194,7 @@ class DocumentStream:
         self._go_on(drawn[0], self._mine(begun), places)
 
     def close(self) -> None:
-        """Nothing runs beside the training."""
+        """Do nothing: there is no background work."""
 
     def _mine(self, entries: list[Any]) -> list[Any]:
         return entries[self._replica :: self._num_replicas]
@@ -218,14 +220,14 @@ class DocumentStream:
         return state["drawn"], begun, places
 
     def _last_token(self) -> int:
-        """What stands before the next token to draw."""
+        """Return the token before the next one to draw."""
         if not self._begun or self._begun[0][3] == 0:
             return self._eos_id
         source, block, record, token = self._begun[0]
         return int(self._document(source, block, record)[token - 1])
 
     def _draw(self, most: int) -> NDArray[Any]:
-        """At most so many of the tokens that come next, all of one document."""
+        """Return up to ``most`` of the next tokens, all of one document."""
         if not self._begun:
             self._begun.append(self._next_document())
         source, block, record, token = self._begun[0]
@@ -239,7 +241,7 @@ class DocumentStream:
         return tokens
 
     def _next_document(self) -> _Begun:
-        """A new document, from the source that is furthest behind its weight."""
+        """Begin a new document of the source that is furthest behind its weight."""
         drawn = [place.tokens / weight for place, weight in zip(self._places, self._weights, strict=True)]
         source = drawn.index(min(drawn))
         place, reader, passed = self._places[source], self._readers[source], 0
@@ -259,14 +261,14 @@ class DocumentStream:
             if reader.blocks is not None and passed > 2 * reader.blocks + 1:
                 raise DataError(
                     f"The source {reader.name!r} has no documents to train on: all are empty or held out. Give more "
-                    "text, or a smaller data.heldout_fraction."
+                    "text or a smaller data.heldout_fraction."
                 )
 
     def _document(self, source: int, block: int, record: int) -> NDArray[Any]:
         documents = self._block(source, block)
         if record >= len(documents) or not len(documents[record]):
             raise DataError(
-                f"The source {self._readers[source].name!r} has no document where the saved place is (block {block}, "
+                f"The source {self._readers[source].name!r} has no document at the saved position (block {block}, "
                 f"record {record}): its text has changed."
             )
         return documents[record]

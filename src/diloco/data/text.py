@@ -1,8 +1,8 @@
-"""Documents from files, folders, ``.jsonl``, ``.parquet`` and the running Python's own standard library.
+"""Read documents from files, folders, ``.jsonl``, ``.parquet`` and the standard library of the running Python.
 
-A document is a non-empty ``str`` that can be encoded as UTF-8. Documents come in an order that depends on names and
-contents only: paths as given, the files of a folder sorted by their path within it, records as they stand in the file.
-Nothing is unpickled and nothing is executed.
+A document is a non-empty ``str`` that UTF-8 can encode. The order of the documents depends only on names and contents:
+paths in the order given, the files of a folder sorted by their path in it, records in file order. Nothing is unpickled
+and nothing is executed.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ FOLDER_SUFFIXES = frozenset({
     ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
     ".jsonl", ".parquet",
 })
-"""Which files of a folder count. A file that is named itself counts whatever its suffix."""
+"""The files of a folder that are read. A file that is named explicitly is read whatever its suffix."""
 
 _CHUNK_BYTES = 1 << 20
 _RECORDS = (".jsonl", ".parquet")
 
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
-    "site-packages", "dist-packages",  # installed, no part of it
-    "test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "distutils", "ensurepip",  # often shipped apart
-    "encodings", "pydoc_data",  # tables of characters, one long string
+    "site-packages", "dist-packages",  # installed packages
+    "test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "distutils", "ensurepip",  # often split off
+    "encodings", "pydoc_data",  # character tables, and one long string
     "__pycache__",
 })
 # fmt: on
-"""Folders of the standard library that are no part of the built-in data set."""
+"""Folders of the standard library that do not belong to the built-in data set."""
 
 
 def read_documents(
     paths: Sequence[Path], *, text_field: str = "text", document_separator: str | None = None
 ) -> Iterator[str]:
-    """Every document of ``paths``, one after the other; of the standard library when there are none.
+    """Yield every document of ``paths`` in order, or those of the standard library if there are no paths.
 
     Args:
-        paths: files and folders. Folders are searched to the bottom for files with `FOLDER_SUFFIXES`; files and folders
-            whose name begins with a dot are skipped, links to folders not followed. ``.jsonl`` and ``.parquet`` hold
-            one document a record, every other file is UTF-8 text.
+        paths: files and folders. Folders are searched recursively for files with `FOLDER_SUFFIXES`. Files and folders
+            whose name begins with a dot are skipped, and links to folders are not followed. ``.jsonl`` and ``.parquet``
+            files hold one document per record; every other file is UTF-8 text.
         text_field: the field of ``.jsonl`` and ``.parquet`` records that holds the text.
-        document_separator: cuts text files into documents and is dropped; None: a file is one document.
+        document_separator: splits text files into documents and is dropped; None: a file is one document.
 
     Raises:
-        DataError: a path that is missing or holds no text, text that is not UTF-8, a record that is not JSON or lacks
-            the field; the message names the file and the byte or line.
-        ConfigurationError: ``.parquet`` without pyarrow.
+        DataError: a path is missing or holds no text, text is not UTF-8, or a record is not JSON or lacks the field.
+            The message names the file and the byte or line.
+        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
     """
     if not paths:
         yield from read_standard_library()
@@ -75,23 +75,23 @@ def read_documents(
                     yield document
         if not found:
             raise NoDataError(
-                f"{path} holds no text. Give a file with text in it, or a folder with files that end in "
+                f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
                 f"{' '.join(sorted(FOLDER_SUFFIXES))}."
             )
 
 
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
-    """The source of the running Python's standard library: about 390 files, 8 MB, with Python 3.11.
+    """Yield the source files of the standard library of the running Python: about 390 files, 8 MB, with Python 3.11.
 
-    Its ``.py`` files in the order of their paths, without `STANDARD_LIBRARY_LEFT_OUT`, without what describes the
-    machine (``_sysconfigdata*``, ``sitecustomize``, ``config-*``), and without those that are empty or not UTF-8. The
-    same version of Python gives the same documents wherever its distributor left the files as they were.
+    These are its ``.py`` files in the order of their paths. Left out are `STANDARD_LIBRARY_LEFT_OUT`, files that
+    describe the machine (``_sysconfigdata*``, ``sitecustomize``, ``config-*``), and files that are empty or not UTF-8.
+    The same version of Python gives the same documents unless its distributor changed the files.
 
     Args:
-        root: where to look instead of the running Python's own folder.
+        root: the folder to read instead of the running Python's own.
 
     Raises:
-        DataError: this Python carries no readable standard library (some come as one zip file).
+        DataError: this Python has no readable standard library (some ship it as one zip file).
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     found = False
@@ -108,7 +108,7 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
             yield document
     if not found:
         raise DataError(
-            f"No standard library was found as .py files in {folder}. Give text of your own: data.paths (--data PATH)."
+            f"No standard library was found as .py files in {folder}. Give your own text: data.paths (--data PATH)."
         )
 
 
@@ -121,7 +121,7 @@ def _files(path: Path) -> Iterable[Path]:
 
 
 def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Every file below ``folder`` that is neither hidden nor in a folder to leave out, sorted by its path within it."""
+    """Return every file below ``folder`` that is neither hidden nor in a folder to leave out, sorted by path."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
@@ -152,7 +152,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_pieces(path: Path, separator: str) -> Iterator[str]:
-    """A text file cut at ``separator``, without holding all of it."""
+    """Yield the text of a file between separators, without reading all of it at once."""
     offset = 0
     for piece in _pieces(path, separator.encode()):
         yield _decode(piece, path, offset)
@@ -160,7 +160,7 @@ def _read_pieces(path: Path, separator: str) -> Iterator[str]:
 
 
 def _pieces(path: Path, separator: bytes) -> Iterator[bytes]:
-    """The content of a file between separators."""
+    """Yield the content of a file between separators."""
     held = bytearray()
     try:
         with path.open("rb") as file:
@@ -179,7 +179,7 @@ def _pieces(path: Path, separator: bytes) -> Iterator[bytes]:
 
 
 def _decode(content: bytes, path: Path, offset: int) -> str:
-    """``content``, which begins at byte ``offset`` of ``path``, as text."""
+    """Decode ``content``, which begins at byte ``offset`` of ``path``."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -197,9 +197,12 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each record of a ``.jsonl`` file, with its place in words; it needs what is ``needed``."""
+    """Yield each record of a ``.jsonl`` file with its location as text.
+
+    ``needed`` is what a record needs, for error messages.
+    """
     offset = 0
-    # Cut at line feeds only: splitlines would also cut at a carriage return, which JSON allows between its tokens.
+    # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its tokens.
     for number, line in enumerate(_pieces(path, b"\n"), start=1):
         text = _decode(line, path, offset)
         offset += len(line) + 1
@@ -215,17 +218,17 @@ def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, all of its fields, with its place in words.
+    """Yield every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, with its location as text.
 
     Raises:
-        DataError: as `read_documents`; and for a file of another kind.
-        ConfigurationError: ``.parquet`` without pyarrow.
+        DataError: as `read_documents`, or a file is of another type.
+        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
     """
     for path in paths:
         files = [file for file in _files(path.expanduser()) if file == path or file.suffix.lower() in _RECORDS]
         for file in files:
             if file.suffix.lower() not in _RECORDS:
-                raise DataError(f"{file} holds no records. Give files that end in .jsonl or .parquet. It was not read.")
+                raise DataError(f"{file} can't be read as records. Give files that end in .jsonl or .parquet.")
             yield from (
                 _json_lines(file, "the fields of a conversation")
                 if file.suffix.lower() == ".jsonl"
@@ -241,7 +244,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of a ``.parquet`` file, with its place in words: one field of it, or with None all."""
+    """Yield each row of a ``.parquet`` file with its location as text: one field of it, or with None all fields."""
     with from_extra("parquet", f"{path} needs pyarrow"):
         import pyarrow
         import pyarrow.parquet
@@ -259,20 +262,20 @@ def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dic
 
 
 def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
-    """The error for a record or file without the field that is to hold the text."""
+    """Return the error for a record or file without the field that should hold the text."""
     hint = nearest(text_field, known)
-    return DataError(f"{place} has no field {text_field!r} (data.text_field); {hint} The text was not read.")
+    return DataError(f"{place} has no field {text_field!r} (data.text_field); {hint}")
 
 
 def checked_text(value: Any, place: str, text_field: str) -> str:
-    """``value`` if it can be a document: text, and text that UTF-8 can encode."""
+    """Return ``value`` if it can be a document; raise `DataError` if it is not text or UTF-8 can't encode it."""
     if not isinstance(value, str):
         raise DataError(f"{place}: the field {text_field!r} holds {type(value).__name__}, not text.")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise DataError(
             f"{place}: the field {text_field!r} holds U+{ord(value[error.start]):04X}, half of a surrogate pair, which "
-            "is no text."
+            "is not valid text."
         ) from error
     return value

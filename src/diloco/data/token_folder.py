@@ -1,4 +1,4 @@
-"""Folders of tokens: what `diloco tokenize` makes, and training maps into memory instead of reading it.
+"""Token folders, which `diloco tokenize` writes and training maps into memory.
 
 ::
 
@@ -6,12 +6,12 @@
       manifest.json             counts, fingerprint, how it was made (written last)
       tokenizer.json            and tokenizer_config.json
       train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document with its end
-      train-00000.ends          little-endian uint64: where in that file each document ends
+      train-00000.ends          little-endian uint64: the position in that file at which each document ends
       train-00001.tokens ...
       heldout-00000.tokens ...
 
-Documents are in the order of their source and never lie across two files. A folder is written beside its place and
-renamed when it is complete; where an empty folder is there already, in that one, and the manifest comes last.
+Documents keep the order of their source, and none spans two files. A folder is written next to its final path and
+renamed when it is complete. If an empty folder exists at that path, it is filled instead, and the manifest comes last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 FORMAT = "diloco tokens"
-FORMAT_VERSION = 1  # raised when a reader of the version before could not read what is written now
+FORMAT_VERSION = 1  # incremented when an earlier reader could not read the new format
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
@@ -58,33 +58,33 @@ _CHUNK_TOKENS = 1 << 24
 
 
 def file_name(split: str, number: int, kind: str) -> str:
-    """The name of a split's file: of its "tokens", or of the "ends" of its documents."""
+    """Return the name of a file of a split: of its "tokens", or of the "ends" of its documents."""
     return f"{split}-{number:05d}.{kind}"
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """What a manifest says of the training or the held-out documents."""
+    """The training or the held-out documents, as a manifest describes them."""
 
     tokens: int
     documents: int
-    bytes: int  # UTF-8 bytes of the documents; the tokens that end them stand for none
+    bytes: int  # UTF-8 bytes of the documents, without the end-of-document tokens
     digest: str  # as `PackedTokens.digest`
     shards: tuple[tuple[int, int], ...]  # tokens and documents of each file
 
 
 class TokenFolder:
-    """A folder of tokens. Opening one reads its manifest and looks at the sizes of its files.
+    """A token folder. Opening it reads its manifest and checks the sizes of its files.
 
     Attributes:
-        vocab_size: of its tokenizer.
+        vocab_size: the vocabulary size of its tokenizer.
         eos_id: the token that ends each document.
-        splits: of "train" and "heldout".
-        fingerprint: equal for equal tokens, split and vocabulary, also where they were not read from a folder.
-        made: how it was made.
+        splits: "train" and "heldout" -> the description of the split.
+        fingerprint: equal for equal tokens, split and vocabulary, also for tokens that were not read from a folder.
+        made: how the folder was made.
 
     Raises:
-        DataError: it is incomplete, damaged, or of another version.
+        DataError: the folder is incomplete, damaged, or of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,13 +96,12 @@ class TokenFolder:
                 self._read(members)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path / MANIFEST} cannot be read ({error!r:.200}). Make the folder again with `diloco tokenize`. The "
-                "data was not read."
+                f"{path / MANIFEST} cannot be read ({error!r:.200}). Make the folder again with `diloco tokenize`."
             ) from error
         if found != (FORMAT, FORMAT_VERSION):
             raise DataError(
-                f"{path} has the format {found[0]!r} of version {found[1]!r}, and diloco {version('diloco')} reads "
-                f"version {FORMAT_VERSION} of {FORMAT!r}. Make it again with `diloco tokenize`. The data was not read."
+                f"{path} has the format {found[0]!r}, version {found[1]!r}, but diloco {version('diloco')} reads "
+                f"{FORMAT!r}, version {FORMAT_VERSION}. Make the folder again with `diloco tokenize`."
             )
         for name, split in self.splits.items():
             for number, (tokens, documents) in enumerate(split.shards):
@@ -120,22 +119,22 @@ class TokenFolder:
         }
 
     def tokenizer(self) -> Tokenizer:
-        """That of its tokens.
+        """Return the tokenizer with which the tokens were made.
 
         Raises:
-            DataError: there is none, or it is another one.
+            DataError: the tokenizer is missing, or is another one.
         """
         tokenizer = load_tokenizer(self.path)
         if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
             raise DataError(
                 f"The tokenizer.json in {self.path} has {tokenizer.vocab_size} ids and ends documents with "
-                f"{tokenizer.eos_id}, but its tokens have {self.vocab_size} and end with {self.eos_id}. Bring back the "
-                "one that they were made with. The data was not read."
+                f"{tokenizer.eos_id}, but the tokens have {self.vocab_size} ids and end documents with {self.eos_id}. "
+                "Restore the tokenizer with which they were made."
             )
         return tokenizer
 
     def tokens(self, split: str) -> PackedTokens:
-        """The packed tokens of "train" or "heldout", memory-mapped."""
+        """Return the packed tokens of "train" or "heldout", memory-mapped."""
         shards = range(len(self.splits[split].shards))
         pieces = [map_file(self._file(split, number, "tokens"), self.dtype) for number in shards]
         return PackedTokens(pieces, self.splits[split].digest, vocab_size=self.vocab_size)
@@ -145,7 +144,7 @@ class TokenFolder:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder of tokens, of any version."""
+    """Return whether ``path`` is a token folder, of any version."""
     try:
         with (path / MANIFEST).open("rb") as file:
             return f'"format": "{FORMAT}"'.encode() in file.read(200)
@@ -154,23 +153,23 @@ def is_token_folder(path: Path) -> bool:
 
 
 def token_folders(source: SourceSettings) -> list[TokenFolder]:
-    """The folders of tokens that a source consists of, opened; none where it is text.
+    """Open the token folders of a source; return none if the source is text.
 
     Raises:
-        ConfigurationError: for some of both.
+        ConfigurationError: the source mixes token folders and text.
     """
     ready = [place for place in source.data if is_token_folder(Path(place))]
     if ready and len(ready) < len(source.data):
         other = next(place for place in source.data if place not in ready)
         raise ConfigurationError(
-            f"{ready[0]} holds tokens and {other} text, which one source cannot mix. Run `diloco tokenize` on the "
-            "text, or give it a table of its own in data.sources."
+            f"{ready[0]} contains tokens and {other} contains text, but one source can't mix the two. Run `diloco "
+            "tokenize` on the text, or give the text its own table in data.sources."
         )
     return [TokenFolder(Path(place)) for place in ready]
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout: Iterable[NDArray[Any]]) -> str:
-    """Of packed tokens in any number of arrays: equal for equal tokens, split and vocabulary size."""
+    """Return the fingerprint of packed tokens: equal for equal tokens, split and vocabulary size."""
     train = list(train)
     digest = xxhash.xxh3_128(f"{tokenizer.vocab_size} {tokenizer.dtype} {sum(map(len, train))}".encode())
     for piece in [*train, *heldout]:
@@ -180,8 +179,8 @@ def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout:
 
 
 def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The values of a file, which are read when they are looked at."""
-    if not file.stat().st_size:  # nothing can be mapped of an empty file
+    """Return the values of a file, memory-mapped."""
+    if not file.stat().st_size:  # an empty file can't be mapped
         return np.zeros(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")
 
@@ -189,8 +188,7 @@ def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 def _check_size(file: Path, size_bytes: int) -> None:
     found = file.stat().st_size if file.is_file() else -1
     if found != size_bytes:
-        what = "is missing" if found < 0 else f"has {found:,} bytes"
+        what = "is missing, and should have" if found < 0 else f"has {found:,} bytes, but should have"
         raise DataError(
-            f"{file} {what}, and {size_bytes:,} bytes are needed. Copy the folder again, or make it again with `diloco "
-            "tokenize`. The data was not read."
+            f"{file} {what} {size_bytes:,} bytes. Copy the folder again, or make it again with `diloco tokenize`."
         )

@@ -1,4 +1,4 @@
-"""Text into a folder of tokens, as `diloco.data.token_folder` reads it: whole, or not at all."""
+"""Write the token folders that `diloco.data.token_folder` reads. A folder is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["TokenWriter", "tokenize"]
 
-_BATCH_CHARACTERS = 4 << 20  # text that is tokenised at a time: enough for all threads of the tokenizers library
+_BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
 
 
 def tokenize(
@@ -47,31 +47,31 @@ def tokenize(
     shard_tokens: int = 1 << 28,
     progress: Callable[[int, int], None] = lambda documents, size_bytes: None,
 ) -> TokenFolder:
-    """Make a folder of tokens of the text that ``settings`` name; `build_corpus` of either is the same.
+    """Make a token folder of the text that ``settings`` name. `build_corpus` gives the same corpus for both.
 
-    The tokenizers library uses all cores (``TOKENIZERS_PARALLELISM=false`` forbids it). A BPE is trained on the text
-    first, which is then read twice.
+    The tokenizers library uses all cores (``TOKENIZERS_PARALLELISM=false`` prevents it). A BPE is first trained on the
+    text, which is then read twice.
 
     Args:
-        settings: of the text; what is about training on it means nothing here.
-        place: the folder, not there yet, or empty.
-        shard_tokens: a file ends with the document that makes it so long.
-        progress: told documents and UTF-8 bytes so far, after each batch.
+        settings: the text and tokenizer to use; settings that concern training are ignored.
+        place: the folder to make; it must not exist, or be empty.
+        shard_tokens: a file ends with the document that brings it to this many tokens.
+        progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
 
     Raises:
-        DataError: the text cannot be read, or does not suffice for both splits, or the folder can't be written. Nothing
-            is left of it.
-        ConfigurationError: something asked for is not installed or unknown, or is there already.
+        DataError: the text cannot be read or does not suffice for both splits, or the folder can't be written. Nothing
+            of it remains.
+        ConfigurationError: the settings can't work or need a package that is not installed, or ``place`` is not empty.
     """
     sources = settings.parsed_sources()
     if len(sources) > 1:
         raise ConfigurationError(
             f"A folder of tokens has one source, not {', '.join(source.name for source in sources)}. Make a folder for "
-            "each of them, with the same tokenizer."
+            "each source, with the same tokenizer."
         )
     (source,) = sources
     if token_folders(source):
-        raise ConfigurationError(f"{source.data[0]} holds tokens already; give text.")
+        raise ConfigurationError(f"{source.data[0]} already contains tokens. Give text instead.")
 
     def split() -> Iterator[tuple[str, bool]]:
         return split_lazily(read_source(source), settings.heldout_fraction, settings.max_documents)
@@ -101,21 +101,21 @@ def tokenize(
 
 
 class TokenWriter:
-    """Writes a folder of tokens, a few documents at a time.
+    """Writes a token folder, a few documents at a time.
 
     Args:
-        place: where the folder shall be; not there yet, or empty.
-        shard_tokens: a file ends with the document that makes it so long.
+        place: the folder to make; it must not exist, or be empty.
+        shard_tokens: a file ends with the document that brings it to this many tokens.
 
     Raises:
-        ConfigurationError: something is there already.
+        ConfigurationError: ``place`` exists and is not an empty folder.
     """
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
+        place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigurationError(f"{place} is there already; give another place.")
-        self.place = self.folder = place  # the latter: where it is written, once it is
+            raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
+        self.place = self.folder = place  # ``folder`` becomes the temporary folder during writing
         self.tokenizer = tokenizer
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._shard_tokens = shard_tokens
@@ -123,13 +123,13 @@ class TokenWriter:
 
     @contextmanager
     def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
-        """Inside, `add` takes documents; afterwards the folder is complete, or nothing of it is left.
+        """Let `add` write documents inside the context; afterwards the folder is complete, or nothing of it remains.
 
         Args:
-            made: what the manifest shall say about how it was made; may be filled inside.
+            made: how the folder was made, for the manifest; may be filled inside the context.
 
         Raises:
-            DataError: it can't be written, such as for want of room.
+            DataError: the folder can't be written, for example because the disk is full.
         """
         try:
             with new_folder(self.place, last=MANIFEST) as self.folder:
@@ -144,17 +144,17 @@ class TokenWriter:
                         split.drop()
         except OSError as error:
             raise DataError(
-                f"{self.place} can't be written: {error}. Give a place that can be written to, with enough room. "
-                "Nothing is left of what was written."
+                f"{self.place} can't be written: {error}. Give a writable path with enough free space. What was "
+                "written has been removed."
             ) from error
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of the documents so far."""
+        """The number of UTF-8 bytes of the documents so far."""
         return sum(split.bytes for split in self._splits.values())
 
     def add(self, documents: Sequence[tuple[str, bool]]) -> None:
-        """Tokenise and write documents, each with whether it is held out."""
+        """Tokenise and write documents, each paired with whether it is held out."""
         for name, split in self._splits.items():
             texts = [text for text, heldout in documents if heldout == (name == "heldout")]
             if not texts:
@@ -207,7 +207,7 @@ class _SplitWriter:
         begin = 0
         while begin < len(packed):
             room = self._shard_tokens - self._tokens
-            # up to the end of the document that fills the file
+            # the document that fills the file
             last = min(int(np.searchsorted(ends, begin + room)), len(ends) - 1)
             mine = ends[np.searchsorted(ends, begin, side="right") : last + 1]
             self._write(packed[begin : mine[-1]], mine - begin + self._tokens)
@@ -227,7 +227,7 @@ class _SplitWriter:
         self._documents += len(ends)
 
     def close(self) -> None:
-        """End the present file."""
+        """Finish the current file."""
         if not self._files:
             return
         for file in self._files:
@@ -239,9 +239,9 @@ class _SplitWriter:
         self._tokens = self._documents = 0
 
     def drop(self) -> None:
-        """Let go of the present file; what is not written yet may be lost."""
+        """Close the current file without finishing it; unwritten data may be lost."""
         for file in self._files:
-            with suppress(OSError):  # of a full disk, once more
+            with suppress(OSError):  # the disk may be full
                 file.close()
         self._files = ()
 

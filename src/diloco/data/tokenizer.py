@@ -1,11 +1,12 @@
-"""What a tokenizer is: a vocabulary of the ``tokenizers`` library whose tokens each stand for a string of bytes.
+"""Tokenizers of the ``tokenizers`` library in which every token stands for a string of bytes.
 
-A loss per token becomes bits per byte only if the tokens spell every text exactly. Byte-level vocabularies do so by
-construction. Others, such as those made from SentencePiece, are tried on `PROBES`: one that folds case, unites spaces
-or has no token for some characters models another text than the one that is counted, and is refused.
+A loss per token converts to bits per byte only if the tokens spell every text exactly. Byte-level vocabularies do so by
+construction. Others, such as those made from SentencePiece, are tested on `PROBES`. A tokenizer that folds case, merges
+spaces or has no token for some characters would model a different text than the one whose bytes are counted, so it is
+refused.
 
-A tokenizer is saved as a ``tokenizer.json``, with the end-of-document token named in a ``tokenizer_config.json`` beside
-it, which is what other libraries read too.
+A tokenizer is saved as a ``tokenizer.json``. The ``tokenizer_config.json`` next to it names the end-of-document token.
+Other libraries read these files too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["EOS", "ByteTokenizer", "Tokenizer", "byte_letters", "checked_utf8"]
 
 EOS = "<|endoftext|>"
-"""How the end-of-document token is written in the vocabularies made here. In a text these characters are only text."""
+"""The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
 
 _WORD = "word"
 PROBES = (
@@ -44,18 +45,18 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Tokenizer:
-    """The tokenizer of a ``tokenizer.json``: a byte-level BPE, as GPT-2's, or another that spells texts exactly.
+    """A tokenizer of a ``tokenizer.json``: a byte-level BPE such as GPT-2's, or another that spells texts exactly.
 
-    Special tokens written out in a text are encoded as the characters they are, so that no document can end itself.
+    Special tokens that are written out in a text are encoded as plain characters, so no document can end itself.
 
     Args:
         content: the text of the file.
         eos: the token that ends a document.
-        source: what to call it in messages.
+        source: the name of the tokenizer in error messages.
 
     Raises:
-        DataError: it cannot be read, does not spell texts exactly, or has no such token. Also raised for a text with
-            that token in it, where it can be written with ordinary characters.
+        DataError: the file cannot be read, does not spell texts exactly, or has no such token. The encoding methods
+            raise it for a text that encodes to the end-of-document token.
     """
 
     def __init__(self, content: str, *, eos: str, source: str = "the tokenizer") -> None:
@@ -64,11 +65,11 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{source} is no tokenizer.json: {error}.") from error
+            raise DataError(f"{source} is not a valid tokenizer.json: {error}.") from error
         eos_id = self._tokenizer.token_to_id(eos)
         if eos_id is None:
             raise DataError(f"{source} has no token {eos!r} to end a document with.")
-        # Said once more, as files exist that list the token without marking it special.
+        # Some files list the token without marking it as special.
         self._tokenizer.add_special_tokens([eos])
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -79,25 +80,25 @@ class Tokenizer:
         self._eos = eos
         self._source = source
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
-        if self._adds_space:  # the end of a document takes back the space that was put before it
+        if self._adds_space:  # subtracts the space that was added at the beginning of the document
             self._num_bytes[eos_id] = -1
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every id: uint16 up to 65536 of them, else uint32."""
+        """The smallest type that holds every id: uint16 for up to 65536 ids, else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, without an end-of-document token."""
+        """Return the ids of ``text``, without an end-of-document token."""
         checked_utf8(text)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         self._check_end(text, ids)
         return ids
 
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
-        """(n,) `dtype`: the ids of all documents, each followed by `eos_id`, packed end to end."""
+        """Return the ids of all documents, each followed by `eos_id`, packed end to end: ``(n,)`` of type `dtype`."""
         pieces = [np.zeros(0, dtype=self.dtype)]
-        for begin in range(0, len(documents), 1024):  # so that few of the library's bulky results exist at a time
+        for begin in range(0, len(documents), 1024):  # limits how many of the library's bulky results exist at once
             texts = documents[begin : begin + 1024]
             for text in texts:
                 checked_utf8(text)
@@ -110,66 +111,71 @@ class Tokenizer:
         return np.concatenate(pieces)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text that ``ids`` stand for, whatever their shape.
+        """Return the text of ``ids``, an array of any shape.
 
-        The end-of-document token is dropped; bytes that are no UTF-8, and ids outside the vocabulary (a model's may be
-        larger), become U+FFFD.
+        The end-of-document token is dropped. Bytes that are not valid UTF-8, and ids outside the vocabulary (a model's
+        vocabulary may be larger), become U+FFFD.
         """
         return self.as_bytes(ids).decode("utf-8", errors="replace")
 
     def as_bytes(self, ids: ArrayLike) -> bytes:
-        """What `decode` makes text of: the end-of-document token is dropped, an id outside the vocabulary is ``ff``."""
+        """Return the bytes that `decode` decodes. The end-of-document token has none; an id outside the vocabulary is
+        ``ff``.
+        """
         size = self.vocab_size
         return b"".join(self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
 
     def num_bytes(self, ids: ArrayLike) -> int:
-        """How many bytes of UTF-8 ``ids`` stand for; the end-of-document token stands for none.
+        """Return the number of UTF-8 bytes that ``ids`` stand for; the end-of-document token stands for none.
 
         Raises:
-            DataError: an id outside the vocabulary.
+            DataError: an id is outside the vocabulary.
         """
         given = np.asarray(ids, dtype=np.int64)
         if given.size and not (given.min() >= 0 and given.max() < self.vocab_size):
             raise DataError(
-                f"Ids from {given.min()} to {given.max()} were given; this vocabulary has 0 to {self.vocab_size - 1}. "
-                "Their bytes were not counted."
+                f"The ids range from {given.min()} to {given.max()}, but this vocabulary has 0 to "
+                f"{self.vocab_size - 1}. Their bytes can't be counted."
             )
         return int(self._num_bytes[given].sum())
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, from which `load_tokenizer` reads."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``; `load_tokenizer` reads them back."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.to_json() + "\n", "utf-8")
         config = {"eos_token": self._eos, "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def to_json(self) -> str:
-        """The text of its ``tokenizer.json``."""
+        """Return the text of the ``tokenizer.json``."""
         return self._tokenizer.to_str(pretty=True)
 
     def _check_end(self, text: str, ids: Sequence[int]) -> None:
-        """Refuse a text that would end itself, as where a Unigram model has the end-of-document token as a piece."""
+        """Raise `DataError` if a text contains the end-of-document token, which may be a piece of a Unigram model."""
         if self.eos_id in ids:
             raise DataError(
-                f"{self._source} turns a text into the token that ends a document, {self._eos!r}; the text begins with "
-                f"{text[:40]!r}. Remove these characters from it, or name another token for the end (eos_token in "
-                "tokenizer_config.json). It was not encoded."
+                f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text begins "
+                f"with {text[:40]!r}. Remove these characters from it, or choose another end-of-document token "
+                "(eos_token in tokenizer_config.json)."
             )
 
     def _check_spelling(self, text: str, ids: NDArray[Any]) -> None:
-        """Refuse a document that is not spelled exactly; one that begins with a space may have got no other."""
-        told, size = self.num_bytes(ids), len(text.encode())
-        if told != size and not (text.startswith(" ") and told == size - 1):
+        """Raise `DataError` if a document is not spelled exactly.
+
+        The tokens of a document that begins with a space may lack one byte: no further space is added before it.
+        """
+        spelled, size = self.num_bytes(ids), len(text.encode())
+        if spelled != size and not (text.startswith(" ") and spelled == size - 1):
             raise DataError(
-                f"{self._source} turns a document of {size} bytes into tokens for {told}, so that a loss in bits per "
-                f"byte would be of another text; it begins with {text[:40]!r}. Use a byte-level BPE. It was refused."
+                f"{self._source} encodes a document of {size} bytes as tokens that stand for {spelled}, so bits per "
+                f"byte would refer to a different text. The document begins with {text[:40]!r}. Use a byte-level BPE."
             )
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8 are their own ids, and 256 ends a document.
+    """A tokenizer whose ids are the 256 bytes of UTF-8, and 256 for the end of a document.
 
-    Its ``tokenizer.json`` is a BPE without merges, in which every byte is a token; here bytes are copied instead.
+    Its ``tokenizer.json`` is a BPE without merges in which every byte is a token. Encoding copies bytes instead.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("né"), tokenizer.vocab_size
@@ -208,26 +214,27 @@ def _byte_vocabulary() -> str:
 
 
 def byte_letters() -> list[str]:
-    """The printable letter by which byte-level vocabularies write each of the 256 bytes: GPT-2's table."""
+    """Return the printable letter that byte-level vocabularies use for each of the 256 bytes (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def checked_utf8(text: str) -> bytes:
-    """``text`` as UTF-8, or a `DataError` where it holds half of a surrogate pair."""
+    """Return ``text`` as UTF-8, or raise `DataError` if it contains half of a surrogate pair."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
             f"The text has U+{ord(text[error.start]):04X}, half of a surrogate pair, at character {error.start}, which "
-            "UTF-8 cannot encode. It was not encoded."
+            "UTF-8 can't encode."
         ) from error
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> tuple[list[bytes], bool]:
-    """The bytes that each id stands for, none for special tokens and for ids that are not in use; and whether the first
-    token of a document stands for a space more than there is.
+    """Return the bytes that each id stands for, and whether encoding adds a space at the beginning of a document.
+
+    Special tokens and unused ids stand for no bytes.
     """
     described = json.loads(tokenizer.to_str())
     decoder = described["decoder"] or {}
@@ -243,15 +250,15 @@ def _of_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     if missing := sum(letter not in vocabulary for letter in byte_of):
         raise DataError(
-            f"{source} lacks {missing} of the 256 bytes, so that what its tokens stand for cannot be counted in bytes. "
-            "Use a byte-level BPE, as GPT-2's or Llama 3's."
+            f"{source} lacks {missing} of the 256 bytes, so the bytes that its tokens stand for can't be counted. "
+            "Use a byte-level BPE, such as GPT-2's or Llama 3's."
         )
     table = [b""] * (max(vocabulary.values()) + 1)
     added = tokenizer.get_added_tokens_decoder()
     for token, index in vocabulary.items():
         if index in added:
             table[index] = b"" if added[index].special else token.encode()
-        elif all(letter in byte_of for letter in token):  # others cannot come from any text
+        elif all(letter in byte_of for letter in token):  # no text can encode to any other token
             table[index] = bytes(byte_of[letter] for letter in token)
     return table
 
@@ -269,25 +276,29 @@ def _of_pieces(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> list[b
 
 
 def _spelled(tokenizer: tokenizers.Tokenizer, table: list[bytes], text: str) -> bytes:
-    """What a text becomes in the tokens' bytes."""
+    """Return the bytes of the tokens that a text encodes to."""
     return b"".join(table[index] for index in tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _adds_space(tokenizer: tokenizers.Tokenizer, table: list[bytes], source: str) -> bool:
-    """Whether documents get a space before them; the probes must be spelled exactly but for that."""
+    """Return whether encoding adds a space before a document.
+
+    Raises:
+        DataError: a probe is otherwise not spelled exactly, or the space is added only to some texts.
+    """
     before = set()
     for probe in PROBES:
         spelled, text = _spelled(tokenizer, table, probe), probe.encode()
         if spelled not in (text, b" " + text):
             raise DataError(
                 f"{source} does not spell every text exactly: {probe!r} became {spelled.decode(errors='replace')!r}, "
-                "so that a loss in bits per byte would be of another text. Use a byte-level BPE, as GPT-2's or Llama "
-                "3's, or one with byte fallback and no normaliser, as Llama 2's."
+                "so bits per byte would refer to a different text. Use a byte-level BPE, such as GPT-2's or Llama 3's, "
+                "or one with byte fallback and no normaliser, such as Llama 2's."
             )
         before.add(spelled != text)
     if len(before) > 1:
         raise DataError(
-            f"{source} puts a space before some texts and not before others, so that its tokens cannot be counted in "
-            "bytes. Use a byte-level BPE, as GPT-2's or Llama 3's."
+            f"{source} adds a space before some texts and not before others, so the bytes of its tokens can't be "
+            "counted. Use a byte-level BPE, such as GPT-2's or Llama 3's."
         )
     return before.pop()

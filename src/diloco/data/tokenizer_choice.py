@@ -1,4 +1,4 @@
-"""Which tokenizer a run uses: one of bytes, one trained on the text, or one read from a file or the hub."""
+"""Make the tokenizer of a run: bytes, a BPE trained on the text, or one loaded from a file or the hub."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS
 
 
 def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenizer:
-    """The tokenizer that ``settings.tokenizer`` names; a BPE is trained on ``documents``, the training documents.
+    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
 
     Raises:
-        ConfigurationError: neither ``"bytes"`` nor ``"bpe"`` nor a path that exists nor an ``hf:`` name.
+        ConfigurationError: it is not ``"bytes"``, ``"bpe"``, an existing path or an ``hf:`` name.
         DataError: as `train_bpe`, `load_tokenizer` and `load_hub_tokenizer`.
     """
     if settings.tokenizer == "bpe":
@@ -39,7 +39,7 @@ def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenize
 
 
 def given_tokenizer(settings: DataSettings) -> Tokenizer:
-    """As `make_tokenizer`, for one that needs no training."""
+    """Return the tokenizer as `make_tokenizer` does, if it needs no training."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     if settings.tokenizer.startswith(HUB_PREFIX):
@@ -47,9 +47,9 @@ def given_tokenizer(settings: DataSettings) -> Tokenizer:
     path = Path(settings.tokenizer).expanduser()
     if not path.exists():
         raise ConfigurationError(
-            f"data.tokenizer={settings.tokenizer!r} is neither a kind of tokenizer nor a path that exists; "
+            f"data.tokenizer={settings.tokenizer!r} is neither 'bytes' nor 'bpe' nor an existing path; "
             f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME "
-            "for one of the Hugging Face hub."
+            "for a tokenizer of the Hugging Face hub."
         )
     return load_tokenizer(path)
 
@@ -60,7 +60,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     The same documents give the same tokenizer.
 
     Raises:
-        DataError: the documents hold too few repeated pairs for that many merges.
+        DataError: the documents have too few repeated pairs for that many merges.
     """
     from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -88,20 +88,21 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     made = tokenizer.get_vocab_size()
     if made < vocab_size:
         raise DataError(
-            f"{count} training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {made}. "
-            f"Set data.bpe_vocab_size={made} or less, or give more text."
+            f"{count} training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {made} "
+            f"ids. Set data.bpe_vocab_size={made} or less, or give more text."
         )
     return Tokenizer(tokenizer.to_str(), eos=EOS)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder with one, such as `Tokenizer.save` leaves.
+    """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes.
 
-    Which token ends a document is read from ``eos_token`` in the ``tokenizer_config.json`` beside it; without that, it
-    must have exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few others).
+    The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it. Without that entry, the
+    vocabulary must contain exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few
+    others).
 
     Raises:
-        DataError: there is none, it cannot be read, does not spell texts exactly, or does not say which token ends a
+        DataError: the file is missing, cannot be read, does not spell texts exactly, or does not say which token ends a
             document.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -111,7 +112,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config_file = file.with_name("tokenizer_config.json")
     config = _read(config_file)
     eos = None if config is None else _json_object(config, config_file).get("eos_token")
-    if isinstance(eos, dict):  # the longer of the two ways to write a token there
+    if isinstance(eos, dict):  # the longer of the two forms in which a token is written there
         eos = eos.get("content")
     description = _json_object(content, file)
     if not isinstance(eos, str):
@@ -121,8 +122,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if len(candidates) != 1:
             raise DataError(
                 f"{file} does not say which token ends a document: "
-                + (f"{', '.join(candidates)} all could. " if candidates else "none of its tokens has a usual name. ")
-                + f'Put {{"eos_token": "..."}} into {config_file.name} beside it.'
+                + (
+                    f"each of {', '.join(candidates)} could be it. "
+                    if candidates
+                    else "none of its tokens has a usual name for it. "
+                )
+                + f'Put {{"eos_token": "..."}} into a {config_file.name} next to it.'
             )
         eos = candidates[0]
     tokenizer = Tokenizer(content, eos=eos, source=str(file))
@@ -131,13 +136,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_hub_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
+    """Load the tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
 
-    One without a ``tokenizer.json`` is converted by transformers.
+    If there is no ``tokenizer.json``, transformers converts the tokenizer.
 
     Raises:
-        DataError: there is none, the hub cannot be reached, or as `load_tokenizer`.
-        ConfigurationError: transformers is needed and not installed.
+        DataError: there is no such tokenizer, the hub can't be reached, or as `load_tokenizer`.
+        ConfigurationError: transformers is needed but not installed.
     """
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
@@ -151,26 +156,26 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     try:
         with fetching(place, "models"):
             file = Path(hf_hub_download(place, "tokenizer.json"))
-            # beside it, where `load_tokenizer` looks for the token that ends a document
+            # `load_tokenizer` reads the end-of-document token from this file
             with suppress(EntryNotFoundError):
                 hf_hub_download(place, "tokenizer_config.json")
     except LocalEntryNotFoundError as error:
         raise _unreadable(name, error) from error
     except EntryNotFoundError:
         return _converted(name)
-    except Exception as error:  # of several kinds: no such repository, no access, no connection, no proper name
+    except Exception as error:  # the types vary: no such repository, no access, no connection, an invalid name
         raise _unreadable(name, error) from error
     return load_tokenizer(file)
 
 
 def library_tokenizer(name: str, extra: str, needs: str) -> Any:
-    """The tokenizer of ``hf:NAME`` or of a folder, as transformers has it.
+    """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers.
 
     Args:
-        extra, needs: as `from_extra` takes them.
+        extra, needs: as for `from_extra`.
 
     Raises:
-        DataError: there is none, the hub cannot be reached, or no token ends a document.
+        DataError: there is no such tokenizer, the hub can't be reached, or the tokenizer has no end-of-document token.
         ConfigurationError: transformers is not installed.
     """
     with from_extra(extra, needs):
@@ -181,7 +186,7 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
         with fetching(place, "models"):
             library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place)
         library.backend_tokenizer.to_str()
-    except Exception as error:  # of many kinds
+    except Exception as error:  # the library raises many types
         raise _unreadable(name, error) from error
     if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")
@@ -196,8 +201,8 @@ def _converted(name: str) -> Tokenizer:
 def _unreadable(name: str, error: Exception) -> DataError:
     reason = " ".join(str(error).split())
     return DataError(
-        f"The tokenizer of {name} cannot be read: {reason} Connect to the hub (HF_HUB_OFFLINE=1 forbids that), or give "
-        "the folder of a model or a tokenizer.json on this machine. No tokenizer was made."
+        f"The tokenizer of {name} cannot be read: {reason} Check the connection to the hub (HF_HUB_OFFLINE=1 disables "
+        "it), or give a local model folder or tokenizer.json."
     )
 
 
@@ -216,5 +221,5 @@ def _json_object(content: str, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{path} holds no JSON object.")
+        raise DataError(f"{path} does not contain a JSON object.")
     return parsed

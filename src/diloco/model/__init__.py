@@ -1,1 +1,1 @@
-"""The native decoder and its presets."""
+"""Language models: the native decoder and its presets, models of ``transformers``, and user-defined modules."""

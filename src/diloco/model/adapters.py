@@ -1,4 +1,4 @@
-"""Adapters of low rank beside frozen weights (LoRA, 2106.09685), by ``peft``: put in, saved for it, merged."""
+"""Low-rank adapters next to frozen weights (LoRA, 2106.09685) with ``peft``: add, save and merge them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "save_adapter"]
 
-ADAPTER_FOLDER = "adapter"  # where a run leaves its adapter
-CONFIG_FILE = "adapter_config.json"  # in every folder with an adapter
-_NAME = "default"  # what peft calls the only adapter of a model; files have no such part in their names
+ADAPTER_FOLDER = "adapter"  # the folder to which a run writes its adapter
+CONFIG_FILE = "adapter_config.json"  # present in every folder with an adapter
+_NAME = "default"  # peft's name for the only adapter of a model; names in files leave it out
 
 
 def lora_config(settings: ModelSettings) -> LoraConfig:
-    """What ``peft`` is to make, of settings with a rank.
+    """Return the configuration of ``peft`` for settings with a rank.
 
     Raises:
         ConfigurationError: ``peft`` is not installed.
@@ -40,7 +40,7 @@ def lora_config(settings: ModelSettings) -> LoraConfig:
     alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
     return LoraConfig(
         r=settings.lora_rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
+        lora_alpha=alpha,  # type: ignore[arg-type]  # any number is accepted
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
@@ -48,10 +48,11 @@ def lora_config(settings: ModelSettings) -> LoraConfig:
 
 
 def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
-    """Freeze ``model`` and put adapters beside the modules that ``settings`` name: they are all that is trained.
+    """Freeze ``model`` and add adapters to the modules that ``settings`` name; only the adapters are trained.
 
-    What the model gives stays the same, since one factor of each adapter begins as zero. The others are drawn from the
-    global generator. Adapters are float32 whatever the frozen weights are, which get ``settings.base_dtype``.
+    The output of the model stays the same, because one factor of each adapter is initialised to zero. The other is
+    drawn from the global generator. Adapters are float32 whatever the type of the frozen weights, which is
+    ``settings.base_dtype``.
 
     Raises:
         ConfigurationError: ``peft`` is not installed, or refuses the targets.
@@ -65,7 +66,7 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-        elif settings.quantization is None:  # afterwards, or the adapters would be drawn in another type
+        elif settings.quantization is None:  # after injection, which draws the adapters in the type of the weights
             parameter.data = parameter.data.to(getattr(torch, settings.base_dtype))
     model.projects = model.projects and wrapped.get_output_embeddings() is head
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -74,10 +75,10 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
 
 
 def merge_adapters(wrapped: nn.Module) -> None:
-    """Add every adapter to the weights beside it, in place, and take it out.
+    """Add every adapter to the weights it belongs to, in place, and remove it.
 
     Raises:
-        ConfigurationError: the weights are quantised, and would be rounded once more.
+        ConfigurationError: the weights are quantised, so merging would round them once more.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -86,7 +87,7 @@ def merge_adapters(wrapped: nn.Module) -> None:
             base = module.get_base_layer()
             if type(base).__module__.startswith("bitsandbytes"):
                 raise ConfigurationError(
-                    f"{name} is a {type(base).__name__}, which can't take an adapter in without rounding once more. "
+                    f"{name} is a {type(base).__name__}, so merging an adapter would round its weights once more. "
                     "Merge into weights that are not quantised."
                 )
             module.merge()
@@ -97,11 +98,11 @@ def merge_adapters(wrapped: nn.Module) -> None:
 
 
 def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:
-    """Write a folder that ``peft.PeftModel.from_pretrained`` reads.
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads.
 
     Args:
-        folder: made if missing; what is in it is written over.
-        values: name of a parameter that is trained -> its value.
+        folder: created if it is missing; existing files are overwritten.
+        values: name of a trained parameter -> its value.
     """
     settings = model.adapters
     assert settings is not None
@@ -118,7 +119,7 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
 
 
 def _file_name(name: str) -> str:
-    """What peft calls a parameter in its files.
+    """Return the name of a parameter in the files of ``peft``.
 
     >>> _file_name("wrapped.model.layers.0.mlp.up_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -131,7 +132,7 @@ def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
     """Turn any refusal of peft into a configuration error."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sees for itself that it must be
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft corrects it itself
             yield
     except (ValueError, TypeError, ImportError) as error:
         linear = sorted({n.rpartition(".")[2] for n, m in wrapped.named_modules() if isinstance(m, nn.Linear)})

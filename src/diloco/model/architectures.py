@@ -1,4 +1,4 @@
-"""The native decoder as a stock model of ``transformers``, with the same logits, and back.
+"""Convert the native decoder to a stock model of ``transformers`` with the same logits, and back.
 
 =================  ===========================  ====================================
 feed-forward       without QK-norm              with QK-norm
@@ -7,9 +7,9 @@ swiglu             ``LlamaForCausalLM``         ``Qwen3ForCausalLM``
 gelu (tanh)        ``ArceeForCausalLM``         ``ApertusForCausalLM``
 =================  ===========================  ====================================
 
-The last two are published with other activations; with ``hidden_act="gelu_pytorch_tanh"``, and for Apertus plain rotary
-positions, they are the native decoder. Rotary angles are float64 here and float32 there, so that logits drift apart by
-round-off that grows with the position.
+The last two are published with other activations. With ``hidden_act="gelu_pytorch_tanh"``, and for Apertus plain rotary
+positions, they equal the native decoder. Rotary angles are float64 here and float32 in ``transformers``, so the logits
+differ by round-off that grows with the position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZES = (
     *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn", "vocab_size"),
     *("rope_theta", "norm_epsilon", "qk_norm", "tie_embeddings"),
 )
-"""The settings of a native decoder that decide what its weights mean."""
+"""The settings of a native decoder that determine the meaning of its weights."""
 
 
 _THEIR_SETTINGS = {
@@ -55,17 +55,17 @@ _THEIR_SETTINGS = {
     "max_sequence_length": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
-"""The settings that mean the same there, by their names here."""
+"""Our name -> the name in ``transformers`` of settings with the same meaning."""
 
 
 @dataclass(frozen=True)
 class _Architecture:
-    """A decoder of ``transformers`` that the native one equals, under the right configuration."""
+    """A decoder of ``transformers`` that equals the native one under the right configuration."""
 
     model_type: str
     ffn: Literal["swiglu", "gelu"]
     qk_norm: bool
-    activations: tuple[str, ...]  # names there of the activation that is used here; the first is written
+    activations: tuple[str, ...]  # its names of the activation that is used here; the first one is written
     attention_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
 
@@ -93,9 +93,9 @@ _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm
 
 
 def as_huggingface(model: Transformer) -> PreTrainedModel:
-    """``model`` as the stock architecture that has its logits, in evaluation mode.
+    """Return ``model`` as the stock architecture with the same logits, in evaluation mode.
 
-    The parameters are shared with ``model``, not copied. No generator is drawn from.
+    The parameters are shared with ``model``, not copied. No random generator advances.
 
     Raises:
         ConfigurationError: ``transformers`` is not installed.
@@ -118,7 +118,7 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     )
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config)
-    # The one thing that is computed and not loaded.
+    # The rotary table is computed, not loaded.
     made.model.rotary_emb = type(made.model.rotary_emb)(config).to(model.embedding.weight.device)
     state = {_their_name(name, architecture): parameter.detach() for name, parameter in model.named_parameters()}
     if settings.tie_embeddings:
@@ -130,16 +130,16 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
 
 
 def native_settings(folder: Path) -> ModelSettings:
-    """What the ``config.json`` in ``folder`` says, as settings of the native decoder.
+    """Return the settings of the native decoder that equals the ``config.json`` in ``folder``.
 
     Raises:
-        ConfigurationError: it describes something that the native decoder can't express, all of which is named; or
-            ``transformers`` is not installed.
-        CheckpointError: there is none, or it can't be read.
+        ConfigurationError: the native decoder can't express the configuration, and the message names everything that is
+            different; or ``transformers`` is not installed.
+        CheckpointError: there is no such file, or it can't be read.
     """
     if why := why_not_native(folder):
         raise ConfigurationError(
-            f"{folder} holds {why}. Use another model, or this one as it is (--model hf:{folder})."
+            f"{folder} holds {why}. Use another model, or use this one directly (--model hf:{folder})."
         )
     architecture, config = _configuration_in(folder)
     assert architecture is not None
@@ -155,7 +155,7 @@ def native_settings(folder: Path) -> ModelSettings:
 
 
 def why_not_native(folder: Path) -> str:
-    """What of the model in ``folder`` the native decoder does not have, in words; empty if it equals it.
+    """Return what the native decoder can't express of the model in ``folder``, as text; "" if they are equal.
 
     Raises:
         CheckpointError: there is no ``config.json``, or it can't be read.
@@ -164,13 +164,13 @@ def why_not_native(folder: Path) -> str:
     architecture, config = _configuration_in(folder)
     if architecture is None:
         known = ", ".join(each.model_type for each in _ARCHITECTURES)
-        return f"a model of type {config!r}; the native decoder equals {known}"
+        return f"a model of type {config!r}, but the native decoder equals only {known}"
     odd = _not_expressible(config, architecture)
-    return f"a model with {'; '.join(odd)}, which the native decoder does not have" if odd else ""
+    return f"a model with {'; '.join(odd)}, which the native decoder does not support" if odd else ""
 
 
 def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
-    """Architecture and configuration; of an architecture that is none of ours, None and its ``model_type``."""
+    """Return architecture and configuration; for an unsupported architecture, None and its ``model_type``."""
     model_type = read_json(folder / CONFIG_NAME).get("model_type")
     architecture = next((each for each in _ARCHITECTURES if each.model_type == model_type), None)
     if architecture is None:
@@ -183,18 +183,21 @@ def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
 
 
 def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
-    """Native parameter name -> float32 value on the CPU, from the ``.safetensors`` files in ``folder``.
+    """Return native parameter name -> float32 value on the CPU, from the ``.safetensors`` files in ``folder``.
 
     Args:
-        folder: with ``model.safetensors``, or several files and their index.
-        settings: of `native_settings` for this folder.
+        folder: a folder with ``model.safetensors``, or several files and their index.
+        settings: the result of `native_settings` for this folder.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there are weights too many or too few; it names them.
+        CheckpointError: a file is missing or damaged, or weights are missing or unexpected; the message names them.
     """
+    from diloco.model.transformer import build_model
+
     architecture = _architecture_of(settings)
-    due = {_their_name(name, architecture): name for name in _native_names(settings)}
-    # Tied, it is written by some and left out by others; older files hold a table of the rotary frequencies.
+    native = build_model(settings, seed=0, device="meta")
+    due = {_their_name(name, architecture): name for name, _ in native.named_parameters()}
+    # Some files contain the tied head and others leave it out; older files contain a table of the rotary frequencies.
     optional = {"lm_head.weight"} if settings.tie_embeddings else set()
     found: dict[str, Tensor] = {}
     unknown: list[str] = []
@@ -203,8 +206,8 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
             found[due[name]] = value.float()
         elif name not in optional and not name.endswith("rotary_emb.inv_freq"):
             unknown.append(name)
-    missing = [name for name, native in due.items() if native not in found]
-    for what, names in (("lack", missing), ("have too much for the native decoder:", unknown)):
+    missing = [name for name, ours in due.items() if ours not in found]
+    for what, names in (("lack", missing), ("include entries unknown to the native decoder:", unknown)):
         if names:
             more = " and others" if len(names) > 5 else ""
             raise CheckpointError(f"The weights in {folder} {what} {', '.join(sorted(names)[:5])}{more}.")
@@ -217,7 +220,7 @@ def _architecture_of(settings: ModelSettings) -> _Architecture:
 
 
 def _their_name(native: str, architecture: _Architecture) -> str:
-    """A parameter's name there.
+    """Return the name of a parameter in ``transformers``.
 
     >>> _their_name("layers.3.attention.query.weight", _ARCHITECTURES[0])
     'model.layers.3.self_attn.q_proj.weight'
@@ -233,14 +236,8 @@ def _their_name(native: str, architecture: _Architecture) -> str:
     return f"model.layers.{index}.{of_layer[part]}.weight"
 
 
-def _native_names(settings: ModelSettings) -> list[str]:
-    from diloco.model.transformer import build_model
-
-    return [name for name, _ in build_model(settings, seed=0, device="meta").named_parameters()]
-
-
 def _not_expressible(config: Any, architecture: _Architecture) -> list[str]:
-    """What of ``config`` the native decoder has no setting for, in the words of its file."""
+    """Return the entries of ``config`` for which the native decoder has no setting, as in its file."""
     odd = []
     rope: Mapping[str, Any] = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
@@ -252,7 +249,7 @@ def _not_expressible(config: Any, architecture: _Architecture) -> list[str]:
     head_width = getattr(config, "head_dim", None)
     if head_width is not None and head_width * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim={head_width}, not hidden_size / num_attention_heads")
-    # Not all of the four have each of these.
+    # Not every architecture has all of these.
     for name in ("attention_bias", "mlp_bias", "attention_dropout", "sliding_window", "quantization_config"):
         if value := getattr(config, name, None):
             odd.append(f"{name}={value}" if isinstance(value, int | float) else name)

@@ -1,4 +1,4 @@
-"""One way to every model: the native decoder, one of ``transformers``, or somebody's own."""
+"""Build any model: the native decoder, a model of ``transformers``, or a user-defined one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = [
 
 
 class ForeignModel(LanguageModel):
-    """A module whose ``forward(tokens)`` gives logits, with the rest of the interface around it.
+    """A module whose ``forward(tokens)`` returns logits, adapted to the interface of a language model.
 
     Args:
-        wrapped: takes ``(batch, sequence)`` int64 and gives ``(batch, sequence, vocab)``, or something that has this as
-            ``.logits``. Its forward may take ``documents`` as well, as `LanguageModel.forward` describes them.
-        vocab_size: of the logits.
-        max_sequence_length: the longest sequence to give it.
+        wrapped: takes ``(batch, sequence)`` int64 and returns ``(batch, sequence, vocab)``, or an object that has it as
+            ``.logits``. Its forward may also take ``documents``, as `LanguageModel.forward` describes them.
+        vocab_size: size of the last dimension of the logits.
+        max_sequence_length: the longest supported sequence, in tokens.
         z_loss: weight of the squared log-partition in the loss.
     """
 
@@ -58,14 +58,14 @@ class ForeignModel(LanguageModel):
         if tokens.shape[1] > self.max_sequence_length:
             raise ConfigurationError(
                 f"A sequence of {tokens.shape[1]} tokens is longer than model.max_sequence_length="
-                f"{self.max_sequence_length}. Shorten it, or set a larger one."
+                f"{self.max_sequence_length}. Shorten it, or increase that setting."
             )
         given: dict[str, Tensor] = {}
         if documents is not None:
             if not self._takes_documents:
                 raise ConfigurationError(
-                    f"{type(self.wrapped).__name__}.forward can't keep the documents of a packed row apart, as it has "
-                    "no argument `documents`. Give it one, or turn off document masks."
+                    f"{type(self.wrapped).__name__}.forward can't mask the documents of a packed row from each other, "
+                    "because it has no argument `documents`. Add one, or turn off document masks."
                 )
             given["documents"] = documents
         output = self.wrapped(tokens, **given)
@@ -73,7 +73,7 @@ class ForeignModel(LanguageModel):
         if not isinstance(logits, Tensor) or logits.shape != (*tokens.shape, self.vocab_size):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} gave logits of {got}, not of shape (batch, sequence, vocab) = "
+                f"{type(self.wrapped).__name__} returned logits of {got}, not of shape (batch, sequence, vocab) = "
                 f"{(*tokens.shape, self.vocab_size)}."
             )
         return logits[:, -new:]
@@ -86,7 +86,7 @@ class ForeignModel(LanguageModel):
         return TokensSeen()
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """``6 * N``, N counting the matrices but embeddings; attention is unknown here, and left out."""
+        """Return ``6 * N``, where N counts the matrices except embeddings; attention is unknown and left out."""
         looked_up = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         used_twice = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in used_twice))
@@ -96,15 +96,15 @@ class ForeignModel(LanguageModel):
 def build_foreign(settings: ModelSettings) -> LanguageModel:
     """Call the function that ``settings.source`` names, with those of these keyword arguments that it takes:
 
-    - ``vocab_size``: int, ids are below it: ``model.vocab_size``, or as many as the tokeniser has;
+    - ``vocab_size``: int, larger than every id: ``model.vocab_size``, or the vocabulary size of the tokeniser;
     - ``max_sequence_length``: int, ``model.max_sequence_length``;
     - everything in ``model.arguments``, which it must take.
 
-    It gives a `LanguageModel`, which is used as it is, or another module, which becomes a `ForeignModel`; attributes
-    ``vocab_size`` and ``max_sequence_length`` of that one count more than the arguments.
+    It returns a `LanguageModel`, which is used directly, or another module, which is wrapped in a `ForeignModel`. The
+    attributes ``vocab_size`` and ``max_sequence_length`` of such a module take precedence over the arguments.
 
     Raises:
-        ConfigurationError: if it can't be found or called, or gives something else.
+        ConfigurationError: the function can't be found or called, or returns something else.
     """
     assert settings.source is not None
     source = settings.source
@@ -114,14 +114,14 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
         return made
     if not isinstance(made, nn.Module):
         raise ConfigurationError(
-            f"{source} gave a {type(made).__name__}, not a torch.nn.Module whose forward(tokens) gives logits, or a "
-            "diloco LanguageModel."
+            f"{source} returned a {type(made).__name__}. It must return a torch.nn.Module whose forward(tokens) gives "
+            "logits, or a diloco LanguageModel."
         )
     vocab_size = getattr(made, "vocab_size", settings.vocab_size)
     if not isinstance(vocab_size, int):
         raise ConfigurationError(
-            f"The vocabulary of the model that {source} gave is unknown. Give it an attribute vocab_size, or set "
-            "model.vocab_size."
+            f"The vocabulary size of the model that {source} returned is unknown. Give the model an attribute "
+            "vocab_size, or set model.vocab_size."
         )
     longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
     return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)
@@ -134,18 +134,19 @@ def build_language_model(
     device: torch.device | str = "cpu",
     definition: Mapping[str, Any] | None = None,
 ) -> LanguageModel:
-    """The model that ``settings`` describe. Fresh weights depend on them and ``seed`` alone, to the bit, everywhere.
+    """Build the model that ``settings`` describe. Fresh weights depend only on them and ``seed``, to the bit.
 
     No global generator advances. A model of ``transformers`` has float32 parameters, whatever its files have.
 
     Args:
-        settings: with ``vocab_size``, but where ``source`` says it.
-        device: to put it on; ``"meta"``: it takes no memory, and no weights are read or drawn.
-        definition: what `LanguageModel.definition` gave when a checkpoint was made: the model is built from that, with
-            weights that are to be replaced, and its source may be gone. Empty or None: from its source.
+        settings: with ``vocab_size``, unless ``source`` determines it.
+        device: the device of the model. ``"meta"``: it takes no memory, and no weights are read or drawn.
+        definition: what `LanguageModel.definition` returned when a checkpoint was made. The model is built from it, its
+            weights are meant to be replaced, and its source may no longer exist. Empty or None: it is built from its
+            source.
 
     Raises:
-        ConfigurationError: if there is no such model, or it can't be trained.
+        ConfigurationError: there is no such model, or it can't be trained.
 
     >>> build_language_model(ModelSettings(vocab_size=257), seed=0, device="meta").num_parameters()
     1115520
@@ -161,7 +162,7 @@ def build_language_model(
         if settings.lora_rank:
             from diloco.model.adapters import add_adapters
 
-            with drawing_from(seed):  # anew: how many draws loading took must not matter
+            with drawing_from(seed):  # reseeded, so that the number of draws during loading does not matter
                 add_adapters(model, settings)
         return model.to(device)
     with drawing_from(seed):
@@ -171,18 +172,18 @@ def build_language_model(
             with torch.device("meta"):
                 return build_foreign(settings)
         except ConfigurationError:
-            # Code that reads its own values can't run without memory; any other error comes again.
+            # Code that reads its own values can't run on meta; any other error is raised again.
             return build_foreign(settings).to(device)
 
 
 def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
-    """A digest of the stored weights that a model begins from; "" where there are none.
+    """Return a digest of the stored weights from which a model begins; "" if there are none.
 
     Args:
         definition: as for `build_language_model`.
 
     Raises:
-        ConfigurationError, CheckpointError: they can't be read.
+        ConfigurationError, CheckpointError: the weights can't be read.
     """
     if settings.source is None or parse_source(settings.source).kind != "hf":
         return ""
@@ -192,7 +193,7 @@ def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = 
 
 
 def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
-    """The settings with a vocabulary of ``tokens``, where nothing else says how large it is."""
+    """Return the settings with a vocabulary of ``tokens``, if neither they nor the source determine its size."""
     says_itself = settings.source is not None and parse_source(settings.source).kind == "hf"
     if settings.vocab_size is not None or says_itself:
         return settings
@@ -203,18 +204,18 @@ def check_vocabulary(model: LanguageModel, tokens: int) -> None:
     """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
     if tokens > model.vocab_size:
         raise ConfigurationError(
-            f"The tokeniser has {tokens} tokens, and the model a vocabulary of {model.vocab_size}. Use a smaller "
-            f"tokeniser (--data.tokenizer), such as the model's own, or --model.vocab-size {tokens}, for a model of "
-            "transformers with --model.weights fresh."
+            f"The tokeniser has {tokens} tokens, but the model has a vocabulary of {model.vocab_size}. Use a smaller "
+            f"tokeniser (--data.tokenizer), such as the model's own, or use --model.vocab-size {tokens}; a model of "
+            "transformers then also needs --model.weights fresh."
         )
 
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Inside, the global CPU generators of Python, NumPy and torch begin from ``seed``; afterwards they are as before.
+    """Seed the global CPU generators of Python, NumPy and torch inside the context, and restore them afterwards.
 
-    For code that draws from global generators, as other people's models do. CUDA's are left alone: what is built inside
-    is built on the CPU, for the same bits on every device.
+    It is for code that draws from global generators, such as third-party models. CUDA generators are not touched:
+    models are built on the CPU, for the same bits on every device.
 
     >>> with drawing_from(3):
     ...     first = torch.rand(2)

@@ -1,4 +1,4 @@
-"""A causal language model of ``transformers``, as the interface that training, evaluation and generation use."""
+"""A causal language model of ``transformers``, behind the interface of training, evaluation and generation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
 
-UNLIMITED = 1 << 30  # the longest sequence of a model without position limit, such as a recurrent one
-PROBED_TOKENS = 8  # length of the sequence on which a model is asked what a token sees
+UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
+PROBED_TOKENS = 8  # length of the sequence that tests what a token sees
 
 PROBE_TOLERANCE = 1e-4
-"""Largest difference between logits that ought to be equal, relative to the largest logit: round-off is far below, and
-a token that is seen far above."""
+"""Largest relative difference between logits that count as equal. Round-off is far below it; the effect of a token that
+is seen is far above."""
 
 DocumentMasks = Literal["positions", "mask"]
 
 
 class HuggingFaceCache(TokensSeen):
-    """The tokens seen; of an architecture that keeps them, keys and values in transformers' own cache as ``past``."""
+    """The tokens seen; for architectures that use one, ``past`` is the key-value cache of transformers."""
 
     def __init__(self, past: DynamicCache | None) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class HuggingFaceCache(TokensSeen):
 
 
 class HuggingFaceModel(LanguageModel):
-    """A ``transformers`` causal language model.
+    """A causal language model of ``transformers``.
 
-    Where its configuration has a load-balancing loss for experts (``router_aux_loss_coef``), that is part of the loss;
-    a coefficient of 0 leaves it out. Call `probe` once after building, before the model is divided among ranks.
+    If its configuration has a load-balancing loss for experts (``router_aux_loss_coef``), that loss is included; a
+    coefficient of 0 leaves it out. Call `probe` once after building, before the model is sharded among ranks.
 
     Args:
         z_loss: weight of the squared log-partition in the loss.
@@ -52,14 +52,14 @@ class HuggingFaceModel(LanguageModel):
 
     def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.wrapped = wrapped  # the model, all of whose parameters are named ``wrapped.NAME`` here
+        self.wrapped = wrapped  # its parameters are named ``wrapped.NAME`` here
         embedding: Any = wrapped.get_input_embeddings()
-        # Packed documents have no padding: its token, often the one that ends a document, learns like any other.
+        # Packed documents have no padding. The padding token is often the end-of-document token, which must be trained.
         embedding.padding_idx = None
         self.z_loss = z_loss
-        # whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint
+        # the kind of the initial weights; None: unknown, or they come from a checkpoint
         self.weights: Literal["stored", "fresh"] | None = None
-        self.base = ""  # a digest of the stored weights that it began from; "" where that is not known
+        self.base = ""  # a digest of the initial stored weights; "" if unknown
         self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
         config = wrapped.config
         head = _head_of(wrapped)
@@ -71,12 +71,12 @@ class HuggingFaceModel(LanguageModel):
         self._takes_positions = "position_ids" in accepted
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
-        # whether its logits are nothing but a product of hidden states and output projection, so that the loss can be
-        # computed in chunks; `probe` finds out
+        # whether the logits are just the product of hidden states and output projection, so that the loss can be
+        # computed in chunks; set by `probe`
         self.projects = False
-        self.whole_graphs = self.balance_loss == 0  # it is collected from the blocks, beside their graphs
-        # how the documents of a packed row are kept apart: by positions that begin again, which most architectures
-        # understand, or by a mask; None: this architecture can't, and ``documents`` are refused
+        self.whole_graphs = self.balance_loss == 0  # that loss is collected from the blocks, outside their graphs
+        # how the documents of a packed row are masked from each other: by positions that restart, which most
+        # architectures support, or by a mask; None: not supported, so ``documents`` are refused
         self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
 
     def forward(
@@ -87,7 +87,9 @@ class HuggingFaceModel(LanguageModel):
         *,
         with_balance: bool = False,
     ) -> Any:
-        """As `LanguageModel.forward`; with ``with_balance`` a pair, of the logits and the experts' ``()`` balance."""
+        """Return what `LanguageModel.forward` does; with ``with_balance``, also the experts' load-balancing loss,
+        ``()``.
+        """
         start = 0 if cache is None else cache.length
         new = tokens.shape[1]
         if start + new > self.max_sequence_length:
@@ -116,7 +118,7 @@ class HuggingFaceModel(LanguageModel):
                     hidden, head, targets, self.z_loss, chunk_tokens=how.tokens, compiled=how.compiled
                 )
             )
-        # not through `self(...)`: hooks that gather parameters are on this method
+        # not `self(...)`: the hooks that gather parameters are on this method
         if self.balance_loss:
             logits, balance = self.forward(tokens, documents=documents, with_balance=True)
         else:
@@ -130,11 +132,11 @@ class HuggingFaceModel(LanguageModel):
         return HuggingFaceCache(DynamicCache(config=self.wrapped.config) if self._caches else None)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Estimated floating-point operations of training on one token, forward and backward.
+        """Return the estimated floating-point operations of training on one token, forward and backward.
 
-        ``6 * N + 12 * layers * width * context``, as for the native decoder: N counts matrices that a token goes
-        through (of experts those that it is sent to; no embeddings, but the output projection also when tied), width
-        is that of all heads, and context the tokens that one sees on average, of at most ``sliding_window``.
+        ``6 * N + 12 * layers * width * context``, as for the native decoder. N counts the matrices that one token
+        passes through: the output projection also when tied, of the experts only those chosen, and no embeddings. Width
+        is that of all heads. Context is the average number of tokens that a token sees, limited by ``sliding_window``.
         """
         config = self.wrapped.config
         length = self.max_sequence_length if sequence_length is None else sequence_length
@@ -152,7 +154,7 @@ class HuggingFaceModel(LanguageModel):
         return made | {"base": self.base} if self.base else made
 
     def to_huggingface(self) -> PreTrainedModel:
-        """The model itself, in evaluation mode; adapters become part of the weights beside them."""
+        """Return the model itself, in evaluation mode. Adapters are merged into the weights."""
         self.eval()
         if self.adapters is not None:
             from diloco.model.adapters import merge_adapters
@@ -163,10 +165,10 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.no_grad()
     def probe(self) -> None:
-        """Ask the model itself, on a few tokens, whether it is causal, and how it keeps documents apart.
+        """Test on a few tokens whether the model is causal, and how it masks documents from each other.
 
         Raises:
-            ConfigurationError: if a token sees those that come after it, or the weights give no numbers.
+            ConfigurationError: a token sees those after it, or the logits are not finite.
         """
         special = {getattr(self.wrapped.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
         usable = [token for token in range(min(self.vocab_size, 64)) if token not in special] or [0]
@@ -180,14 +182,14 @@ class HuggingFaceModel(LanguageModel):
             if not bool(logits.isfinite().all()):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Get "
-                    "another copy of them, or use --model.weights fresh."
+                    "another copy of the weights, or use --model.weights fresh."
                 )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]
             if not _alike(self(changed)[:, :-1], logits[:, :-1]):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. For BERT "
-                    "and its kin set is_decoder = true."
+                    "and related models, set is_decoder = true."
                 )
             self.document_masks = self._find_document_masks(tokens)
             self.projects = self._only_projects(tokens)
@@ -195,68 +197,70 @@ class HuggingFaceModel(LanguageModel):
             self.train(was_training)
 
     def _only_projects(self, tokens: Tensor) -> bool:
-        """Whether the logits are ``hidden @ projection``: no bias, cap or factor, no balance of experts."""
-        head = _head_of(self.wrapped)
-        if head is None or self.balance_loss or _has_bias(self.wrapped):
+        """Return whether the logits are ``hidden @ projection``: no bias, cap, factor or load-balancing loss."""
+        wrapped: Any = self.wrapped
+        head = _head_of(wrapped)
+        has_bias = getattr(wrapped.get_output_embeddings(), "bias", None) is not None
+        if head is None or self.balance_loss or has_bias:
             return False
-        large = 2.0**14  # a cap shows in large logits only; a power of two, so that the weights come back exactly
+        large = 2.0**14  # a cap affects only large logits; a power of two restores the weights exactly
         head.mul_(large)
         try:
             return _alike(nn.functional.linear(self._hidden(tokens, None), head), self(tokens))
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # a base model of another kind
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a base model with another interface
             return False
         finally:
             head.mul_(1 / large)
 
     def _hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """``(batch, sequence, width)``: what the output projection takes."""
+        """Return the input of the output projection, ``(batch, sequence, width)``."""
         wrapped: Any = self.wrapped
         hidden: Tensor = wrapped.base_model(**self._given(tokens, documents)).last_hidden_state
         return hidden
 
     def _given(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Any]:
-        """The arguments of ``transformers`` for these of ours."""
+        """Return the keyword arguments for the forward of ``transformers``."""
         given: dict[str, Any] = {"input_ids": tokens}
         if self._caches:
             given["use_cache"] = False
         return given if documents is None else given | self._apart(documents)
 
     def _find_document_masks(self, tokens: Tensor) -> DocumentMasks | None:
-        """The first way by which the second document of a row gives what it gives alone."""
+        """Return the first method with which the second document of a row gives the same logits as alone, or None."""
         half = tokens.shape[1] // 2
         if not self._takes_positions or half == 0:
             return None
         documents = (torch.arange(tokens.shape[1], device=tokens.device) >= half).long().unsqueeze(0)
         alone = self(tokens[:, half:])
-        ways: tuple[DocumentMasks, ...] = ("positions", "mask")
-        for way in ways:
-            self.document_masks = way
+        methods: tuple[DocumentMasks, ...] = ("positions", "mask")
+        for method in methods:
+            self.document_masks = method
             try:
                 together = self(tokens, documents=documents)
-            except (RuntimeError, ValueError, TypeError):  # an architecture that takes no such mask
+            except (RuntimeError, ValueError, TypeError):  # the architecture does not accept such a mask
                 continue
             if _alike(together[:, half:], alone):
-                return way
+                return method
         return None
 
     def _apart(self, documents: Tensor) -> dict[str, Tensor]:
-        """What tells the model which tokens of a row belong together."""
+        """Return the arguments that tell the model which tokens of a row belong to the same document."""
         if self.document_masks is None:
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart. Give each "
-                "conversation a row (--data.no-packing), turn off document masks, or use another architecture."
+                f"{type(self.wrapped).__name__} can't mask the documents of a packed row from each other. Give each "
+                "conversation its own row (--data.no-packing), turn off document masks, or use another architecture."
             )
         positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         restarted = positions - torch.where(begins, positions, 0).cummax(1).values
-        if self.document_masks == "positions":  # transformers sees from them where a document begins
+        if self.document_masks == "positions":  # transformers infers from them where a document begins
             return {"position_ids": restarted}
         same = (documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)).tril()
         mask = torch.zeros(same.shape, device=documents.device).masked_fill(~same, torch.finfo(torch.float32).min)
         return {"position_ids": restarted, "attention_mask": mask}
 
     def _matrices_of_a_token(self) -> float:
-        """Values of the matrices that one token is multiplied with."""
+        """Return the number of matrix values by which one token is multiplied."""
         config = self.wrapped.config
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((int(n) for name in names if (n := getattr(config, name, None))), 1)
@@ -272,18 +276,13 @@ class HuggingFaceModel(LanguageModel):
 
 
 def _head_of(wrapped: Any) -> Tensor | None:
-    """The output projection, ``(vocab, width)``, where there is one."""
+    """Return the output projection, ``(vocab, width)``, or None if there is none."""
     head = wrapped.get_output_embeddings()
     return None if head is None else head.weight
 
 
-def _has_bias(wrapped: Any) -> bool:
-    """Whether the output projection adds something."""
-    return getattr(wrapped.get_output_embeddings(), "bias", None) is not None
-
-
 def _context(length: int, window: int) -> float:
-    """Tokens that one sees on average in a sequence of ``length``, itself included, of at most ``window``.
+    """Return the average number of tokens, itself included, that a token of a sequence sees with a sliding window.
 
     >>> _context(4, 4), _context(4, 2)
     (2.5, 1.75)
@@ -293,6 +292,6 @@ def _context(length: int, window: int) -> float:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two ``(..., vocab)`` logits differ by round-off only."""
+    """Return whether two ``(..., vocab)`` logits differ only by round-off."""
     scale = torch.maximum(one.abs().max(), other.abs().max())
     return bool((one - other).abs().max() <= PROBE_TOLERANCE * scale)

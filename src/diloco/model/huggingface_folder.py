@@ -1,4 +1,4 @@
-"""What a folder of ``transformers`` holds: its configuration and its weights. No pickle is read."""
+"""Read the configuration and the weights of a folder of ``transformers``. Pickles are never read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 
 
 def import_transformers() -> Any:
-    """The library, which takes seconds to import.
+    """Return the library, which takes seconds to import.
 
     Raises:
-        ConfigurationError: it is not installed, or broken.
+        ConfigurationError: it is not installed, or its import fails.
     """
     with from_extra("hf", "A model of transformers needs that package"):
         import transformers
@@ -44,7 +44,7 @@ def import_transformers() -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, ``transformers`` shows none."""
+    """Turn off the progress bars of ``transformers`` inside the context."""
     from transformers.utils import logging
 
     progress: Any = logging
@@ -58,17 +58,17 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder with a ``config.json`` of ``transformers``."""
+    """Return whether ``path`` is a folder with a ``config.json`` of ``transformers``."""
     return (path / CONFIG_NAME).is_file()
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are weights to begin from in ``folder``."""
+    """Return whether ``folder`` contains weights."""
     return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the ``.safetensors`` weights in ``folder``, file by file, by its name there.
+    """Yield every tensor of the ``.safetensors`` weights in ``folder``, file by file, with its name.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -76,7 +76,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if (folder / INDEX_NAME).is_file():
         shards = read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map of file names.")
+            raise CheckpointError(f"{folder / INDEX_NAME} has no valid weight_map of file names.")
         names = sorted(set(shards.values()))
     else:
         names = [WEIGHTS_NAME]
@@ -85,19 +85,19 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if Path(name).name != name or not path.is_file():
             pickles = sorted(entry.name for entry in folder.glob("*.bin"))
             why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-            raise CheckpointError(f"{folder} has no file {name} of weights{why}.")
+            raise CheckpointError(f"{folder} has no weights file {name}{why}.")
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for key in file.keys():  # noqa: SIM118  # no dict
+                for key in file.keys():  # noqa: SIM118  # not a dict
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}.") from error
+            raise CheckpointError(f"{path} is not a valid safetensors file: {error}.") from error
 
 
 def weights_digest(folder: Path) -> str:
-    """A digest of all weights in ``folder``: names, types, shapes and values, however many files they lie in.
+    """Return a digest of all weights in ``folder``: names, types, shapes and values, in any division into files.
 
-    Files that have not changed since are not read again.
+    Files that have not changed since the last call are not read again.
 
     Raises:
         CheckpointError: as `stored_tensors`.
@@ -118,13 +118,13 @@ def _digest(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or a `CheckpointError`."""
+    """Return the JSON object in a file, or raise `CheckpointError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there.") from None
+        raise CheckpointError(f"{path} does not exist.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object.")
+        raise CheckpointError(f"{path} does not contain a JSON object.")
     return value

@@ -1,6 +1,6 @@
-"""From ``hf:PATH_OR_NAME`` to a model: configuration, weights where there are any, and what can't be trained.
+"""Build a model from ``hf:PATH_OR_NAME``: read its configuration and weights, and refuse what can't be trained.
 
-Nothing is run that is not installed: no code from a model's folder, no pickles.
+Only installed code runs: no code from a model's folder, and no pickles.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 def build_huggingface(
     settings: ModelSettings, *, on_meta: bool, definition: Mapping[str, Any] | None = None
 ) -> HuggingFaceModel:
-    """The model that ``settings.source`` names, on the CPU in float32; initial values come from the global generators.
+    """Build the model that ``settings.source`` names, on the CPU in float32.
+
+    Fresh values come from the global generators.
 
     Args:
         on_meta: build it without memory, and read no weights.
-        definition: what `HuggingFaceModel.definition` gave; the source is then not looked at, and weights are fresh.
+        definition: what `HuggingFaceModel.definition` returned. The source is then not read, and weights are fresh.
 
     Raises:
-        ConfigurationError: for what is not there or can't be trained; it says what would work.
+        ConfigurationError: the model does not exist or can't be trained; the message says what would work.
     """
     auto = import_transformers().AutoModelForCausalLM
     folder: Path | None = None
@@ -65,8 +67,8 @@ def build_huggingface(
         there = weights_digest(folder)
         if base not in ("", there):
             raise ConfigurationError(
-                f"{settings.source} holds other weights ({there}) than those that the adapters in the checkpoint were "
-                f"trained beside ({base}). Put that model there."
+                f"The adapters in the checkpoint were trained with other weights ({base}) than those in "
+                f"{settings.source} ({there}). Put the original model there."
             )
         base = there
     size = settings.vocab_size
@@ -79,7 +81,7 @@ def build_huggingface(
         config.vocab_size = size
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
     if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
-        config.pad_token_id = None  # of a larger vocabulary; nothing is padded here
+        config.pad_token_id = None  # it belongs to a larger vocabulary; nothing is padded here
     with _in_words(type(config).__name__):
         if on_meta:
             with torch.device("meta"):
@@ -102,13 +104,13 @@ def build_huggingface(
 
 
 def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
-    """A digest of the weights that a model of ``transformers`` begins from; "" where it begins from fresh ones.
+    """Return a digest of the weights from which a model of ``transformers`` begins; "" if they are fresh.
 
     Args:
-        definition: as for `build_huggingface`, which says what the digest was where the weights are not looked at.
+        definition: as for `build_huggingface`; it gives the digest if the weights are not read.
 
     Raises:
-        ConfigurationError, CheckpointError: there is no such folder, or its weights can't be read.
+        ConfigurationError, CheckpointError: the folder does not exist, or its weights can't be read.
     """
     assert settings.source is not None
     if definition is not None and not settings.lora_rank:
@@ -120,14 +122,14 @@ def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None 
 
 
 def _find_folder(place: str, *, with_weights: bool) -> Path:
-    """The local folder, or the hub's files as they are kept here."""
+    """Return the local folder, or the local copy of the hub's files."""
     local = Path(place).expanduser()
     if local.is_dir():
         return local
     if local.exists() or not _HUB_NAME.fullmatch(place):
-        what = "no folder" if local.exists() else "not there, and no name on the hub"
+        what = "is not a folder" if local.exists() else "does not exist and is not a valid name on the hub"
         raise ConfigurationError(
-            f"{local} of model.source=hf:{place} is {what}. Give a folder with a config.json, or a name such as "
+            f"model.source=hf:{place} {what}. Give a folder with a config.json, or a name such as "
             "hf:HuggingFaceTB/SmolLM2-135M."
         )
     from huggingface_hub import snapshot_download
@@ -142,7 +144,7 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
             return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
-            f"model.source=hf:{place} is no folder here, and the Hugging Face hub did not give it: "
+            f"model.source=hf:{place} is not a local folder and can't be downloaded from the Hugging Face hub: "
             f"{str(error).splitlines()[0]} Check the name, or give a local folder."
         ) from error
 
@@ -152,7 +154,7 @@ def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig
 
     if not (folder / CONFIG_NAME).is_file():
         raise ConfigurationError(
-            f"{folder} has no config.json, which says what the model is; save_pretrained writes one."
+            f"{folder} has no config.json, which describes the model. Give a folder written by save_pretrained."
         )
     with _in_words(str(folder)):
         values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
@@ -167,7 +169,7 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
             f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
-            "newer transformers, or your own function (--model module:function)."
+            "newer transformers, or write your own function (--model module:function)."
         )
     with _in_words(where):
         kind = CONFIG_MAPPING[model_type]
@@ -175,7 +177,7 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
         for name in arguments:
             if name not in values and not hasattr(known, name):
                 raise ConfigurationError(
-                    f"model.arguments.{name} is no part of {kind.__name__}; {nearest(name, vars(known).keys())}"
+                    f"model.arguments.{name} is not a part of {kind.__name__}; {nearest(name, vars(known).keys())}"
                 )
         config: PretrainedConfig = kind.from_dict(values | copy.deepcopy(dict(arguments)))
     return config
@@ -190,7 +192,7 @@ def _check_kind(config: PretrainedConfig) -> None:
     elif config.get_text_config() is not config:
         why = "a model of more than text"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        why = "no causal language model of transformers"
+        why = "not a causal language model of transformers"
     elif getattr(config, "quantization_config", None) is not None:
         why = "quantised, and quantised weights can't be trained"
     else:
@@ -199,34 +201,34 @@ def _check_kind(config: PretrainedConfig) -> None:
 
 
 def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
-    """Whether to begin from the weights in ``folder``; ``looked``: whether they would be here if there were any."""
+    """Return whether to begin from the weights in ``folder``; ``looked``: whether any weights have been fetched."""
     if has_weights(folder) or not looked:
         return has_weights(folder)
     if pickles := [name for name in PICKLES if (folder / name).is_file()]:
         raise ConfigurationError(
-            f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read. Convert "
+            f"The weights in {folder} are in {pickles[0]}, a pickle, which could run any code and is not read. Convert "
             "them to safetensors, or use --model.weights fresh."
         )
     if settings.weights == "stored" or settings.lora_rank:
         raise ConfigurationError(
-            f"{folder} has no model.safetensors, and stored weights are needed. Use --model.weights fresh "
-            "without LoRA for new ones."
+            f"{folder} has no model.safetensors, but stored weights are needed. For new weights, use --model.weights "
+            "fresh without LoRA."
         )
     return False
 
 
 def _quantised(settings: ModelSettings) -> dict[str, Any]:
-    """What loads the weights quantised, if that is asked for.
+    """Return the arguments that load the weights quantised, if that is asked for.
 
     Raises:
-        ConfigurationError: bitsandbytes is not installed, or does not serve this machine.
+        ConfigurationError: bitsandbytes is not installed, or does not work on this machine.
     """
     if settings.quantization is None:
         return {}
     try:
-        import bitsandbytes  # noqa: F401  # transformers imports it later, and says less
+        import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
         from transformers import BitsAndBytesConfig
-    except Exception as error:  # of its native library, too
+    except Exception as error:  # its native library raises other types
         raise ConfigurationError(
             f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): pip "
             "install bitsandbytes, or use --model.base-dtype bfloat16."
@@ -239,7 +241,7 @@ def _quantised(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) -> PreTrainedModel:
-    """The weights of ``folder``, all of them and none left over but those that this kind of model has no use for."""
+    """Load all weights of ``folder``. Weights that this kind of model does not use are ignored."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -255,12 +257,12 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
         )
     if missing := sorted(found["missing_keys"]):
         raise ConfigurationError(
-            f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights of the configuration, or use "
-            "--model.weights fresh."
+            f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights that the configuration needs, or "
+            "use --model.weights fresh."
         )
     for module in wrapped.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes 0.50 on a CPU: after one evaluation its faster kernel serves training, too, without gradients
+            # bitsandbytes 0.50 on a CPU: after one evaluation, training would use the fast kernel, without gradients
             module.support_avx512bf16_for_cpu = False
     model: PreTrainedModel = wrapped
     return model

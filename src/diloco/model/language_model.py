@@ -1,4 +1,4 @@
-"""What training, evaluation and generation need of a model, whoever wrote it."""
+"""The interface of a language model that training, evaluation and generation use."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "d
 
 
 class LossParts(NamedTuple):
-    """What `LanguageModel.loss` gives: two float32 scalars, nats per token."""
+    """The result of `LanguageModel.loss`: two float32 scalars in nats per token."""
 
-    loss: Tensor  # to differentiate: mean cross-entropy plus whatever the model adds to it, such as z-loss
-    cross_entropy: Tensor  # to report: the mean cross-entropy alone; it has no gradient
+    loss: Tensor  # the value to differentiate: mean cross-entropy plus what the model adds, such as z-loss
+    cross_entropy: Tensor  # the value to report: the mean cross-entropy alone; it has no gradient
 
 
 @dataclass(frozen=True)
 class LossChunks:
-    """Whether a loss is computed together with the output projection, and how; see `projected_cross_entropy`."""
+    """How a loss is computed in chunks together with the output projection; see `projected_cross_entropy`."""
 
-    tokens: int = 0  # at most so many have logits at once. 0: all of a batch, as an array of their own.
-    compiled: bool = False  # with torch.compile
+    tokens: int = 0  # the most tokens whose logits exist at once; 0: the logits of a whole batch
+    compiled: bool = False  # use torch.compile
 
     def serve(self, tokens: int) -> bool:
-        """Whether a batch of ``tokens`` is computed so: when it is larger than a chunk, or compiled.
+        """Return whether a batch of ``tokens`` is computed in chunks: if it is larger than a chunk, or compiled.
 
         >>> LossChunks(4096).serve(4096), LossChunks(4096).serve(4097), LossChunks(4096, compiled=True).serve(8)
         (False, True, True)
@@ -45,16 +45,16 @@ class LossChunks:
 
 
 class Cache(Protocol):
-    """What a model keeps of the tokens it has seen, for decoding a few tokens at a time."""
+    """The state that a model keeps of the tokens it has seen, for decoding a few tokens at a time."""
 
     @property
     def length(self) -> int:
-        """Tokens seen."""
+        """The number of tokens seen."""
         ...
 
 
 class TokensSeen:
-    """A cache for models without one: the tokens themselves, which every step reads anew.
+    """A cache for models without one: it stores the tokens, and every step processes all of them again.
 
     >>> seen = TokensSeen()
     >>> seen.extend(torch.tensor([[1, 2]])).tolist(), seen.extend(torch.tensor([[3]])).tolist(), seen.length
@@ -69,7 +69,7 @@ class TokensSeen:
         return 0 if self._tokens is None else self._tokens.shape[1]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """All tokens, ``(batch, length + new)``, with the ``(batch, new)`` added."""
+        """Append the ``(batch, new)`` tokens and return all of them, ``(batch, length + new)``."""
         self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
         return self._tokens
 
@@ -78,105 +78,106 @@ class LanguageModel(nn.Module, abc.ABC):
     """A causal language model."""
 
     vocab_size: int  # number of logits; every token id is below it
-    max_sequence_length: int  # of the longest sequence that it serves, tokens
-    num_layers: int  # blocks, as fragments are made of
-    # how `loss` is computed, for a model that can do it in chunks; set by who trains it
+    max_sequence_length: int  # the longest supported sequence, in tokens
+    num_layers: int  # the number of blocks, from which fragments are made
+    # how `loss` is computed by a model that supports chunks; training sets it
     loss_chunks: LossChunks = LossChunks()
     whole_graphs: bool = True  # whether torch.compile traces its blocks without a break
-    # whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it
+    # whether `loss` calls ``self(tokens)``, and so runs its hooks
     loss_calls_model: bool = True
-    # names of the state that no checkpoint holds, because the model's source does: frozen weights beside adapters
+    # names of the state that checkpoints leave out because the model's source has it: frozen weights next to adapters
     source_has: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def forward(self, tokens: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
-        """Logits of the token that follows each position.
+        """Return the logits of the token that follows each position.
 
         Args:
             tokens: ``(batch, sequence)`` int64.
-            cache: of this model's `new_cache`: what came before ``tokens``, to which they are added. None: nothing.
+            cache: made by `new_cache` of this model. It holds what came before ``tokens``, and they are added to it.
+                None: nothing came before.
             documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document; a token sees
-                only those of its own (not with a cache). None: it sees all that came before.
+                only those of its own document (not with a cache). None: it sees all tokens before it.
 
         Returns:
             ``(batch, sequence, vocab_size)``, float32 or the autocast dtype.
 
         Raises:
-            ConfigurationError: if the sequence, with what the cache holds, is longer than ``max_sequence_length``.
+            ConfigurationError: the sequence, with what the cache holds, is longer than ``max_sequence_length``.
         """
 
     @abc.abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """The training loss, in float32 under autocast too.
+        """Return the training loss, in float32 also under autocast.
 
         Args:
             tokens: ``(batch, sequence)`` int64.
-            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``; negative: it is not
-                counted. The means are over those that are, and 0 where none is.
+            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``; negative targets are not
+                counted. The means are over the counted targets, and 0 if there are none.
             documents: as in `forward`.
         """
 
     @abc.abstractmethod
     def new_cache(self) -> Cache:
-        """An empty cache, for one batch of sequences."""
+        """Return an empty cache for one batch of sequences."""
 
     @abc.abstractmethod
     def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Estimated floating-point operations of training on one token, forward and backward.
+        """Return the estimated floating-point operations of training on one token, forward and backward.
 
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
 
     def definition(self) -> dict[str, Any]:
-        """What its settings alone don't say of it, as JSON, so that it can be built where its source is gone.
+        """Return, as JSON, what its settings do not say about the model, so that it can be built without its source.
 
-        Given back to `diloco.model.build.build_language_model`. Empty where the settings say all.
+        It is an argument of `diloco.model.build.build_language_model`. It is empty if the settings are sufficient.
         """
         return {}
 
     def to_huggingface(self) -> PreTrainedModel:
-        """The model of ``transformers`` that has the same logits, in evaluation mode; parameters are shared with it.
+        """Return the model of ``transformers`` with the same logits and shared parameters, in evaluation mode.
 
         Raises:
-            ConfigurationError: there is none, or ``transformers`` is not installed.
+            ConfigurationError: there is no such model, or ``transformers`` is not installed.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} does not say which model of transformers it equals; give it a method "
-            "to_huggingface."
+            f"{type(self).__name__} does not define to_huggingface, so the model of transformers that it equals is "
+            "unknown. Implement that method."
         )
 
     def count_layers(self) -> int:
-        """The numbered blocks among the trainable parameters, which is what fragments are made of."""
+        """Return the number of numbered blocks among the trainable parameters, from which fragments are made."""
         return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The state dict without what the model's source has; not copied."""
+        """Return the state dict without what the model's source has; it is not copied."""
         return {name: value for name, value in self.state_dict().items() if name not in self.source_has}
 
     def load_saved_state(self, values: Mapping[str, Tensor]) -> None:
-        """Take over what `saved_state` gave.
+        """Load what `saved_state` returned.
 
         Raises:
-            RuntimeError: it is of another model.
+            RuntimeError: it belongs to another model.
         """
         self.load_state_dict({name: v for name, v in self.state_dict().items() if name in self.source_has} | {**values})
 
     def num_trained(self) -> int:
-        """Trainable parameters, tied ones once."""
+        """Return the number of trainable parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def num_parameters(self) -> int:
-        """Trainable and frozen parameters, tied ones once."""
+        """Return the number of trainable and frozen parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def document_numbers(tokens: Tensor, end: int) -> Tensor:
-    """Which document of its row each token belongs to, counted from 0; ``(batch, sequence)`` int64 both.
+    """Return the number of the document in its row that each token belongs to, from 0; ``(batch, sequence)`` int64.
 
     Args:
-        tokens: packed documents.
-        end: the token that ends each of them, and belongs to it.
+        tokens: packed documents, ``(batch, sequence)`` int64.
+        end: the token that ends each document, and belongs to it.
 
     >>> import torch
     >>> document_numbers(torch.tensor([[5, 9, 6, 7, 9, 8]]), end=9)
@@ -187,12 +188,13 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
 
 
 def documents_of(tokens: Tensor, targets: Tensor, end: int | None) -> Tensor | None:
-    """`document_numbers` of ``tokens``, ``(batch, sequence)`` int64.
+    """Return `document_numbers` of ``tokens``, ``(batch, sequence)`` int64.
 
     Args:
         tokens: packed documents.
         targets: the token that follows each of them.
-        end: the token that ends a document; `ENDS`: the targets say where one ends; None: they are not told apart.
+        end: the token that ends a document. `ENDS`: the targets mark the ends. None: documents are not distinguished,
+            and the result is None.
     """
     if end is None:
         return None

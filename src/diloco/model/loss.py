@@ -1,10 +1,11 @@
-"""Cross-entropy with z-loss: of logits, and together with the output projection, which need not hold all logits.
+"""Cross-entropy with z-loss, of logits or together with the output projection, without storing all logits.
 
-The logits are the largest array of a training step: 64 sequences of 1024 tokens over 32,000 make 8.4 GB in float32, and
-their gradient as much again. Made of the functions of `torch.nn.functional`, the loss would hold three such arrays at
-the peak, five with the z-loss; `cross_entropy_with_z_loss` holds these two. `projected_cross_entropy` holds a chunk of
-each: tokens go through in chunks, and the gradients of hidden states and projection are computed with the loss, in the
-forward pass (as in Liger Kernel, 2410.10989, and "Cut Your Losses", 2411.09009).
+The logits are the largest array of a training step: for 64 sequences of 1024 tokens and a vocabulary of 32,000, they
+take 8.4 GB in float32, and their gradient takes as much again. Composed of functions of `torch.nn.functional`, the loss
+would hold three such arrays at the peak, or five with the z-loss. `cross_entropy_with_z_loss` holds two, and
+`projected_cross_entropy` only a chunk of each: it processes tokens in chunks, and computes the gradients of hidden
+states and projection together with the loss, in the forward pass (as in Liger Kernel, 2410.10989, and "Cut Your
+Losses", 2411.09009).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ __all__ = [
     "projected_cross_entropy",
 ]
 
-NOT_COUNTED = -100  # a target that is not counted, as every negative one
-ENDS = -101  # the same, where moreover a document ends with the input token: what follows is another
+NOT_COUNTED = -100  # a target that is not counted, like every negative one
+ENDS = -101  # also not counted; it marks that the input token is the last one of its document
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
-    """That of the products that ``values`` go into: autocast's where it is on, else their own.
+    """Return the dtype of the products of ``values``: autocast's if it is enabled, else their own.
 
     >>> values = torch.ones(2)
     >>> with torch.autocast("cpu", torch.bfloat16):
@@ -45,11 +46,11 @@ def product_dtype(values: Tensor) -> torch.dtype:
 
 
 def cross_entropy_with_z_loss(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Means over tokens of ``log(Z) - logits[target] + z_loss * log(Z)^2`` and of its first two terms alone.
+    """Return the means over tokens of ``log(Z) - logits[target] + z_loss * log(Z)^2`` and of its first two terms alone.
 
-    ``log(Z)`` is the log-sum-exp of a token's logits; the z-loss keeps it near 0 (PaLM, 2204.02311, section 5).
-    Gradient: ``(softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)) / tokens``. Tokens with a negative target are
-    not counted; where none counts, both are 0.
+    ``log(Z)`` is the log-sum-exp of a token's logits; the z-loss keeps it near 0 (PaLM, 2204.02311, section 5). The
+    gradient is ``(softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)) / tokens``. Tokens with a negative target
+    are not counted; if none counts, both means are 0.
 
     Args:
         logits: ``(tokens, vocab)`` float32.
@@ -57,7 +58,7 @@ def cross_entropy_with_z_loss(logits: Tensor, targets: Tensor, z_loss: float) ->
         z_loss: weight of the last term.
 
     Returns:
-        Two float32 scalars, the loss to differentiate and the plain cross-entropy, which has no gradient.
+        Two float32 scalars: the loss to differentiate, and the plain cross-entropy, which has no gradient.
     """
     parts: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, targets, z_loss)  # type: ignore[no-untyped-call]  # torch's
     return parts
@@ -69,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
         log_partition = logits.logsumexp(1)
         counted, count = _counted(targets, logits.dtype)
         targets = targets.clamp(min=0)
-        # 1, and changes no bit, where all are counted; the host is not asked whether they are
+        # If all are counted, this is 1 and changes no bit; finding that out would synchronise with the device.
         share = counted * (len(targets) / count)
         cross_entropy = ((log_partition - logits.gather(1, targets.unsqueeze(1)).squeeze(1)) * share).mean()
         ctx.save_for_backward(logits, log_partition, targets, share)
@@ -89,33 +90,33 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _counted(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``(tokens,)``, 1 for each target that is counted and else 0; and their number, at least 1, ``()``."""
+    """Return ``(tokens,)``, 1 for each counted target and else 0, and their number, at least 1, ``()``."""
     counted = (targets >= 0).to(dtype)
     return counted, counted.sum().clamp(min=1)
 
 
 FLOAT16_CHUNK_TOKENS = 1024
-"""So that no sum over a chunk leaves float16's range: the scale of the loss is not known yet in the forward pass."""
+"""Keeps every sum over a chunk within the range of float16: the forward pass does not know the loss scale yet."""
 
 
 def projected_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, *, chunk_tokens: int, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_with_z_loss` of ``hidden @ weight.T``, chunk by chunk.
+    """Return `cross_entropy_with_z_loss` of ``hidden @ weight.T``, computed chunk by chunk.
 
-    Under autocast the products are in its dtype and everything else in float32. Held at the peak: the gradients,
-    ``hidden`` in the dtype of the products and ``weight`` in float32, and two arrays of ``(chunk, vocab)`` float32.
+    Under autocast, the products use its dtype and everything else float32. At the peak, memory holds the gradients
+    (``hidden`` in the dtype of the products, ``weight`` in float32) and two arrays of ``(chunk, vocab)`` float32.
 
     Args:
         hidden: ``(tokens, width)``.
-        weight: ``(vocab, width)`` float32, whole: what a rank holds of a sharded one would not do.
+        weight: ``(vocab, width)`` float32, whole, not a rank's shard.
         targets: ``(tokens,)`` int64; negative ones are not counted.
         z_loss: weight of the squared log-partition.
-        chunk_tokens: at most so many go through at once; the chunks are as even as possible.
-        compiled: compile what lies between the products with torch.compile.
+        chunk_tokens: the largest number of tokens per chunk; chunks are as even as possible.
+        compiled: compile the computation between the products with torch.compile.
 
     Returns:
-        Two float32 scalars, the loss to differentiate (once) and the plain cross-entropy, which has no gradient.
+        Two float32 scalars: the loss to differentiate (once), and the plain cross-entropy, which has no gradient.
     """
     dtype = product_dtype(hidden)
     if dtype == torch.float16:
@@ -144,7 +145,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         narrow, matrix = hidden.to(dtype), weight.to(dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         for_hidden = torch.empty_like(narrow) if differentiate else None
-        # a frozen projection, as beside adapters, needs no gradient of its size
+        # a frozen projection, as with adapters, needs no gradient
         trained = differentiate and ctx.needs_input_grad[1]
         for_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         start = 0
@@ -157,7 +158,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 if for_weight is not None:
                     _add_product(for_weight, gradient.T, rows)
                 start += len(rows)
-                del gradient  # the next chunk takes its place
+                del gradient  # frees its memory for the next chunk
         _, count = _counted(targets, sums.dtype)
         if for_hidden is not None:
             ctx.save_for_backward(for_hidden, for_weight)
@@ -171,7 +172,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.differentiated:
-            raise RuntimeError("a chunked loss was differentiated twice; its gradients are made once, in place.")
+            raise RuntimeError("A chunked loss can't be differentiated twice: its gradients are computed in place.")
         ctx.differentiated = True
         for_hidden, for_weight = ctx.saved_tensors
         scale = upstream / ctx.tokens
@@ -181,10 +182,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
 
 def losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Of a chunk: the sums of loss and cross-entropy, ``(2,)`` float32, and the gradient of the first one's summands.
+    """Return the sums of loss and cross-entropy over a chunk, ``(2,)`` float32, and the gradient of the first.
 
-    ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, 0 for a negative target; not divided by the number of
-    tokens, since it is in the dtype of ``logits``, which it may overwrite.
+    The gradient is ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, and 0 for a negative target. It is not
+    divided by the number of tokens, because it is in the dtype of ``logits``, whose memory it may overwrite.
     """
     values, targets = logits.float(), targets.unsqueeze(1)
     counted, targets = (targets >= 0).float(), targets.clamp(min=0)
@@ -207,7 +208,7 @@ def _compiled_kernel() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``; the total is float32 whatever the factors are."""
+    """Add ``left @ right`` to ``total``, which is float32 whatever the type of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

@@ -1,11 +1,11 @@
-"""The parts of the native decoder: attention with its masks and cache, feed-forward, norm, rotary positions.
+"""The modules of the native decoder: attention with its masks and cache, feed-forward, norm, and rotary positions.
 
-Matrices are laid out as in Llama, the first half of a head rotated against its second half. Nothing here draws its
-initial values: `diloco.model.transformer.Transformer.initialise` draws all of them, in one order.
+Matrices are laid out as in Llama: the first half of a head is rotated against its second half. Nothing here draws
+initial values; `diloco.model.transformer.Transformer.initialise` draws all of them, in one order.
 
-Without documents the mask is the causal one, for which `scaled_dot_product_attention` has its fastest kernel. A mask
-given as an array would keep it from that kernel, so on CUDA documents are kept apart by FlexAttention, which skips the
-blocks that no token sees; elsewhere by a boolean array.
+Without documents, the mask is the causal one, for which `scaled_dot_product_attention` has its fastest kernel. A mask
+given as an array would rule out that kernel. So on CUDA, FlexAttention masks documents from each other, and skips the
+blocks that no token sees; on other devices, a boolean array does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def within_documents(documents: Tensor) -> Tensor | BlockMask:
-    """What lets each token see those before it in its own document, as `attend` takes it.
+    """Return the mask, for `attend`, with which each token sees those before it in its own document.
 
     Args:
         documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document.
@@ -48,16 +48,18 @@ def within_documents(documents: Tensor) -> Tensor | BlockMask:
 
 
 def boolean_mask(documents: Tensor) -> Tensor:
-    """``(batch, 1, sequence, sequence)`` bool: which tokens each one sees."""
+    """Return which tokens each one sees, ``(batch, 1, sequence, sequence)`` bool."""
     same = documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)
     return same.tril()
 
 
 def block_mask(documents: Tensor) -> BlockMask:
-    """The same for FlexAttention. Its shapes depend on those of ``documents`` alone, so it is made without waiting for
-    the device, and what was compiled for one batch serves the next.
+    """Return the same mask for FlexAttention.
+
+    Its shapes depend only on those of ``documents``. So it is made without waiting for the device, and what was
+    compiled for one batch can be used for the next.
     """
-    from torch.nn.attention.flex_attention import create_block_mask  # most of a second, for those who need it
+    from torch.nn.attention.flex_attention import create_block_mask  # takes most of a second
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (documents[batch, query] == documents[batch, key])
@@ -67,26 +69,29 @@ def block_mask(documents: Tensor) -> BlockMask:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, *, grouped: bool) -> Tensor:
-    """Softmax attention, ``(batch, heads, queries, head_width)``.
+    """Return softmax attention, ``(batch, heads, queries, head_width)``.
 
     Args:
         query: ``(batch, heads, queries, head_width)``.
-        key: ``(batch, kv_heads, keys, head_width)``, as ``value``; all three of one dtype.
+        key: ``(batch, kv_heads, keys, head_width)``, as ``value``; all three have one dtype.
         value: see ``key``.
-        mask: made by `within_documents`, or a boolean array that fits ``(queries, keys)``; None: causal, where there
-            are as many queries as keys, else a single query that sees all.
-        grouped: whether several heads share one of the keys and values.
+        mask: made by `within_documents`, or a boolean array that fits ``(queries, keys)``. None: causal if there are as
+            many queries as keys, else a single query that sees all keys.
+        grouped: whether several heads share the same keys and values.
     """
     if mask is not None and not isinstance(mask, Tensor):
         attended: Tensor = _flex_attention(query)(query, key, value, block_mask=mask, enable_gqa=grouped)
         return attended
-    # is_causal aligns queries and keys at the first token, so it serves only where nothing came before.
+    # is_causal aligns queries and keys at the first token, so it is right only if nothing came before.
     causal = mask is None and query.shape[2] == key.shape[2]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def _flex_attention(query: Tensor) -> Callable[..., Any]:
-    """Compiled where it runs on a GPU, by itself or with what it is called from: else it would hold all scores."""
+    """Return FlexAttention, compiled on a GPU, where it would otherwise store all scores.
+
+    A caller that is compiled itself gets the plain function.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     plain: Callable[..., Any] = flex_attention
@@ -106,8 +111,8 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 class KeyValueCache:
     """The rotated keys and the values of the tokens seen so far, for decoding a few tokens at a time.
 
-    Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values, taken at the first use in the
-    dtype of the keys. Attribute ``length`` is the number of tokens seen.
+    Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values in the dtype of the keys,
+    allocated at the first use. Attribute ``length`` is the number of tokens seen.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -117,8 +122,10 @@ class KeyValueCache:
         self._values: list[Tensor] = []
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values, ``(batch, kv_heads, new, head_width)``, and return all of them,
-        ``(batch, kv_heads, length + new, head_width)``. `Transformer.forward` moves ``length`` after the last layer.
+        """Store the new keys and values of one layer and return all of them.
+
+        The new ones are ``(batch, kv_heads, new, head_width)``, all of them ``(batch, kv_heads, length + new,
+        head_width)``. `Transformer.forward` advances ``length`` after the last layer.
         """
         if layer == len(self._keys):
             batch, heads, _, width = keys.shape
@@ -131,7 +138,7 @@ class KeyValueCache:
 
 
 class Layer(nn.Module):
-    """``x <- x + attention(norm(x))``, then ``x <- x + feed_forward(norm(x))``; ``(batch, sequence, width)`` both."""
+    """``x <- x + attention(norm(x))``, then ``x <- x + feed_forward(norm(x))``, on ``(batch, sequence, width)``."""
 
     def __init__(self, settings: ModelSettings, index: int) -> None:
         super().__init__()
@@ -184,13 +191,13 @@ class Attention(nn.Module):
         return output
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """``(batch, sequence, heads * head_width)`` to ``(batch, heads, sequence, head_width)``."""
+        """Reshape ``(batch, sequence, heads * head_width)`` to ``(batch, heads, sequence, head_width)``."""
         batch, sequence, _ = projected.shape
         return projected.view(batch, sequence, -1, self.head_width).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (SwiGLU; Shazeer, 2002.05202), or ``down(gelu(up(x)))`` by tanh approximation."""
+    """``down(silu(gate(x)) * up(x))`` (SwiGLU; Shazeer, 2002.05202), or ``down(gelu(up(x)))`` (tanh approximation)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -210,7 +217,7 @@ class FeedForward(nn.Module):
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x^2) + epsilon)`` over the last dimension, in float32.
 
-    It is returned in the dtype of the products it goes into: cast once, rather than by each of them.
+    The result has the dtype of the matrix products that use it: it is cast once, rather than by each of them.
     """
 
     def __init__(self, width: int, epsilon: float) -> None:
@@ -224,30 +231,30 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; its values come from `Transformer.initialise`, not from the global generator."""
+    """A matrix without bias; `Transformer.initialise` sets its values, not the global generator."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
+        """Leave the memory uninitialised."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose values come from `Transformer.initialise`."""
+    """An embedding whose values `Transformer.initialise` sets."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is."""
+        """Leave the memory uninitialised."""
 
 
 def rotary_table(settings: ModelSettings) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine, each ``(max_sequence_length, head_width)`` float32, of the angles
-    ``position * theta^(-2i / head_width)``, i = 0 .. head_width/2 - 1 (RoFormer, 2104.09864, equation 15).
+    """Return cosine and signed sine of the rotary angles, each ``(max_sequence_length, head_width)`` float32.
 
-    The sine of the first half carries a minus, so that `_rotate` needs no negation.
+    The angles are ``position * theta^(-2i / head_width)``, i = 0 .. head_width/2 - 1 (RoFormer, 2104.09864, equation
+    15). The sine of the first half is negated, so that `_rotate` needs no negation.
     """
     head_width = settings.width // settings.heads
-    # float64, since a position of a hundred thousand times a frequency near 1 loses digits in float32
+    # float64: a position of 100,000 times a frequency near 1 loses digits in float32
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width
     positions = torch.arange(settings.max_sequence_length, dtype=torch.float64, device="cpu")
     angles = torch.outer(positions, settings.rope_theta**-exponents)
@@ -256,7 +263,7 @@ def rotary_table(settings: ModelSettings) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate ``(batch, heads, sequence, head_width)`` by its positions' angles, in float32, back in its own dtype."""
+    """Rotate ``(batch, heads, sequence, head_width)`` by the angles of its positions, in float32; keep its dtype."""
     values = heads.float()
     swapped = values.roll(values.shape[-1] // 2, -1)
     return torch.addcmul(values * cosine, swapped, sine).to(heads.dtype)

@@ -1,9 +1,10 @@
-"""Named models from the papers' tables, as data. No torch here: listing them is instant.
+"""Named models from the tables of the papers, as data. This module does not import torch, so listing them is instant.
 
-OpenDiLoCo's are Llama models (SwiGLU, untied embeddings); their names are not counts. For Streaming DiLoCo's the paper
-gives feed-forward width ("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The rest is inferred: model
-width a quarter of that, a two-matrix GELU feed-forward and tied embeddings, the reading that gives the counts of its
-companion's table (2503.09799) to 3 % (4B, stated to one digit, to 5 %).
+OpenDiLoCo's models are Llama models (SwiGLU, untied embeddings), and their names are not parameter counts. For its
+models, Streaming DiLoCo gives the feed-forward width ("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The
+rest is inferred: a model width of a quarter of that, a two-matrix GELU feed-forward, and tied embeddings. This reading
+gives the counts in the table of its companion paper (2503.09799) to within 3 % (5 % for 4B, which is stated to one
+digit).
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ class Preset:
     """A named model."""
 
     name: str
-    model: ModelSettings  # its sizes; ``vocab_size`` is None where the tokeniser decides
-    sequence_length: int  # tokens per sequence that the source trained with
-    vocab_size: int  # the vocabulary that the counts refer to
-    nominal: str  # the count as the source says it
-    parameters: int = field(init=False)  # the exact count, tied embeddings once
+    model: ModelSettings  # the sizes; ``vocab_size`` is None if the tokeniser decides it
+    sequence_length: int  # tokens per sequence in the source's training
+    vocab_size: int  # the vocabulary to which the counts refer
+    nominal: str  # the parameter count as the source states it
+    parameters: int = field(init=False)  # the exact count, with tied embeddings counted once
     source: str
     note: str = ""
-    alias: str | None = None  # another name that means the same
+    alias: str | None = None  # another name of the same preset
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))
 
 
 def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int:
-    """Parameters of the model that ``model`` describes, tied embeddings once, without building it.
+    """Return the parameter count of a model without building it; tied embeddings count once.
 
     ``E V W + L (2 W^2 + 2 W K + F W G + 2 W + Q) + W``, with V tokens, width W, L layers, keys and values of K =
-    ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and
-    Q = 2 * head width with QK-norm, else 0.
+    ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and Q = 2
+    * head width with QK-norm, else 0.
 
     Args:
-        vocab_size: V, in place of ``model.vocab_size``.
+        vocab_size: V, instead of ``model.vocab_size``.
 
     Raises:
-        ConfigurationError: if neither gives the vocabulary.
+        ConfigurationError: neither gives the vocabulary size.
 
     >>> count_parameters(ModelSettings(layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4), vocab_size=32_000)
     1100048384
@@ -53,7 +54,7 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     vocabulary = vocab_size if vocab_size is not None else model.vocab_size
     if vocabulary is None:
         raise ConfigurationError(
-            "model.vocab_size is required to count parameters: the tokeniser's vocabulary, 257 for bytes."
+            "model.vocab_size is required to count parameters: the vocabulary size of the tokeniser, 257 for bytes."
         )
     width, head_width = model.width, model.width // model.heads
     kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
@@ -64,10 +65,10 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
 
 
 def get_preset(name: str) -> Preset:
-    """The preset called ``name``, or whose alias it is: "1b" is OpenDiLoCo's, Streaming DiLoCo's "streaming-1b" only.
+    """Return the preset with this name or alias. "1b" is OpenDiLoCo's; Streaming DiLoCo's is "streaming-1b" only.
 
     Raises:
-        ConfigurationError: for an unknown name; the message gives the nearest one.
+        ConfigurationError: the name is unknown; the message gives the nearest one.
 
     >>> get_preset("opendiloco-150m").name, get_preset("35m").name
     ('150m', 'streaming-35m')
@@ -79,7 +80,7 @@ def get_preset(name: str) -> Preset:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names to list, without aliases, smallest first within each family.
+    """Return the names without aliases, smallest model first within each family.
 
     >>> preset_names()[:3]
     ('tiny', 'tiny-muon', '2m')
@@ -149,10 +150,10 @@ def _tiny(name: str, source: str) -> Preset:
         name=name,
         model=ModelSettings(ffn_width=352),
         sequence_length=128,
-        vocab_size=257,  # of bytes
+        vocab_size=257,  # bytes
         nominal="0.9M",
         source=source,
-        note="counts with the byte vocabulary; the tokeniser decides",
+        note="counted with the byte vocabulary; the tokeniser decides",
     )
 
 

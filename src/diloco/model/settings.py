@@ -1,4 +1,4 @@
-"""What can be set about the model, and where it comes from. No torch here."""
+"""The model settings, and the source of the model that they name. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["ModelSettings", "Source", "native_keys", "native_only_error", "parse
 class Source:
     """Where a model comes from."""
 
-    # ``hf``: a causal language model of ``transformers``; ``module``: somebody's own function
+    # ``hf``: a causal language model of ``transformers``; ``module``: a user-defined function
     kind: Literal["hf", "module"]
-    place: str  # folder or name on the hub; module, or path of a ``.py`` file
-    function: str = ""  # of the module; empty for ``hf``
+    place: str  # for ``hf`` a folder or a name on the hub; else a module, or the path of a ``.py`` file
+    function: str = ""  # a function of the module; empty for ``hf``
 
     @property
     def label(self) -> str:
-        """A word for folders.
+        """A short name for use in folder names.
 
         >>> parse_source("hf:meta-llama/Llama-3.2-1B").label, parse_source("my.models:small").label
         ('Llama-3.2-1B', 'small')
@@ -40,13 +40,13 @@ class Source:
 
 
 def parse_source(text: str) -> Source:
-    """What ``model.source`` says.
+    """Parse the value of ``model.source``.
 
     >>> parse_source("hf:models/llama"), parse_source("nets.py:build")
     (Source(kind='hf', place='models/llama', function=''), Source(kind='module', place='nets.py', function='build'))
 
     Raises:
-        ConfigurationError: if it is neither ``hf:PATH_OR_NAME`` nor ``module:function``.
+        ConfigurationError: the text is neither ``hf:PATH_OR_NAME`` nor ``module:function``.
     """
     kind, _, place = text.partition(":")
     if kind == "hf" and place.strip():
@@ -55,12 +55,12 @@ def parse_source(text: str) -> Source:
         return Source("module", *split(text))
     raise ConfigurationError(
         f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
-        "module:function (your own). A native model is named by --preset NAME."
+        "module:function (your own model). For a native model, use --preset NAME."
     )
 
 
 LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_dtype", "quantization")
-"""What only adapters have a use for, the rank first."""
+"""The settings that only affect adapters, beginning with the rank."""
 
 NATIVE_ONLY = (
     *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn"),
@@ -70,48 +70,58 @@ NATIVE_ONLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU; with a source, any."""
+    """A pre-norm decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU), or a model from a
+    source.
+    """
 
     source: Annotated[str | None, arg(aliases=["--model"])] = None
-    """hf:PATH_OR_NAME, a causal language model of transformers; or module:function, your own. Default: the native
-    decoder, of the sizes below."""
+    """hf:PATH_OR_NAME for a causal language model of transformers, or module:function for your own model. Default: the
+    native decoder, with the sizes below."""
     weights: Literal["auto", "stored", "fresh"] = "auto"
-    """hf: stored: begin from the weights that are there; fresh: from new ones, drawn from the seed; auto: stored where
-    there are any."""
+    """With an hf: source: begin from the stored weights, or from fresh weights drawn from the seed. auto: stored if
+    there are any, else fresh."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """hf: changes to the model's configuration; module:function: further arguments, as a table."""
+    """With an hf: source: changes to the model's configuration. With module:function: further arguments of the
+    function. A table."""
     lora_rank: Annotated[int, arg(aliases=["--lora.rank"])] = 0
-    """hf: train adapters of this rank beside frozen weights (LoRA, 2106.09685), and nothing else. 0: all weights."""
+    """With an hf: source: train only low-rank adapters of this rank next to frozen weights (LoRA, 2106.09685). 0: train
+    all weights."""
     lora_alpha: Annotated[float | None, arg(aliases=["--lora.alpha"])] = None
-    """LoRA: adapters count alpha / rank times. Default: twice the rank."""
+    """With LoRA: the output of the adapters is scaled by alpha / rank. Default: twice the rank."""
     lora_dropout: Annotated[float, arg(aliases=["--lora.dropout"])] = 0.0
-    """LoRA: fraction of an adapter's inputs that is left out in training."""
+    """With LoRA: dropout probability for the inputs of the adapters."""
     lora_targets: Annotated[tuple[str, ...], arg(aliases=["--lora.targets"])] = ("all-linear",)
-    """LoRA: names of the modules with an adapter, such as q_proj v_proj; all-linear: all but the output projection."""
+    """With LoRA: names of the modules that get an adapter, such as q_proj v_proj. all-linear: all linear modules except
+    the output projection."""
     base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """LoRA: type of the frozen weights."""
+    """With LoRA: type of the frozen weights."""
     quantization: Literal["nf4", "int8"] | None = None
-    """LoRA: frozen weights in four or eight bits (QLoRA), by bitsandbytes. Default: as `base_dtype`."""
+    """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA). Default: keep them in
+    `base_dtype`."""
     layers: int = 4
+    """Number of layers."""
     width: int = 128
     """Model width (d_model)."""
     ffn_width: int = 512
     """Hidden width of the feed-forward block."""
     heads: int = 4
+    """Number of attention heads."""
     kv_heads: int | None = None
-    """Key-value heads; default: as many as heads."""
+    """Number of key-value heads. Default: the number of attention heads."""
     ffn: Literal["swiglu", "gelu"] = "swiglu"
-    """swiglu: three matrices (Llama); gelu: two matrices (Chinchilla)."""
+    """Feed-forward block. swiglu: three matrices (Llama); gelu: two matrices (Chinchilla)."""
     vocab_size: int | None = None
-    """Size of the vocabulary. Default: the tokeniser's."""
+    """Vocabulary size. Default: the tokeniser's."""
     max_sequence_length: int = 1024
-    """Longest sequence that the rotary table serves."""
+    """Longest sequence that the model supports, in tokens."""
     rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
     norm_epsilon: float = 1e-5
+    """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys, per head (Streaming DiLoCo)."""
+    """Apply RMSNorm to queries and keys, per head (Streaming DiLoCo)."""
     z_loss: float = 0.0
-    """Weight of the squared log-partition added to the training loss (Streaming DiLoCo: 1e-4)."""
+    """Weight of the squared log-partition that is added to the training loss (Streaming DiLoCo: 1e-4)."""
     tie_embeddings: bool = False
     """Use the input embedding as the output projection."""
 
@@ -125,21 +135,21 @@ class ModelSettings:
                 raise ConfigurationError(f"model.{name} must be positive, not {getattr(self, name)}.")
         self._check_lora()
         if not self.z_loss >= 0:
-            raise ConfigurationError(f"model.z_loss must not be negative, and is {self.z_loss}.")
+            raise ConfigurationError(f"model.z_loss must be 0 or more, not {self.z_loss}.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
-                f"model.width={self.width} with model.heads={self.heads} gives heads of {self.width / self.heads:g}; "
-                "rotary positions need an even whole number."
+                f"model.width={self.width} with model.heads={self.heads} gives heads of width "
+                f"{self.width / self.heads:g}, but rotary positions need an even integer."
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             divisors = [str(number) for number in range(1, self.heads + 1) if self.heads % number == 0]
             raise ConfigurationError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: use one of "
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}. Use one of "
                 f"{', '.join(divisors)}."
             )
 
     def described(self) -> dict[str, Any]:
-        """What says which model it is, by name: all of it, but for a model from a source what only the native one has.
+        """Return the settings that identify the model, by name: all of them, or for a source those that apply to it.
 
         >>> ModelSettings(source="hf:gpt2").described()["weights"], len(ModelSettings(source="hf:gpt2").described())
         ('auto', 5)
@@ -150,22 +160,21 @@ class ModelSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _check_lora(self) -> None:
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list, in the JSON of a checkpoint
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list in the JSON of a checkpoint
         if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
             raise ConfigurationError(
-                f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha} and model.lora_dropout="
-                f"{self.lora_dropout} were given. The rank must be 0 or more, alpha positive, and dropout 0 or more "
-                "and less than 1."
+                "model.lora_rank must be 0 or more, model.lora_alpha positive, and model.lora_dropout at least 0 and "
+                f"below 1, not {self.lora_rank}, {self.lora_alpha} and {self.lora_dropout}."
             )
         if not self.lora_targets:
-            raise ConfigurationError("model.lora_targets must name a module, or be all-linear.")
+            raise ConfigurationError("model.lora_targets must name at least one module, or be all-linear.")
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         if not self.lora_rank:
             for name in LORA_ONLY[1:]:
                 if getattr(self, name) != defaults[name]:
                     raise ConfigurationError(
-                        f"model.{name}={getattr(self, name)!r} is of LoRA: set model.lora_rank (--lora.rank), such as "
-                        "16, too."
+                        f"model.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set model.lora_rank "
+                        "(--lora.rank), such as 16."
                     )
         elif self.source is None or parse_source(self.source).kind != "hf":
             raise ConfigurationError(
@@ -173,8 +182,8 @@ class ModelSettings:
             )
         elif self.weights == "fresh":
             raise ConfigurationError(
-                f"model.lora_rank={self.lora_rank} adapts weights that are there, and model.weights='fresh' was given. "
-                "Leave out one of them."
+                f"model.lora_rank={self.lora_rank} adapts stored weights, so it can't be combined with "
+                "model.weights='fresh'. Leave out one of them."
             )
 
     def _check_source(self) -> None:
@@ -193,13 +202,13 @@ class ModelSettings:
                 raise native_only_error(name, source)
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
-                f"model.weights={self.weights!r} does not go with model.source={source}, whose function decides that; "
-                "train.init_from begins from weights of a file."
+                f"model.weights={self.weights!r} can't be combined with model.source={source}, whose function makes "
+                "the weights. To begin from the weights of a file, use train.init_from."
             )
 
 
 def native_keys(source: str | None) -> tuple[str, ...]:
-    """The settings that a model from ``source`` has no use for; the native decoder has use for all.
+    """Return the settings that have no effect on a model from ``source``; there are none for the native decoder.
 
     >>> "width" in native_keys("hf:gpt2"), native_keys(None)
     (True, ())
@@ -210,9 +219,9 @@ def native_keys(source: str | None) -> tuple[str, ...]:
 
 
 def native_only_error(name: str, source: Source) -> ConfigurationError:
-    """For a size of the native decoder, set together with a source."""
+    """Return the error for a setting of the native decoder that was given together with a source."""
     example = f", such as '{{{name} = ...}}'" if source.kind == "module" else ""
     return ConfigurationError(
-        f"model.{name} is for the native decoder and does not go with model.source={source}. Set what "
-        f"that model has by model.arguments{example} instead."
+        f"model.{name} is a setting of the native decoder and can't be combined with model.source={source}. Use "
+        f"model.arguments{example} to set what that model has instead."
     )

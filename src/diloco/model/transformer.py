@@ -1,7 +1,7 @@
 """The native decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU, no biases.
 
-Parameters read ``embedding.weight``, ``layers.0.attention.query.weight``, ..., ``norm.weight``, ``head.weight``
-(which is absent where embeddings are tied).
+Its parameters are named ``embedding.weight``, ``layers.0.attention.query.weight``, ..., ``norm.weight`` and
+``head.weight`` (absent if the embeddings are tied).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Transformer(LanguageModel):
 
     Args:
         settings: its sizes; ``vocab_size`` must be set.
-        generator: of the initial weights, on the CPU; by default a new one of seed 0, never the global one.
-            See `initialise`.
+        generator: a CPU generator for the initial weights; by default a new one with seed 0, never the global one. See
+            `initialise`.
 
     Raises:
-        ConfigurationError: if ``settings.vocab_size`` is not set.
+        ConfigurationError: ``settings.vocab_size`` is not set.
 
     >>> model = Transformer(ModelSettings(vocab_size=257, layers=1, width=8, heads=2, ffn_width=16))
     >>> tuple(model(torch.zeros(4, 10, dtype=torch.int64)).shape), model.num_parameters()
@@ -50,7 +50,7 @@ class Transformer(LanguageModel):
     def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         if settings.vocab_size is None:
-            raise ConfigurationError("model.vocab_size is required: the tokeniser's vocabulary, 257 for bytes.")
+            raise ConfigurationError("model.vocab_size is required: the tokeniser's vocabulary size, 257 for bytes.")
         self.settings = settings
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length
@@ -59,7 +59,7 @@ class Transformer(LanguageModel):
         self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon)
         self.head = None if settings.tie_embeddings else Linear(settings.width, settings.vocab_size)
-        # Not persistent: they follow from the settings, so a checkpoint need not hold them, nor replicas exchange them.
+        # Not persistent: the settings determine them, so checkpoints and replicas need not store or exchange them.
         table = torch.empty(settings.max_sequence_length, settings.width // settings.heads, dtype=torch.float32)
         self.register_buffer("rotary_cosine", table, persistent=False)
         self.register_buffer("rotary_sine", table.clone(), persistent=False)
@@ -68,17 +68,18 @@ class Transformer(LanguageModel):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights anew and fill the rotary table, also after ``to_empty`` of a model built on ``meta``.
+        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``.
 
-        Every matrix is normal with standard deviation 1/sqrt(fan-in) (LeCun et al., "Efficient BackProp", 1998), the
-        embedding's fan-in being taken as the width, except: output projection and tied embedding 0.02 (GPT-2), for
-        a first loss near log(vocab); attention output and feed-forward down, which write into the residual stream,
-        scaled by a further 1/sqrt(2 * layers) (GPT-2). Norms are 1. At a width of 2500 it is 0.02 all over; at 128
-        an embedding of 0.1 learns faster than one of 0.02 or 1.
+        Every matrix is normal with standard deviation 1/sqrt(fan-in) (LeCun et al., "Efficient BackProp", 1998), where
+        the fan-in of the embedding is taken as the width, with two exceptions. The output projection and a tied
+        embedding use 0.02 (GPT-2), for a first loss near log(vocab). The attention output and feed-forward down
+        matrices, which write into the residual stream, are scaled by a further 1/sqrt(2 * layers) (GPT-2). Norms are 1.
+        At a width of 2500, 1/sqrt(fan-in) is 0.02 everywhere; at 128, an embedding of 0.1 learns faster than one of
+        0.02 or 1.
 
         Args:
             generator: a CPU generator. Weights are drawn in float32 on the CPU, in the order of ``named_parameters``,
-                so that the bits depend on the seed only, not on the device.
+                so that the bits depend only on the seed, not on the device.
         """
         residual_scale = 1 / math.sqrt(2 * self.settings.layers)
         for name, parameter in self.named_parameters():
@@ -101,7 +102,7 @@ class Transformer(LanguageModel):
         return F.linear(self._hidden(tokens, cache, documents), self._projection)
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`."""
+        """Return the training loss, in float32 also under autocast; see `cross_entropy_with_z_loss`."""
         how, z_loss, targets = self.loss_chunks, self.settings.z_loss, targets.flatten()
         hidden, weight = self._hidden(tokens, None, documents).flatten(0, 1), self._projection
         if how.serve(len(targets)):
@@ -114,12 +115,12 @@ class Transformer(LanguageModel):
 
     @property
     def _projection(self) -> Tensor:
-        """``(vocab, width)``: from hidden states to logits."""
+        """The output projection, ``(vocab, width)``, from hidden states to logits."""
         weight: Tensor = (self.embedding if self.head is None else self.head).weight
         return weight
 
     def _hidden(self, tokens: Tensor, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
-        """``(batch, sequence, width)``: what the output projection takes, in the dtype of its product."""
+        """Return the input of the output projection, ``(batch, sequence, width)``, in the dtype of its product."""
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > self.settings.max_sequence_length:
@@ -146,13 +147,13 @@ class Transformer(LanguageModel):
         return as_huggingface(self)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Estimated floating-point operations of training on one token, forward and backward.
+        """Return the estimated floating-point operations of training on one token, forward and backward.
 
-        ``6 * N + 6 * layers * width * (sequence_length + 1)``: two operations per weight forward and four backward,
-        N counting the matrices of the layers and the output projection (also when tied); and the products with keys
-        and values, over the ``(sequence_length + 1) / 2`` tokens that a token sees on average (PaLM's appendix B
-        counts all ``sequence_length``). Left out: embedding lookup, norms, rotary positions, softmax, the activation
-        function, loss, optimizer.
+        ``6 * N + 6 * layers * width * (sequence_length + 1)``. There are two operations per weight forward and four
+        backward, and N counts the matrices of the layers and the output projection (also when tied). The second term is
+        the products with keys and values, over the ``(sequence_length + 1) / 2`` tokens that a token sees on average
+        (PaLM's appendix B counts all ``sequence_length``). Left out are the embedding lookup, norms, rotary positions,
+        softmax, the activation function, loss and optimizer.
         """
         settings = self.settings
         length = settings.max_sequence_length if sequence_length is None else sequence_length
@@ -162,7 +163,7 @@ class Transformer(LanguageModel):
 
 
 def build_model(settings: ModelSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
-    """A model whose initial weights depend on ``settings`` and ``seed`` alone, to the bit, on every device.
+    """Build a model whose initial weights depend only on ``settings`` and ``seed``, to the bit, on every device.
 
     On ``device="meta"`` it takes no memory and nothing is drawn.
 

@@ -1,1 +1,1 @@
-"""What is done with a model that was trained: load, evaluate, sample, export. Training uses the first three, too."""
+"""Load, evaluate, sample and export trained models. Training itself uses the first three."""

@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and bits per byte."""
+"""Evaluate a model on held-out text: loss, perplexity and bits per byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "sliding_windows",
 ]
 
-LOGITS_BYTES = 1 << 30  # the most that the logits of one forward pass take, in float32, unless one sequence's take more
+LOGITS_BYTES = 1 << 30  # limit for the float32 logits of one forward pass, unless one sequence needs more
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Evaluation:
     loss: float  # mean cross-entropy in nats per token, end-of-document tokens included
     bits_per_byte: float  # the same cross-entropy in bits per byte of text, comparable between tokenisers
     tokens: int  # number of predicted tokens
-    num_bytes: int  # of UTF-8 that they stand for
+    num_bytes: int  # number of UTF-8 bytes that they stand for
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that overflows."""
+        """``exp(loss)``, or infinity if that overflows."""
         return perplexity(self.loss)
 
     @property
@@ -62,15 +62,15 @@ def evaluate(
     document_masks: bool = False,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
-    """Evaluate ``model`` on held-out ``tokens``; its mode is put back afterwards.
+    """Evaluate ``model`` on held-out ``tokens``; afterwards its mode is restored.
 
     Args:
-        tokenizer: tells how many bytes each token stands for.
+        tokenizer: determines how many bytes each token stands for.
         tokens: ``(n,)`` packed held-out tokens.
-        batch_size: sequences per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
-        sequences: how many, always the same ones, spread evenly; 0: all.
-        document_masks: whether no token is to see those of other documents in its sequence.
-        progress: told the tokens predicted so far, after each batch.
+        batch_size: sequences per forward pass; fewer if their logits would take more than `LOGITS_BYTES`.
+        sequences: how many sequences to use, always the same ones, spread evenly; 0: all.
+        document_masks: mask the documents of a sequence from each other.
+        progress: called after each batch with the number of tokens predicted so far.
     """
     batch_size = _fitting(batch_size, sequence_length, model)
     batches = heldout_batches(tokens, sequence_length, batch_size, sequences)
@@ -80,11 +80,12 @@ def evaluate(
 
 
 def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Windows in which each of ``num_targets`` tokens, after a first one that is only seen, is predicted once.
+    """Yield windows in which each of ``num_targets`` tokens is predicted once; a first token before them is only input.
 
-    A window ``(begin, end, first)`` has the inputs ``tokens[begin:end]``, of which those from ``first`` on predict what
-    counts. It is ``length`` tokens wide, or as wide as there are, and ends ``stride`` tokens after the one before it,
-    the last one where the tokens end. So all but the first ``length`` are predicted from at least ``length - stride``.
+    A window ``(begin, end, first)`` has the inputs ``tokens[begin:end]``, and only the predictions from ``first`` on
+    count. It is ``length`` tokens wide, or fewer if there are fewer, and ends ``stride`` tokens after the window before
+    it; the last one ends with the tokens. So all but the first ``length`` tokens are predicted from at least ``length -
+    stride`` tokens.
 
     >>> list(sliding_windows(10, length=4, stride=2))
     [(0, 4, 0), (2, 6, 4), (4, 8, 6), (6, 10, 8)]
@@ -100,7 +101,7 @@ def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[tupl
 
 
 def document_streams(tokens: np.ndarray, end: int) -> list[np.ndarray]:
-    """Packed documents as streams for `evaluate_windows`: each begins with ``end`` and is without its own.
+    """Split packed documents into streams for `evaluate_windows`; each begins with ``end`` and lacks its own end token.
 
     >>> document_streams(np.array([5, 6, 9, 9, 7, 9]), end=9)
     [array([9, 5, 6]), array([9]), array([9, 7])]
@@ -122,28 +123,29 @@ def evaluate_windows(
     document_masks: bool = False,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
-    """Evaluate ``model`` on every token of every stream but its first, which is only seen; see `sliding_windows`.
+    """Evaluate ``model`` on every token of every stream except the first, which is only input; see `sliding_windows`.
 
     Args:
-        model, tokenizer, batch_size, document_masks, progress: as those of `evaluate`, with windows in place of
-            sequences.
-        streams: each ``(n,)`` integers; nothing is seen across them.
-        sequence_length: tokens that the model sees at most.
+        model, tokenizer, batch_size, document_masks, progress: as for `evaluate`, with windows instead of sequences.
+        streams: each ``(n,)`` integers; nothing is seen across streams.
+        sequence_length: the most tokens that the model sees.
         stride: tokens from the end of a window to the end of the next, 1 to ``sequence_length``.
 
     Raises:
-        ConfigurationError: for a stride out of range.
-        DataError: if there is nothing to predict.
+        ConfigurationError: the stride is out of range.
+        DataError: there is nothing to predict.
     """
     if not 1 <= stride <= sequence_length:
-        raise ConfigurationError(f"a stride of {stride} was given; use 1 to {sequence_length}, the sequence length.")
+        raise ConfigurationError(
+            f"The stride must be between 1 and the sequence length of {sequence_length}, not {stride}."
+        )
     windows = [
         (tokens, window) for tokens in streams for window in sliding_windows(len(tokens) - 1, sequence_length, stride)
     ]
     if not windows:
         raise DataError("There is no token to predict in the text.")
     batch_size = _fitting(batch_size, sequence_length, model)
-    windows.sort(key=lambda pair: pair[1][0] - pair[1][1])  # batches of like lengths, the longest first
+    windows.sort(key=lambda pair: pair[1][0] - pair[1][1])  # groups similar lengths into batches, the longest first
     starts = range(0, len(windows), batch_size)
     batches = (_padded(windows[start : start + batch_size]) for start in starts)
     return _evaluate_batches(model, tokenizer, batches, tokenizer.eos_id if document_masks else None, progress)
@@ -156,7 +158,7 @@ def _evaluate_batches(
     end: int | None,
     progress: Callable[[int], None],
 ) -> Evaluation:
-    """Of all targets that are not negative; ``end`` as of `documents_of`. The model's mode is put back afterwards."""
+    """Evaluate on all targets that are not negative and restore the model's mode; ``end`` is as for `documents_of`."""
     device = next(model.parameters()).device
     was_training = model.training
     nats, count, num_bytes = 0.0, 0, 0
@@ -184,12 +186,14 @@ def _evaluate_batches(
 
 
 def _fitting(batch_size: int, sequence_length: int, model: LanguageModel) -> int:
-    """Sequences whose logits take no more than `LOGITS_BYTES`, at least one."""
+    """Return the number of sequences whose logits take at most `LOGITS_BYTES`, at least one."""
     return max(1, min(batch_size, LOGITS_BYTES // (4 * sequence_length * model.vocab_size)))
 
 
 def _padded(windows: Sequence[tuple[np.ndarray, tuple[int, int, int]]]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, ``(batch, longest)`` int64; padding is behind, where a causal model does not see it."""
+    """Return inputs and targets, ``(batch, longest)`` int64; a causal model does not see the padding, which is at the
+    end.
+    """
     longest = max(end - begin for _, (begin, end, _) in windows)
     inputs = torch.zeros(len(windows), longest, dtype=torch.int64)
     targets = torch.full((len(windows), longest), NOT_COUNTED)
@@ -201,7 +205,7 @@ def _padded(windows: Sequence[tuple[np.ndarray, tuple[int, int, int]]]) -> tuple
 
 
 def mean_evaluation(evaluations: list[Evaluation]) -> Evaluation:
-    """The mean over models evaluated on the same tokens (independent replicas have no global parameters)."""
+    """Return the mean over models evaluated on the same tokens (independent replicas have no global parameters)."""
     size, first = len(evaluations), evaluations[0]
     loss = sum(e.loss for e in evaluations) / size
     bits_per_byte = sum(e.bits_per_byte for e in evaluations) / size

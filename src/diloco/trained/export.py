@@ -1,4 +1,4 @@
-"""A trained model for other programs: a folder that ``transformers`` loads, or one file of native names."""
+"""Export a trained model: as a folder that ``transformers`` loads, one file with native names, or an adapter."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ def export_huggingface(
 ) -> PreTrainedModel:
     """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
 
-    It is written beside its place and renamed, so it is whole or not there. An empty folder that is there already is
-    filled, ``config.json`` last.
+    It is written next to its final path and renamed, so it exists completely or not at all. If an empty folder exists
+    at that path, it is filled instead, ``config.json`` last.
 
     Args:
         trained: model and tokeniser. The model is converted in place.
-        max_length: the longest sequence that the folder says it serves (``max_position_embeddings``), tokens; default:
-            the sequence length it was trained with, beyond which a model does poorly.
-        max_shard_size: of one file of weights, such as "5GB".
-        overwrite: replace a folder that holds an exported model.
+        max_length: the longest sequence in tokens that the folder declares (``max_position_embeddings``); default: the
+            sequence length of its training, beyond which a model performs poorly.
+        max_shard_size: the largest size of one file of weights, such as "5GB".
+        overwrite: replace a folder that contains an exported model.
 
     Returns:
         The model as it was written.
 
     Raises:
-        ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` holds something.
-        CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
+        ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` is not empty.
+        CheckpointError: the folder can't be written, or the weights don't fit ``dtype``. No partial export remains.
     """
-    folder = Path(os.path.realpath(folder))  # a link stays one
+    folder = Path(os.path.realpath(folder))  # keeps a link
     native = isinstance(trained.model, Transformer)
     if max_length is not None and not native:
         raise ConfigurationError(
-            f"a longest sequence of {max_length} was given, but a {type(trained.model).__name__} has its own. "
+            f"max_length={max_length} can't be applied to a {type(trained.model).__name__}, which has its own limit. "
             "Leave it out."
         )
-    longest = trained.length(max_length, "a longest sequence of") if native else trained.model.max_sequence_length
+    longest = trained.length(max_length, "max_length") if native else trained.model.max_sequence_length
     shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
-    made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
+    made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs do not accept a dtype
     _check_finite(made, dtype)
     tokenizer = trained.tokenizer
     _describe(made, tokenizer, longest if native else None)
@@ -90,15 +90,15 @@ def export_huggingface(
 
 
 def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32", overwrite: bool = False) -> None:
-    """Write the parameters by their own names into one ``.safetensors`` file, which ``--init-from`` takes.
+    """Write the parameters under their own names into one ``.safetensors`` file, which ``--init-from`` accepts.
 
     Raises:
-        ConfigurationError: ``file`` exists, or is not called ``.safetensors``.
-        CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
+        ConfigurationError: ``file`` exists, or its suffix is not ``.safetensors``.
+        CheckpointError: it can't be written, or the weights don't fit ``dtype``. No partial export remains.
     """
     file = Path(os.path.realpath(file))
     if file.suffix != ".safetensors":
-        raise ConfigurationError(f"{file} was given; its name must end in .safetensors.")
+        raise ConfigurationError(f"The name of the exported file must end in .safetensors, not {file}.")
     _check_place(file, overwrite, is_export=file.is_file())
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
     with _as_checkpoint_error(file):
@@ -110,7 +110,8 @@ def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -
     """Write a folder that ``peft`` loads, with the tokeniser of the run.
 
     Raises:
-        ConfigurationError: ``folder`` holds something else than an adapter, or one, and ``overwrite`` is not given.
+        ConfigurationError: ``folder`` contains something other than an adapter, or an adapter and ``overwrite`` is
+            False.
     """
     from diloco.model.adapters import CONFIG_FILE, save_adapter
 
@@ -122,12 +123,14 @@ def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -
 
 
 def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
-    """Refuse to write over anything but an earlier export, and over that unless it was asked for."""
+    """Raise `ConfigurationError` unless the path is free, or is an earlier export that may be overwritten."""
     is_empty = place.is_dir() and not any(place.iterdir())
     if not place.exists() or is_empty or (overwrite and is_export):
         return
     what, use = (
-        ("exists", "--overwrite, or another place") if is_export else ("is not an exported model", "another place")
+        ("already exists", "--overwrite, or another path")
+        if is_export
+        else ("exists and is not an exported model", "another path")
     )
     raise ConfigurationError(f"{place} {what}. Use {use}.")
 
@@ -137,12 +140,12 @@ def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(
                 f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "
-                "the checkpoint is damaged, another one. Nothing was exported."
+                "the checkpoint is damaged, another checkpoint. Nothing was exported."
             )
 
 
 def _describe(made: PreTrainedModel, tokenizer: Tokenizer, longest: int | None) -> None:
-    """Say in the configurations which token ends a document, and so also begins the first one, and the length."""
+    """Set length and special tokens in the configurations. The token that ends a document also begins the first one."""
     end = tokenizer.eos_id
     config, generation = made.config, made.generation_config
     if longest is not None:
@@ -150,7 +153,7 @@ def _describe(made: PreTrainedModel, tokenizer: Tokenizer, longest: int | None) 
     config.eos_token_id = end
     if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
         config.bos_token_id = end
-    # The model's configuration names no padding: the embedding of that token would get no gradient.
+    # The model's configuration has no padding token, because the embedding of that token would get no gradient.
     if generation is not None:
         generation._from_model_config = False
         generation.eos_token_id = end
@@ -169,7 +172,7 @@ def _complete_tokenizer_config(path: Path, max_length: int) -> None:
 
 
 def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
-    """What the weights are, for whoever finds the folder later."""
+    """Return what identifies the weights to a later reader of the folder."""
     return {
         "diloco": metadata.version("diloco"),
         "run": trained.run.name,
@@ -187,8 +190,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextmanager
 def _as_checkpoint_error(place: Path) -> Iterator[None]:
-    """Say of what can't be written that nothing has changed."""
+    """Turn a failure to write into a `CheckpointError` that says nothing has changed."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
+        raise CheckpointError(f"{place} can't be written: {error}. What was there before is unchanged.") from error

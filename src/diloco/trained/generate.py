@@ -1,4 +1,4 @@
-"""Text from a trained model: one token after the other, with a cache of keys and values."""
+"""Generate text with a trained model, token by token, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def generate(
     """Continue ``prompt_tokens`` once, as `generate_together` does.
 
     Returns:
-        An iterator of the new tokens, without the prompt and without ``stop_token``; each is computed when asked for.
+        An iterator of the new tokens, without the prompt and ``stop_token``; each is computed when requested.
     """
     together = generate_together(
         model,
@@ -59,44 +59,46 @@ def generate_together(
     stop_token: int | None = None,
     window: int | None = None,
 ) -> Generator[tuple[int | None, ...]]:
-    """Continue one prompt several times, in one batch; the model is in evaluation mode meanwhile.
+    """Continue one prompt several times in one batch. The model is in evaluation mode meanwhile.
 
-    A token is seen together with at most the ``window - 1`` before it. When the window is full, its later half is read
-    anew and generation goes on from there: a token costs at most two forward passes of one token on average, and always
-    sees at least half a window (or all there is).
+    A token sees at most the ``window - 1`` tokens before it. When the window is full, its second half is processed
+    again, and generation continues from there. So a token costs at most two forward passes of one token on average, and
+    always sees at least half a window (or all there is).
 
-    Each text is the one that its generator gives alone, but for the round-off of the logits, which depends on the size
-    of the batch and may decide between tokens that are equally likely to the last bits.
+    Each text equals the one that its generator gives alone, except for the round-off of the logits. That depends on the
+    batch size, and may decide between tokens whose probabilities are equal to the last bits.
 
     Args:
-        model: on any device; its own mode is put back afterwards.
-        prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
-        generators: of the draws, one for each text, on the model's device.
+        model: a model on any device; its own mode is restored afterwards.
+        prompt_tokens: token ids, at least one; if the prompt is longer than the window, only its end is used.
+        generators: random generators on the model's device, one for each text.
         max_new_tokens: tokens to generate, at least 0.
-        stop_token: end when the model gives this token.
-        window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
-            sequence length it was trained with, so that length is the one to give.
+        stop_token: end when the model generates this token.
+        window: tokens of context; default: the model's ``max_sequence_length``. A model performs poorly beyond the
+            sequence length of its training, so that length is a good choice.
 
     Returns:
-        An iterator of the next token of each text, None for one that has ended; it ends when all have.
+        An iterator of the next token of each text, None for one that has ended; it ends when all texts have ended.
 
     Raises:
-        ConfigurationError: for an argument that cannot work; at once.
-        NonFiniteError: if the model gives logits that are not finite; when that token is asked for.
+        ConfigurationError: an argument is out of range; raised at once.
+        NonFiniteError: the logits are not finite; raised when that token is requested.
     """
     longest, vocabulary = model.max_sequence_length, model.vocab_size
     window = longest if window is None else window
     device = next(model.parameters()).device
-    _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
-    _check(1 <= window <= longest, f"window={window}", f"1 to model.max_sequence_length={longest}")
-    _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token")
+    _check(max_new_tokens >= 0, f"max_new_tokens must be at least 0, not {max_new_tokens}.")
+    _check(1 <= window <= longest, f"window must be between 1 and model.max_sequence_length={longest}, not {window}.")
+    _check(len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token.")
     for token in (*prompt_tokens, *(() if stop_token is None else (stop_token,))):
-        _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary")
-    _check(len(generators) >= 1, "no generator", "one for each text")
+        _check(0 <= token < vocabulary, f"The token {token} is not in the model's vocabulary, 0 to {vocabulary - 1}.")
+    _check(len(generators) >= 1, "There is no generator. Give one for each text.")
     for generator in generators:
-        fits = generator.device.type == device.type
-        given = f"a generator on {generator.device} with a model on {device}"
-        _check(fits, given, f'torch.Generator("{device.type}")')
+        _check(
+            generator.device.type == device.type,
+            f"The generator is on {generator.device}, but the model is on {device}. Use "
+            f'torch.Generator("{device.type}").',
+        )
 
     def together() -> Generator[tuple[int | None, ...]]:
         texts = [list(prompt_tokens) for _ in generators]
@@ -107,21 +109,21 @@ def generate_together(
             for _ in range(max_new_tokens):
                 if cache.length + unread > window:
                     unread, cache = max(1, window // 2), model.new_cache()
-                # Not around the yield, where it would hold for whoever asks for the tokens. Not inference mode: what
-                # FSDP gathers in it could not be trained afterwards.
+                # Not around the yield, where it would also apply to the consumer's code. Not inference mode: parameters
+                # that FSDP gathers in it could not be trained afterwards.
                 with torch.no_grad():
-                    # `__call__` but for one thing: a compiled model would compile anew for every length of the cache.
+                    # Not `__call__`: a compiled model would be recompiled for every length of the cache.
                     call: Callable[..., Tensor] = model._call_impl
                     logits = call(torch.tensor([text[-unread:] for text in texts], device=device), cache)[:, -1]
                     for number, (text, of_text) in enumerate(zip(texts, logits.float(), strict=True)):
-                        # a text that has ended repeats its last token, for nothing: the others are in the same batch
+                        # A text that has ended repeats its last token, because the others are in the same batch.
                         token = text[-1] if ended[number] else sampling.draw(of_text, text, generators[number])
                         text.append(token)
                         ended[number] = token == stop_token
                 if all(ended):
                     break
                 unread = 1
-                yield tuple(None if over else text[-1] for text, over in zip(texts, ended, strict=True))
+                yield tuple(None if done else text[-1] for text, done in zip(texts, ended, strict=True))
         finally:
             model.train(was_training)
 
@@ -129,23 +131,23 @@ def generate_together(
 
 
 def _only(together: Generator[tuple[int | None, ...]]) -> Iterator[int]:
-    """The tokens of the one text there is."""
+    """Yield the tokens of a single text."""
     with closing(together):
         for (token,) in together:
-            assert token is not None, "it ends with its only text"
+            assert token is not None, "the batch ends with its only text"
             yield token
 
 
-def _check(holds: bool, given: str, works: str) -> None:
+def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise ConfigurationError(f"{given} was given; use {works}.")
+        raise ConfigurationError(message)
 
 
 class TextStream:
-    """Whole characters as soon as they are certain; all that was given is in the end what `Tokenizer.decode` gives.
+    """Decodes tokens into whole characters as soon as they are certain; in total, the result equals `Tokenizer.decode`.
 
     Args:
-        stops: texts that end it, and are left out with all that follows: of several, the one that is complete first.
+        stops: texts that end the stream. The one that is complete first, and all that follows, is left out.
 
     >>> from diloco.data.tokenizer import ByteTokenizer
     >>> text = TextStream(ByteTokenizer(), stops=["END"])
@@ -155,19 +157,19 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         if "" in stops:
-            raise ConfigurationError("a text to stop at is empty.")
-        self.stopped = False  # whether one of ``stops`` has come; what is fed afterwards is not looked at
+            raise ConfigurationError("A stop text must not be empty.")
+        self.stopped = False  # whether one of ``stops`` has occurred; later tokens are ignored
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
 
     def feed(self, token: int) -> str:
-        """The text that is certain now, beyond what was given before."""
+        """Return the text that has become certain with this token."""
         return "" if self.stopped else self._take(self._decoder.decode(self._tokenizer.as_bytes(token)))
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest of the text, after the last token."""
         if self.stopped:
             return ""
         given = self._take(self._decoder.decode(b"", final=True))
@@ -180,13 +182,13 @@ class TextStream:
         if found:
             self.stopped = True
             return self._held[: min(found)[1]]
-        keep = max((self._begun(stop) for stop in self._stops), default=0)
+        keep = max((self._partial_length(stop) for stop in self._stops), default=0)
         certain = len(self._held) - keep
         given, self._held = self._held[:certain], self._held[certain:]
         return given
 
-    def _begun(self, stop: str) -> int:
-        """How many characters at the end of what is held may be the beginning of ``stop``."""
+    def _partial_length(self, stop: str) -> int:
+        """Return how many characters at the end of the held text may be the beginning of ``stop``."""
         return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
@@ -195,15 +197,15 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Answered:
-    """A question, with what a model said."""
+    """A question and the model's answer to it."""
 
     question: Question
-    said: str
+    text: str
 
     @property
     def right(self) -> bool:
-        """Whether it is the answer to the letter, but for white space around it."""
-        return self.said.strip() == self.question.answer.strip()
+        """Whether the answer equals the expected one, except for surrounding white space."""
+        return self.text.strip() == self.question.answer.strip()
 
 
 def answer(
@@ -216,11 +218,11 @@ def answer(
     sampling: Sampling = GREEDY,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens of an answer, until the one that ends it; each is computed when asked for.
+    """Yield the tokens of an answer up to the one that ends it; each is computed when requested.
 
     Args:
-        window: tokens that the model sees at most.
-        sampling: how they are drawn; default: the likeliest token each time.
+        window: the most tokens that the model sees.
+        sampling: how tokens are drawn; default: the likeliest token each time.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     tokens = generate(
@@ -246,13 +248,13 @@ def answer_questions(
     max_new_tokens: int,
     window: int,
 ) -> list[Answered]:
-    """Ask a model every question, and take its likeliest answer.
+    """Ask a model every question and return its likeliest answers.
 
     Raises:
         DataError: there are no questions.
     """
     if not questions:
-        raise DataError("There is no question to answer.")
+        raise DataError("There are no questions to answer.")
     found = []
     for question in questions:
         tokens = answer(model, tokenizer, question.prompt(tokenizer), max_new_tokens=max_new_tokens, window=window)

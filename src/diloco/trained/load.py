@@ -1,4 +1,4 @@
-"""Reading back what a run left: its weights, or a model ready to use."""
+"""Load what a run saved: its weights, or a model ready to use."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = [
     "rest_of_state",
 ]
 
-REST = "rest"  # the part of a checkpoint that holds what `rest_of_state` gives, where there is anything
-ORIGIN_FILE = "diloco.json"  # in every folder that was exported, and in no other: what the weights are
+REST = "rest"  # the part of a checkpoint with the result of `rest_of_state`, if that is not empty
+ORIGIN_FILE = "diloco.json"  # only in exported folders: describes the weights
 
 _USUAL_LENGTH = 2048
-"""Tokens that a model is shown where nothing says what it was trained with: many promise more than memory holds."""
+"""Context length in tokens if the training length is unknown: many models declare more than memory holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,61 +51,68 @@ class Trained:
     """A trained model, ready to use."""
 
     model: LanguageModel  # in evaluation mode
-    tokenizer: Tokenizer  # of the run
-    step: int | None  # inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say
-    sequence_length: int  # that it was trained with; of a folder that does not say, at most 2048
-    path: Path  # of the checkpoint or folder
-    weights: str = "global parameters"  # what the model holds, in words: global parameters, or whose
+    tokenizer: Tokenizer  # the tokenizer of the run
+    step: int | None  # inner steps of the checkpoint; None for a folder of ``transformers``
+    sequence_length: int  # tokens per sequence in training; at most 2048 if that is unknown
+    path: Path  # the checkpoint or folder
+    weights: str = "global parameters"  # describes the weights: global parameters, or those of which replica
 
     @property
     def run(self) -> Path:
-        """The run folder, of a checkpoint of a run."""
+        """The run folder of a checkpoint."""
         return self.path.absolute().parent.parent
 
     @property
     def has_template(self) -> bool:
         """Whether its tokenizer has a chat template."""
-        return has_template(self.path if self.step is None else self.run)
+        return has_template(self._tokenizer_folder)
 
     def chat_tokenizer(self) -> ChatTokenizer:
-        """Its tokenizer with the chat template.
+        """Return its tokenizer with the chat template.
 
         Raises:
             ConfigurationError, DataError: as `ChatTokenizer`.
         """
-        return ChatTokenizer(str(self.path if self.step is None else self.run))
+        return ChatTokenizer(str(self._tokenizer_folder))
+
+    @property
+    def _tokenizer_folder(self) -> Path:
+        return self.path if self.step is None else self.run
 
     def length(self, asked: int | None, name: str) -> int:
-        """Tokens to show the model: as many as were ``asked`` for as ``name``, else as it was trained with.
+        """Return the context length in tokens: ``asked``, or the training length if that is None.
+
+        Args:
+            name: the name of the setting, for the error message.
 
         Raises:
-            ConfigurationError: if the model can't read so many.
+            ConfigurationError: the model does not support that length.
         """
         longest = self.model.max_sequence_length
         if asked is None:
             return min(self.sequence_length, longest)
         if not 1 <= asked <= longest:
-            raise ConfigurationError(f"{name} {asked} was given; the model reads 1 to {longest} tokens.")
+            raise ConfigurationError(f"{name} must be between 1 and {longest} tokens for this model, not {asked}.")
         return asked
 
 
 def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, replica: int | None = None) -> Trained:
-    """The model of a run or a checkpoint, or of a folder of ``transformers``, such as an exported one.
+    """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
     Args:
         path: run folder, checkpoint, or folder of ``transformers``.
-        device: to load it to, as `diloco.devices.choose_device` takes it.
+        device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
-        replica: whose local parameters to load; None: the global ones.
+        replica: the replica whose local parameters to load; None: the global ones.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged.
-        ConfigurationError: if the replica or the device is not there, or ``transformers`` is not installed.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigurationError: the replica or the device does not exist, or ``transformers`` is not installed.
     """
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
         if replica is not None:
-            raise ConfigurationError(f"replica {replica} was asked for, but {path} is not a run.")
+            raise ConfigurationError(f"Replica {replica} can't be loaded, because {path} is not a run.")
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
@@ -127,12 +134,12 @@ def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
     found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
     if step not in found:
         there = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {there}. Nothing was loaded.")
+        raise CheckpointError(f"{run} has no checkpoint of step {step}. Its steps are: {there}. Nothing was loaded.")
     return found[step]
 
 
 def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
-    """The parameters of ``replica`` itself; where replicas are processes, each has a folder of checkpoints."""
+    """Return the parameters of ``replica`` itself. If replicas are processes, each has its own checkpoints."""
     part = f"replica-{replica}"
     beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
     if beside.is_dir():
@@ -144,8 +151,8 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     if part not in checkpoint.parts:
         there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
         raise CheckpointError(
-            f"{checkpoint.path} does not hold {part}; it holds {', '.join(there)}, and the global parameters. "
-            "Nothing was loaded."
+            f"{checkpoint.path} does not contain {part}. It contains: "
+            f"{', '.join([*there, 'global parameters'])}. Nothing was loaded."
         )
     values: Mapping[str, Tensor] = checkpoint.load(part)["model"]
     return values
@@ -158,7 +165,9 @@ def _load_huggingface(folder: Path, device: torch.device) -> Trained:
     if not foreign:
         load_parameters(model, native_weights(folder, settings))
     length, weights = _USUAL_LENGTH, "as stored"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a folder of others has no such file, or another
+    with suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # folders from elsewhere have no such file, or a different one
         origin = json.loads((folder / ORIGIN_FILE).read_text("utf-8"))
         length, weights = int(origin["sequence_length"]), str(origin["weights"])
     length = min(length, model.max_sequence_length)
@@ -166,14 +175,14 @@ def _load_huggingface(folder: Path, device: torch.device) -> Trained:
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
-    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint, a run folder, or one of ``transformers``.
+    """Return parameter name -> value, from a ``.safetensors`` file, a checkpoint, or a run or ``transformers`` folder.
 
     Args:
-        model: what they are to be put into; None: anything.
+        model: the model for which they are meant; None: any.
 
     Raises:
-        CheckpointError: if there is nothing of the kind, or it is damaged.
-        ConfigurationError: they are of another model, where ``path`` says of which.
+        CheckpointError: ``path`` contains no weights, or they are damaged.
+        ConfigurationError: ``path`` says that they belong to another model.
     """
     if is_huggingface_folder(path):
         if model is not None and model.source is not None:
@@ -198,42 +207,42 @@ def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
         given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
         held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
-            f"{given} was given with train.init_from={path}, but the model there has {held}. Leave out the former."
+            f"{given} can't be combined with train.init_from={path}: the model there has {held}. Leave out the former."
         )
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters of ``model`` from ``values``, all of them, and what else of its state is in there.
+    """Set all trainable parameters of ``model``, and whatever other state ``values`` contain.
 
-    Of a model that wraps another, the names may be those of the wrapped one, as in files that ``transformers`` wrote.
+    If ``model`` wraps another, the names may be those of the wrapped one, as in files written by ``transformers``.
 
     Raises:
-        CheckpointError: if names or shapes differ, or a parameter is not finite; it names them.
+        CheckpointError: names or shapes differ, or a parameter is not finite; the message names them.
     """
     parameters = trainable_parameters(model)
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
         values = {f"wrapped.{name}": value for name, value in values.items()}
     state = model.state_dict()
     if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
-        raise CheckpointError(f"the weights to begin from differ from the model in {', '.join(odd[:5])}.")
+        raise CheckpointError(f"The initial weights and the model have different parameters: {', '.join(odd[:5])}.")
     for name, value in values.items():
         if state[name].shape != value.shape:
             raise CheckpointError(
-                f"{name} has the shape {tuple(state[name].shape)} in the model and {tuple(value.shape)} in the "
-                "weights to begin from."
+                f"{name} has the shape {tuple(state[name].shape)} in the model, but {tuple(value.shape)} in the "
+                "initial weights."
             )
         if name in parameters and not bool(value.isfinite().all()):
             raise CheckpointError(
-                f"{name} holds values that are not finite in the weights to begin from, which are damaged. Use another "
+                f"{name} holds values that are not finite in the initial weights, so they are damaged. Use another "
                 "copy, or an earlier checkpoint."
             )
         state[name].copy_(value)
 
 
 def rest_of_state(model: LanguageModel) -> dict[str, Tensor]:
-    """Name -> tensor of what belongs to the model's state and is not trained: frozen parameters and buffers.
+    """Return name -> tensor of the model's untrained state: frozen parameters and buffers.
 
-    DTensors where the model is sharded; not copied.
+    The tensors are DTensors if the model is sharded. They are not copied.
     """
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {name: tensor for name, tensor in model.saved_state().items() if name not in trained}
