@@ -46,7 +46,7 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(capsys: pytest.CaptureFix
     assert broken.steps == [1]
     assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
     assert capsys.readouterr().err == (
-        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training goes on.\n"
+        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training continues.\n"
     )
 
 
@@ -54,7 +54,7 @@ def test_all_sinks_may_break_and_training_still_goes_on(capsys: pytest.CaptureFi
     sinks = Sinks({"a": Recorder(fails_at=1), "b": Recorder(fails_at=1, error=ValueError())})
     tell(sinks, 1, 2)
     assert sinks.names == ()
-    assert capsys.readouterr().err.count("training goes on") == 2
+    assert capsys.readouterr().err.count("training continues") == 2
 
 
 def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
