@@ -103,17 +103,13 @@ class DiLoCoCallback(TrainerCallback):
         if args.eval_on_start:
             self._replica.show()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Training goes on with the local parameters."""
-        self._replica.hide()
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Training goes on with the local parameters."""
         self._replica.hide()
+
+    on_epoch_begin = on_step_begin
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -126,11 +122,7 @@ class DiLoCoCallback(TrainerCallback):
         if control.should_evaluate or control.should_save:
             self._replica.show()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """As `on_step_end`."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save DiLoCo's state beside the optimizer's, unless the Trainer saves the model only."""
