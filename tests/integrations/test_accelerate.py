@@ -105,6 +105,6 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -
 def test_deepspeed_is_refused() -> None:
     with (
         mock.patch.object(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.DEEPSPEED),
-        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters to itself"),
+        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters private"),
     ):
         ours.AcceleratedDiLoCo(accelerate.Accelerator(cpu=True), nn.Linear(1, 1), None)
