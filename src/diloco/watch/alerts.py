@@ -83,10 +83,10 @@ def _named(run: RunHistory, name: str) -> str:
     return name if len(run.processes) > 1 or name else "the run"
 
 
-def _lately(run: RunHistory, step: int, told_s: float | None) -> bool:
+def _lately(run: RunHistory, step: int, time_s: float | None) -> bool:
     """Whether what was told at a step is no old news: 200 steps may be over before anybody has seen it."""
     newest_s = run.first.newest_s
-    return run.step - step <= _LATELY or bool(told_s and newest_s and newest_s - told_s <= _LATELY_S)
+    return run.step - step <= _LATELY or bool(time_s and newest_s and newest_s - time_s <= _LATELY_S)
 
 
 def _away(run: RunHistory, seen: Sequence[Seen]) -> set[str]:
@@ -160,7 +160,7 @@ def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
             words = f"The loss or the gradient norm of {who} was no finite number."
             yield Alert("error", "not finite", who, words, step)
         high = [each for each in process.spikes if each.norm > thresholds.gradient_norm_factor * each.median]
-        if high and _lately(run, high[-1].step, high[-1].told_s):
+        if high and _lately(run, high[-1].step, high[-1].time_s):
             spike = high[-1]
             factor = spike.norm / spike.median
             words = f"The gradient norm of {who} was {spike.norm:.3g}, {factor:.1f}x the median of those before."

@@ -12,7 +12,7 @@ from diloco.errors import ConfigurationError
 from diloco.watch.history import RunHistory
 from diloco.watch.members import Seen
 from diloco.watch.page_data import Watched
-from diloco.watch.records import Tail, is_record, text, whole
+from diloco.watch.records import Tail, as_whole, is_record, text, whole
 
 if TYPE_CHECKING:
     from diloco.transport.hivemind.visitor import PeerReport
@@ -136,7 +136,7 @@ class FollowedSwarm:
         """
         seen = []
         for report in found[:_MOST_PEERS]:
-            number, status = whole({"": report.number}, ""), report.status
+            number, status = as_whole(report.number), report.status
             if number is None:  # it trains nothing
                 continue
             name = f"replica {number}"

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.records import Record, finite, number, numbers, text, whole
+from diloco.watch.records import Record, as_number, finite, number, numbers, text, whole
 
-__all__ = ["MOST_FRAGMENTS", "Grid", "Participation", "ToldRound"]
+__all__ = ["MOST_FRAGMENTS", "Grid", "Participation", "ReportedRound"]
 
 OUTER_STEPS = 64  # columns that are kept: of every fragment, the newest
 MOST_FRAGMENTS = 256
@@ -19,7 +19,7 @@ _MOST_REPLICAS = 1_024
 
 
 @dataclass(slots=True)
-class ToldRound:
+class ReportedRound:
     """One round, by what the replicas have told of it."""
 
     step: int = 0  # of its newest record
@@ -86,7 +86,7 @@ class Grid:
 
     def __init__(self) -> None:
         # (fragment, outer step) -> the round; of every fragment the newest `OUTER_STEPS`
-        self.cells: dict[tuple[int, int], ToldRound] = {}
+        self.cells: dict[tuple[int, int], ReportedRound] = {}
         self.parts: dict[int, Participation] = {}  # replica -> what it has had to do with them
         self.merged = self.void = 0  # rounds so far that somebody merged, and that nobody did
         self.void_in_a_row: dict[int, int] = {}  # fragment -> its newest rounds that are void, one after the other
@@ -130,7 +130,7 @@ class Grid:
             case _:
                 cell.note = cell.note or text(record, "reason")
 
-    def _sent(self, cell: ToldRound, replica: int, record: Record) -> None:
+    def _sent(self, cell: ReportedRound, replica: int, record: Record) -> None:
         if replica in cell.sent and cell.void:  # a void round is repeated under its number
             cell.sent, cell.void = {}, ""
         cell.sent[replica] = sys.intern(text(record, "digest"))  # nearly all are alike
@@ -138,7 +138,9 @@ class Grid:
         part.sent += 1
         part.weight, part.payload_bytes = number(record, "weight"), whole(record, "payload_bytes")
 
-    def _merged(self, cell: ToldRound, replica: int, fragment: int, record: Record, expected: Iterable[int]) -> None:
+    def _merged(
+        self, cell: ReportedRound, replica: int, fragment: int, record: Record, expected: Iterable[int]
+    ) -> None:
         wait_s = number(record, "wait_s")
         self.part(replica).wait_s = wait_s
         if wait_s is not None:
@@ -163,21 +165,20 @@ class Grid:
         for each in cell.absent:
             self.part(each).missed += 1
 
-    def _late(self, cell: ToldRound, record: Record) -> None:
+    def _late(self, cell: ReportedRound, record: Record) -> None:
         """Who was heard of when, as the one says that waited longest."""
         given = record.get("late_s")
         if not given or not isinstance(given, list | tuple):
             return
-        late_s = [number({"": each}, "") for each in given]
-        both = zip(numbers(record, "contributors"), late_s, strict=False)
-        told = {replica: by_s for replica, by_s in both if by_s is not None and math.isfinite(by_s)}
-        last = max(told, key=lambda each: told[each], default=None)
-        if last is not None and told[last] >= (cell.last_after_s or 0.0):
-            cell.last, cell.last_after_s = last, told[last]
-            for each, by_s in told.items():
+        both = zip(numbers(record, "contributors"), map(as_number, given), strict=False)
+        late_s = {replica: by_s for replica, by_s in both if by_s is not None and math.isfinite(by_s)}
+        last = max(late_s, key=lambda each: late_s[each], default=None)
+        if last is not None and late_s[last] >= (cell.last_after_s or 0.0):
+            cell.last, cell.last_after_s = last, late_s[last]
+            for each, by_s in late_s.items():
                 self.part(each).late_s = by_s
 
-    def _cell(self, fragment: int, outer_step: int) -> ToldRound | None:
+    def _cell(self, fragment: int, outer_step: int) -> ReportedRound | None:
         """Of a round, which may be new; None if it is too old to be kept."""
         if fragment not in self.newest and len(self.newest) >= MOST_FRAGMENTS:
             return None
@@ -185,7 +186,7 @@ class Grid:
         if outer_step <= newest - OUTER_STEPS:
             return None
         if (fragment, outer_step) not in self.cells:
-            self.cells[fragment, outer_step] = ToldRound()
+            self.cells[fragment, outer_step] = ReportedRound()
             for old in [key for key in self.cells if key[0] == fragment and key[1] <= newest - OUTER_STEPS]:
                 del self.cells[old]
         return self.cells[fragment, outer_step]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.grid import MOST_FRAGMENTS, Grid, ToldRound
+from diloco.watch.grid import MOST_FRAGMENTS, Grid, ReportedRound
 from diloco.watch.records import Record, number, numbers, text, whole
 from diloco.watch.series import Series
 
@@ -30,7 +30,7 @@ class Spike:
     step: int
     norm: float
     median: float
-    told_s: float | None  # by the clock of its process
+    time_s: float | None  # by the clock of its process
 
 
 class _Median:
@@ -192,7 +192,7 @@ class RunHistory:
     grid: Grid = field(default_factory=Grid)  # of the rounds
     views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest changes, as records
     expected: tuple[int, ...] = ()  # replicas that take part: the members of the newest view, or all that are to begin
-    _told: set[int] = field(default_factory=set)
+    _reporting: set[int] = field(default_factory=set)
     _newest_view: int = -1
 
     @property
@@ -224,8 +224,8 @@ class RunHistory:
         match record["event"]:
             case "RoundSent" | "RoundCommitted" | "RoundVoid":
                 replica = whole(record, "replica")
-                if replica is not None and replica not in self._told:
-                    self._told.add(replica)
+                if replica is not None and replica not in self._reporting:
+                    self._reporting.add(replica)
                     self._expect()
                 self.grid.take(record, self.expected)
             case "ViewChanged" if (view := whole(record, "view")) is not None and view > self._newest_view:
@@ -238,9 +238,9 @@ class RunHistory:
         """Before a view is told of: all that are to begin, or whoever is there where replicas are not counted."""
         if self._newest_view < 0:
             numbered = range(min(whole(self.first.started, "num_replicas") or 0, 1_024))
-            counted = all(replica in numbered for replica in self._told)
-            self.expected = tuple(numbered) if counted else tuple(sorted(self._told))
+            counted = all(replica in numbered for replica in self._reporting)
+            self.expected = tuple(numbered) if counted else tuple(sorted(self._reporting))
 
-    def newest_cells(self) -> list[ToldRound]:
+    def newest_cells(self) -> list[ReportedRound]:
         """Of every fragment, the newest round."""
         return [self.grid.cells[key] for key in self.grid.newest.items() if key in self.grid.cells]

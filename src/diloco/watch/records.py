@@ -14,7 +14,20 @@ from typing import Any
 
 from diloco.events import SCHEMA_VERSION
 
-__all__ = ["Record", "Tail", "finite", "first", "is_record", "number", "numbers", "parse", "text", "whole"]
+__all__ = [
+    "Record",
+    "Tail",
+    "as_number",
+    "as_whole",
+    "finite",
+    "first",
+    "is_record",
+    "number",
+    "numbers",
+    "parse",
+    "text",
+    "whole",
+]
 
 Record = Mapping[str, Any]
 
@@ -46,13 +59,12 @@ def is_record(record: object) -> bool:
     return isinstance(record.get("event"), str) and whole(record, "step") is not None
 
 
-def number(record: Record, name: str) -> float | None:
-    """A number of a record, which may be NaN or infinite; None if there is none.
+def as_number(value: object) -> float | None:
+    """Return ``value`` as a float, which may be NaN or infinite, or None if it is not a number.
 
-    >>> number({"loss": "NaN"}, "loss"), number({"loss": None}, "loss"), number({"loss": "<b>"}, "loss")
-    (nan, None, None)
+    >>> as_number("NaN"), as_number(3), as_number(None), as_number("<b>")
+    (nan, 3.0, None, None)
     """
-    value = record.get(name)
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     if isinstance(value, float):
@@ -60,21 +72,30 @@ def number(record: Record, name: str) -> float | None:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST else None
 
 
-def whole(record: Record, name: str) -> int | None:
-    """A whole number of a record, at least 0; None if there is none.
+def as_whole(value: object) -> int | None:
+    """Return ``value`` if it is an integer from 0 to 2^53, else None.
 
-    >>> whole({"step": 3}, "step"), whole({"step": -1}, "step"), whole({"step": 1e9}, "step")
+    >>> as_whole(3), as_whole(-1), as_whole(1e9)
     (3, None, None)
     """
-    value = record.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST else None
 
 
+def number(record: Record, name: str) -> float | None:
+    """Return a number of a record; see `as_number`."""
+    return as_number(record.get(name))
+
+
+def whole(record: Record, name: str) -> int | None:
+    """Return a non-negative integer of a record; see `as_whole`."""
+    return as_whole(record.get(name))
+
+
 def numbers(record: Record, name: str) -> tuple[int, ...]:
-    """Whole numbers of a record, such as replicas; at most 1,024 of them."""
+    """Return a list of non-negative integers of a record, such as replicas; at most 1,024 of them."""
     values = record.get(name)
     given = values[:_MOST_NUMBERS] if isinstance(values, list | tuple) else ()
-    return tuple(each for each in given if whole({"": each}, "") is not None)
+    return tuple(each for each in given if as_whole(each) is not None)
 
 
 def first(*values: int | None) -> int | None:
