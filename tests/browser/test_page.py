@@ -101,7 +101,7 @@ def test_a_line_that_is_being_written_is_waited_for_and_a_damaged_one_told(
         file.write('{"schema": 1, "event": "StepFin\n' + line[:40])
     page = pages.open(watch(*quiet(folder)).address)
     assert number(page, "Step").split("\n")[0] == "10"
-    assert "is no record of an event and was left out" in page.locator("#problems").inner_text()
+    assert "is not a valid event record and was skipped" in page.locator("#problems").inner_text()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(line[40:] + "\n")
     until(page, "document.querySelector('#numbers').textContent.includes('11of 100')")
@@ -112,7 +112,7 @@ def test_when_the_server_ends_the_page_says_so_and_comes_back(tmp_path: Path, pa
     first = watch(*quiet(folder))
     page = pages.open(first.address)
     first.end()
-    until(page, "document.querySelector('#live').textContent.startsWith('The connection is lost')")
+    until(page, "document.querySelector('#live').textContent.startsWith('Connection lost')")
     port = first.address.rstrip("/").rpartition(":")[2]
     watch(*quiet(folder)[:-2], "--port", port)
     until(page, "document.querySelector('#live').textContent === 'live'")

@@ -117,11 +117,11 @@ def test_the_best_evaluation_stays() -> None:
 def test_the_table_of_peers_has_what_is_known_and_none_for_the_rest() -> None:
     run = history([started(num_replicas=2), sent(0, 0, 0, digest="a", weight=0.5), sent(1, 0, 0, digest="a")])
     rows = member_rows(run, (), NOW_S)
-    assert [row["state"] for row in rows.values()] == ["here", "here"]
+    assert [row["state"] for row in rows.values()] == ["running", "running"]
     assert (rows["0"]["weight"], rows["0"]["digest"], rows["0"]["round_trip_s"]) == (0.5, "agrees", None)
     assert rows["0"]["sent_bytes"] is None
     history([view(1, (0,))], into=run)
-    assert [row["state"] for row in member_rows(run, (), NOW_S).values()] == ["here", "gone"]
+    assert [row["state"] for row in member_rows(run, (), NOW_S).values()] == ["running", "gone"]
 
 
 def test_state_that_comes_is_shown_until_the_replica_trains() -> None:

@@ -51,7 +51,7 @@ def test_a_difference_makes_the_new_one_of_the_old_one(old: dict[str, Any], new:
 
 def test_what_is_not_known_is_none_and_never_zero() -> None:
     header = shown(Watched("run", "there"))["runs"]["0"]["header"]
-    assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not begun"}
+    assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not started"}
 
 
 def test_who_takes_over_the_state_of_others_is_joining() -> None:
