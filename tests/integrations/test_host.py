@@ -1,4 +1,4 @@
-"""What integrations find behind the wrappers of a framework, and what they refuse."""
+"""How integrations unwrap models and optimizers of a framework, and what they refuse."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_no_optimizer_of_torch_is_refused() -> None:
 
 
 def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
-    """`GradScaler.step` calls it all the same, with ``found_inf`` as an attribute, and its kernel does nothing."""
+    """`GradScaler.step` still calls it, with ``found_inf`` as an attribute, and its kernel skips the step."""
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([parameter], fused=True)
     watch, scaler = StepWatch(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -77,7 +77,7 @@ def test_globals_are_shown_and_hidden_and_kept() -> None:
         model.weight.add_(1.0)
     for _ in range(2):
         replica.show()
-        replica.show()  # the local ones are not lost
+        replica.show()  # a second call must not overwrite the saved local parameters
         assert model.weight.item() == began
         assert replica.local()["weight"].item() == began + 1
         replica.hide()

@@ -132,7 +132,7 @@ def test_the_documented_schema_is_that_of_the_events() -> None:
     name = ""
     for line in body.splitlines():
         if match := re.match(r"(\w*) +(\w.*)", line):
-            name = match[1] or name  # a line that goes on has no name
+            name = match[1] or name  # a continuation line has no event name
             documented.setdefault(name, []).extend(re.findall(r"\w+", match[2]))
     assert documented == {
         kind.__name__: [field.name for field in dataclasses.fields(kind) if field.name != "step"]

@@ -1,4 +1,4 @@
-"""The console as a log: a line every so many steps, what is worth one between them, and a summary."""
+"""The plain console: a row every few steps, lines for notable events between them, and a summary."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ finished
 
 
 def test_plain_output_of_a_whole_run() -> None:
-    assert {letter for letter in PLAIN if not letter.isprintable()} == {"\n", "\t"}, "nothing that a terminal obeys"
+    assert {letter for letter in PLAIN if not letter.isprintable()} == {"\n", "\t"}, "no control characters"
     assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
     stream, clock = io.StringIO(), Clock()
     tell(PlainConsole(stream, every_steps=8, clock=clock), clock)

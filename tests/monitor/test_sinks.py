@@ -13,7 +13,7 @@ from diloco.monitor.sinks import Sinks, make_sinks
 
 
 class Recorder:
-    """Remembers what it was told; raises ``error`` at step ``fails_at``, and on closing when ``fails_at`` is 0."""
+    """A sink that records its events. It raises ``error`` at step ``fails_at``, or on closing if ``fails_at`` is 0."""
 
     def __init__(self, fails_at: int = -1, error: BaseException | None = None) -> None:
         self.steps: list[int] = []
@@ -136,7 +136,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(
 
 
 def test_a_sink_of_the_users_own_hears_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module in the working directory, as it is where somebody tries something."""
+    """Also from a module in the working directory, as in an experiment."""
     (tmp_path / "my_sinks.py").write_text(
         "class Steps:\n"
         "    def __init__(self, folder): self.file = (folder / 'steps.txt').open('w')\n"

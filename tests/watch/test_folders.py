@@ -1,4 +1,4 @@
-"""Runs in folders: what is there, what is being written, and what else is in a run's folder."""
+"""Runs in folders: existing records, records that are being written, and other files in a run's folder."""
 
 from __future__ import annotations
 
