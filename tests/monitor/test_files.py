@@ -114,7 +114,7 @@ def test_what_a_resumed_run_does_again_is_superseded(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     path = written(tmp_path / "m.jsonl", note(1))
     path.write_text(path.read_text() + damage + "\n" + path.read_text())
-    with pytest.raises(DataError, match="Line 2 of .* is not a valid event record"):
+    with pytest.raises(DataError, match=r"Line 2 of .* is not a valid event record"):
         read_metrics(path)
 
 

@@ -24,7 +24,8 @@ class WandbSettings:
     entity: str | None = None
     """User or team. Default: the owner of the API key."""
     name: str | None = None
-    """Name of the run. Default: the name of its folder. If replicas are processes, replicas N > 0 append "-replica-N"."""
+    """Name of the run. Default: the name of its folder. If replicas are processes, replicas N > 0 append
+    "-replica-N"."""
     group: str | None = None
     """Group that the replicas of one run are shown in. Default: swarm.run, or the name."""
     tags: tuple[str, ...] = ()
