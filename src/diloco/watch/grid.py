@@ -76,7 +76,6 @@ class Participation:
     counted: int = 0  # rounds with its contribution in the mean
     missed: int = 0  # consecutive rounds, up to the newest, that were merged without it
     weight: float | None = None  # the weight of its last contribution
-    payload_bytes: int | None = None  # the size of its last contribution
     wait_s: float | None = None  # how long it waited for its last merged round
     late_s: float | None = None  # how long after the first contribution its last one arrived
 
@@ -136,7 +135,7 @@ class Grid:
         cell.sent[replica] = sys.intern(text(record, "digest"))  # nearly all digests are equal
         part = self.part(replica)
         part.sent += 1
-        part.weight, part.payload_bytes = number(record, "weight"), whole(record, "payload_bytes")
+        part.weight = number(record, "weight")
 
     def _merged(
         self, cell: ReportedRound, replica: int, fragment: int, record: Record, expected: Iterable[int]
