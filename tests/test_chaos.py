@@ -1,4 +1,4 @@
-"""`benchmarks.chaos`: its plan and its checks on made-up records, and a short run with real peers."""
+"""`benchmarks.chaos`: its plan, its checks on artificial records, and a short run with real peers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TestProcesses:
     def test_the_clock_of_a_process_is_stepped_and_its_records_keep_the_machines(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(time, "time", time.time)  # both are put back
+        monkeypatch.setattr(time, "time", time.time)  # both are restored afterwards
         monkeypatch.setattr(files, "time", files.time)
         true, held = time.time, tmp_path / "clock"
         set_seconds(held, 0.0)
@@ -155,7 +155,7 @@ class TestProcesses:
         )
 
     def test_a_daemon_in_a_session_of_its_own_goes_with_its_machine(self, tmp_path: Path) -> None:
-        """A signal to the group does not reach it; one to all that a peer started does."""
+        """A signal to the group does not reach it, but one to every process that a peer started does."""
         waits = "import sys; print(flush=True); sys.stdin.read()"
         starts = (
             f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {waits!r}], stdin=-1, stdout=-1, "
@@ -177,7 +177,7 @@ class TestProcesses:
     def test_the_commands_of_peers_are_ones_that_diloco_takes(
         self, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A torch replica is started again by the same command, with the address of another one as rendezvous."""
+        """A torch replica is restarted with the same command and the address of another replica as rendezvous."""
         commands: list[list[str]] = []
 
         class Started:
@@ -192,7 +192,7 @@ class TestProcesses:
             peers.start(peer)
             tail = peers.running[peer].tail
             tail.facts = {"control addresses": f"0 at 10.0.0.1:1, {peer} at 10.0.0.1:{peer + 1}"}
-        tail.steps_s = tail.committed_s = time.time()  # the second one trains
+        tail.steps_s = tail.committed_s = time.time()  # the second peer trains
         if transport == "torch":
             peers.start(0)
             assert commands[2][commands[2].index("--rendezvous") + 1] == "10.0.0.1:2"
@@ -203,7 +203,7 @@ class TestProcesses:
 
 
 def is_over(pid: int) -> bool:
-    """Whether a process has ended; nobody may have waited for its end."""
+    """Return whether a process has ended, even if it has not been reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -306,7 +306,7 @@ class TestRounds:
 
     @pytest.mark.parametrize("void_s", [1.0, 2.5])
     def test_not_for_who_came_back(self, void_s: float) -> None:
-        """The round is void before it looks for the others, or while it does."""
+        """The round is void before the replica looks for the others, or while it does."""
         records = [
             sent(0),
             void(void_s),
@@ -336,7 +336,7 @@ def left(time_s: float, *replicas: int, view: int = 1, replica: int = 0) -> dict
 
 
 class TestPutOut:
-    """Of three replicas, 0 says that 1 is out at 20 s."""
+    """Of three replicas, replica 0 reports at 20 s that replica 1 is no longer a member."""
 
     BACK_S, NOTICED_S = 30.0, 5.0
 
@@ -359,7 +359,7 @@ class TestPutOut:
     def test_once_where_it_says_so_itself(self, words: str) -> None:
         about = self.about(record(20.2, "Note", text=words))
         assert len(self.found(left(20, 1), about)) == 1
-        assert len(self.found(left(20, 2), about)) == 2  # of replica 2 nothing is known
+        assert len(self.found(left(20, 2), about)) == 2  # nothing is known of replica 2
 
     def test_once_for_all_who_say_so(self) -> None:
         other = log(sent(0, replica=2), committed(0.5, replica=2), left(20.5, 1, replica=2), name="c", peer=2)
@@ -369,10 +369,10 @@ class TestPutOut:
     @pytest.mark.parametrize(
         ("fields", "records"),
         [
-            ({"disturbed": [(10.0, 17.0)]}, [committed(18, 1)]),  # it was frozen, and came back before others say so
-            ({"disturbed": [(10.0, 15.0)]}, []),  # and did not come back
+            ({"disturbed": [(10.0, 17.0)]}, [committed(18, 1)]),  # it was frozen, and continued in time
+            ({"disturbed": [(10.0, 15.0)]}, []),  # it did not rejoin
             ({"ended_s": 15.0, "ended_by": "kill"}, []),
-            ({"started_s": 17.0}, [committed(18, 1)]),  # it has just begun
+            ({"started_s": 17.0}, [committed(18, 1)]),  # it has just started
         ],
     )
     def test_not_for_nothing(self, fields: dict[str, Any], records: list[dict[str, Any]]) -> None:
@@ -438,7 +438,7 @@ def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
 
 
 class Forked(Running):
-    """A process that imports nothing anew."""
+    """A forked process, which imports nothing again."""
 
     processes: Processes
 
@@ -448,9 +448,9 @@ class Forked(Running):
 
 
 def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of three is killed and comes back, one is frozen, the standing peer is another one for a while.
+    """One of three peers is killed and restarted, one is frozen, and the bootstrap peer is down for a while.
 
-    What is said of the run is said of a case, too: its figures are those of the same checks.
+    The figures of a case come from the same checks as those of the run.
     """
     times_s = {"silence_s": 6.0, "join_window_s": 4.0, "heartbeat_s": 0.5, "slack_s": 60.0}
     set_up = Settings(peers=3, steps=150, step_s=0.4, hurries=True, **times_s)

@@ -1,4 +1,4 @@
-"""The GPU benchmark's own code, on the CPU at a size where its figures mean nothing."""
+"""The code of the GPU benchmark, run on the CPU at a size whose figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attacks of benchmarks/hostile: what can be tried at once does no harm, and no parser raises but the refusal."""
+"""The attacks of benchmarks/hostile: the fast ones do no harm, and parsers raise nothing but refusals."""
 
 from __future__ import annotations
 
