@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.sweep.execute import only_sweep
+from diloco.sweep.execute import sweep_lock
 from tests.cli.runs import SMALL
 
 
@@ -48,11 +48,11 @@ def test_a_folder_is_one_sweeps_until_its_last_process_has_ended(
     path = tmp_path / "study.toml"
     path.write_text("[axes]\nseed = [0]\n")
     command = ["sweep", str(path), "--out", str(tmp_path)]
-    with only_sweep(tmp_path) as inherited:
+    with sweep_lock(tmp_path) as inherited:
         left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=inherited)
     assert main(command) == 2
     assert "another `diloco sweep`, or a run that one has begun, is at work in" in capsys.readouterr().err
     assert not (tmp_path / "results.jsonl").exists()
     left.communicate()
-    with only_sweep(tmp_path):
+    with sweep_lock(tmp_path):
         pass

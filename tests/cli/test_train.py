@@ -13,7 +13,7 @@ import torch
 
 from diloco.cli import main
 from diloco.config.configuration import load_configuration
-from diloco.config.run_plan import command_to_go_on
+from diloco.config.run_plan import resume_command
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 
@@ -181,7 +181,7 @@ def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
     """A replica that was started by itself, and a peer."""
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
-    assert command_to_go_on(rank, Path("runs/a")) == command
+    assert resume_command(rank, Path("runs/a")) == command
     address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
     peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
-    assert command_to_go_on(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"
+    assert resume_command(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"

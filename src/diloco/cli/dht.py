@@ -14,7 +14,7 @@ from tyro.conf import arg
 
 from diloco.config.flags import parse_options
 
-__all__ = ["own_folder", "run"]
+__all__ = ["run"]
 
 DESCRIPTION = """Be a peer that others find each other through. It trains nothing and holds no model.
 
@@ -45,11 +45,11 @@ class DhtOptions:
 def run(arguments: Sequence[str]) -> int:
     """Stand until interrupted; returns 0."""
     options = parse_options(DhtOptions, "dht", DESCRIPTION, arguments)
-    asyncio.run(_stand(options))
+    asyncio.run(_serve(options))
     return 0
 
 
-async def _stand(options: DhtOptions) -> None:
+async def _serve(options: DhtOptions) -> None:
     from diloco.transport.hivemind.library import run_peer
     from diloco.transport.hivemind.place import NodePlace
 
@@ -65,17 +65,17 @@ async def _stand(options: DhtOptions) -> None:
         map_ports=options.map_ports,
         relay=options.relay,
     )
-    identity = options.identity or own_folder() / "dht.key"
-    standing = asyncio.ensure_future(run_peer(identity, place, ready))
+    identity = options.identity or _data_folder() / "dht.key"
+    serving = asyncio.ensure_future(run_peer(identity, place, ready))
     for ending in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(ending, standing.cancel)
+        asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
     try:
-        await standing
+        await serving
     except asyncio.CancelledError:
         print("diloco: left.", flush=True)
 
 
-def own_folder() -> Path:
+def _data_folder() -> Path:
     """The folder of this program's data of this user."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "diloco"

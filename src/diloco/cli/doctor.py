@@ -24,7 +24,7 @@ from diloco.units import format_rate
 
 __all__ = ["run"]
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 DESCRIPTION = """Check names, ports, latency and bandwidth of the way to other replicas.
 
@@ -112,7 +112,7 @@ def _listen(text: str, secret_file: Path | None) -> int:
                 flush=True,
             )
             while asked.signal is None:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
     finally:
         connections.close()
     return 0

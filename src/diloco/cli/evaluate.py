@@ -164,7 +164,7 @@ def _evaluate_answers(trained: Trained, settings: Configuration, given: Evaluate
         )
     tokenizer = trained.chat_tokenizer()
     batch_size, sequences = _amounts(settings, given)
-    with _told() as progress:
+    with _reported_progress() as progress:
         evaluation = evaluate(
             trained.model,
             tokenizer,
@@ -206,7 +206,7 @@ def _evaluate(
     model, tokenizer = trained.model, trained.tokenizer
     batch_size, sequences = _amounts(settings, given)
     masks = settings.train.document_masks
-    with _told() as progress:
+    with _reported_progress() as progress:
         if given.stride is None and not given.by_document:
             return evaluate(
                 model,
@@ -237,7 +237,7 @@ def _amounts(settings: Configuration, given: EvaluateOptions) -> tuple[int, int]
 
 
 @contextmanager
-def _told() -> Iterator[Callable[[int], None]]:
+def _reported_progress() -> Iterator[Callable[[int], None]]:
     """Tells how far the evaluation is, where it takes seconds; gives what takes the tokens predicted so far."""
     done = 0
 

@@ -152,7 +152,7 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
     from diloco.trained.generate import TextStream, answer
 
     tokenizer, window = trained.chat_tokenizer(), trained.length(given.context, "--context")
-    said: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
+    messages: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
     asks = not prompt and sys.stdin.isatty()
     questions = iter([prompt] if prompt else sys.stdin)
     while True:
@@ -160,12 +160,12 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
             print("> ", end="", flush=True)
         if (question := next(questions, None)) is None:
             return 0
-        said.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
+        messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
         stream, text = TextStream(tokenizer), ""
         tokens = answer(
             trained.model,
             tokenizer,
-            tokenizer.prompt(said),
+            tokenizer.prompt(messages),
             max_new_tokens=given.tokens,
             window=window,
             sampling=given.sampling,
@@ -175,7 +175,7 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
             text += _shown(stream.feed(token))
         text += _shown(stream.finish())
         print(flush=True)
-        said.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
 
 
 def _shown(text: str) -> str:

@@ -28,7 +28,7 @@ from diloco.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from diloco.transport.hivemind.visitor import PeerReport, Visitor
 
-__all__ = ["about_digests", "asking", "run"]
+__all__ = ["asking", "run"]
 
 DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves, and
 what the others say of the rounds that each has spoilt, missed, voted against or held up.
@@ -67,14 +67,14 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError("--every-s must be positive.")
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_keep_asking(options))
+            asyncio.run(_watch(options))
         return 0
     found = asyncio.run(_ask(options))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
         print(_table(found))
-    for words in _about(found, options.run):
+    for words in _remarks(found, options.run):
         print(f"diloco: {words}", file=sys.stderr)
     return 0 if any(each.status for each in found) else 1
 
@@ -98,14 +98,14 @@ async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
         return await asked.ask()
 
 
-async def _keep_asking(options: PeersOptions) -> None:
+async def _watch(options: PeersOptions) -> None:
     """Show the table and replace it, again and again; where the output is no terminal, one below the other."""
     console = Console(highlight=False)
     async with asking(options.run, options.join, options.secret_file) as asked:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
-                    shown = _picture(await asked.ask(), options.run)
+                    shown = _report(await asked.ask(), options.run)
                 except (DiLoCoError, OSError) as error:
                     shown = f"The peers could not be asked, and are asked again: {error}"
                 if console.is_terminal:
@@ -115,10 +115,10 @@ async def _keep_asking(options: PeersOptions) -> None:
                 await asyncio.sleep(options.every_s)
 
 
-def _picture(found: Sequence[PeerReport], run: str) -> str:
+def _report(found: Sequence[PeerReport], run: str) -> str:
     """The table, what is to be said about it, and when."""
     when = f"run {run!r} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"
-    return "\n".join([when, "", _table(found), *(f"\n{words}" for words in _about(found, run))])
+    return "\n".join([when, "", _table(found), *(f"\n{words}" for words in _remarks(found, run))])
 
 
 def _table(found: Sequence[PeerReport]) -> str:
@@ -139,7 +139,7 @@ def _faults(seen: Faults | None) -> str:
     return "no data" if seen is None else str(seen)
 
 
-def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:
+def _remarks(found: Sequence[PeerReport], run: str) -> Iterator[str]:
     """Why some peers do not answer, why digests differ, or why there are none."""
     from diloco.transport.hivemind.visitor import absence
 
@@ -147,7 +147,7 @@ def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:
         if each.problem:
             words = _WORDS[absence(each, found)].format(number=each.number, problem=each.problem.partition("\n")[0])
             yield f"{each.peer_id}: {words}"
-    if words := about_digests(found):
+    if words := _about_digests(found):
         yield words
     if not found:
         yield (
@@ -163,11 +163,11 @@ _WORDS = {
 }
 
 
-def about_digests(found: Sequence[PeerReport]) -> str:
+def _about_digests(found: Sequence[PeerReport]) -> str:
     """Why the peers' digests differ; "" if they don't.
 
     >>> from diloco.transport.hivemind.visitor import PeerReport
-    >>> about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
+    >>> _about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """
     shown = {each.number: (each.status.get("step"), each.status.get("digest", "-")) for each in found}

@@ -82,7 +82,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check(options: PlanOptions, target: float) -> None:
     """Refuse what can be refused before anything is measured."""
-
     if not 0 < target < 1:
         raise ConfigurationError(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
     if options.config is not None and options.preset is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint.disk import write_whole
-from diloco.cli.sites import each
+from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
@@ -79,7 +79,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         conditions = dataclasses.replace(
             conditions, send_s_per_value=step.send_s_per_value, merge_s_per_value=step.merge_s_per_value
         )
-    times = each(times, options.replicas, "--step-time")
+    times = per_replica(times, options.replicas, "--step-time")
     if options.bandwidth:
         links = options.links()
     else:

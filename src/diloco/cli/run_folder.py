@@ -40,7 +40,7 @@ def claim_folder(plan: RunPlan) -> Path:
         if source is None:
             raise not_empty_error(out)
         raise ConfigurationError(f"--out {out} is not empty; choose another --out.")
-    return _made(out)
+    return _create(out)
 
 
 def folder_of_rank(plan: RunPlan, role: Role) -> Path:
@@ -96,7 +96,7 @@ def _claim_numbered(plan: RunPlan) -> Path:
     """``runs/NAME``, or with the lowest number behind it that is free; two runs started at once get two."""
     settings = plan.configuration
     first = Path("runs") / (settings.swarm.run or f"{settings.algorithm}-{settings.model_label}")
-    _made(first.parent)
+    _create(first.parent)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
         try:
@@ -107,7 +107,7 @@ def _claim_numbered(plan: RunPlan) -> Path:
     raise AssertionError("the numbers do not end")
 
 
-def _made(folder: Path) -> Path:
+def _create(folder: Path) -> Path:
     try:
         writable(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:  # such as in /proc, where even root makes none

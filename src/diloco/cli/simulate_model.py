@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.cli.sites import each
+from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.errors import ConfigurationError
 from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
@@ -85,7 +85,9 @@ def run(options: SimulateOptions) -> int:
 def _cluster(options: SimulateOptions) -> Cluster:
     return Cluster.of(
         options.links(unless_given="1Tbit", half_duplex=options.half_duplex),
-        each([parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"),
+        per_replica(
+            [parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"
+        ),
         jitter=options.jitter,
         seed=options.seed,
         overheads=_overheads(options),

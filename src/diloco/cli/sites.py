@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from diloco.simulate.traffic import Workload
     from diloco.transport.links import Link
 
-__all__ = ["SiteOptions", "each"]
+__all__ = ["SiteOptions", "per_replica"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,13 @@ class SiteOptions:
         from diloco.transport.links import Link
 
         texts = self.bandwidth or (unless_given,)
-        rates = each([parse_rate_bits_per_s(text, "--bandwidth") for text in texts], self.replicas, "--bandwidth")
+        rates = per_replica(
+            [parse_rate_bits_per_s(text, "--bandwidth") for text in texts], self.replicas, "--bandwidth"
+        )
         latencies = [parse_duration_s(text, "--latency") for text in self.latency]
         return [
             Link(rate, latency_s, half_duplex)
-            for rate, latency_s in zip(rates, each(latencies, self.replicas, "--latency"), strict=True)
+            for rate, latency_s in zip(rates, per_replica(latencies, self.replicas, "--latency"), strict=True)
         ]
 
     def conditions(self, *, on_cpu: bool) -> Conditions:
@@ -87,10 +89,10 @@ class SiteOptions:
         return replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
 
 
-def each(values: Sequence[float], replicas: int, name: str) -> list[float]:
+def per_replica(values: Sequence[float], replicas: int, name: str) -> list[float]:
     """One value for each replica, from one for all or one for each.
 
-    >>> each([80.0], 3, "--latency")
+    >>> per_replica([80.0], 3, "--latency")
     [80.0, 80.0, 80.0]
     """
     if replicas < 1:

@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
         raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}.")
 
-    from diloco.sweep.execute import only_sweep, run_all
+    from diloco.sweep.execute import run_all, sweep_lock
     from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
 
     folder = given.out / "runs"
@@ -85,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
             print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
         return 0
 
-    with only_sweep(given.out) as inherited:
+    with sweep_lock(given.out) as inherited:
         for each, ended in run_all(rest, folder, jobs, inherited):
             if ended is None:
                 print(f"  begun  {each.name}", flush=True)

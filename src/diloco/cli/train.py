@@ -14,7 +14,7 @@ from diloco.cli.run_folder import claim_folder
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_run
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run, resume_command
 from diloco.train.roles import Role, read_torchrun, role_of
 
 __all__ = ["run"]
@@ -54,7 +54,7 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         folder = claim_folder(plan)
         code = _train_in(folder, plan, role, line, typed)
     if code == INTERRUPTED and folder is not None:
-        command = command_to_go_on(plan.configuration, folder)
+        command = resume_command(plan.configuration, folder)
         print(f"diloco: stopped, and the state is saved. To go on: {command}", file=sys.stderr)
     return code
 

@@ -19,7 +19,7 @@ from diloco.cli.run_folder import (
     not_empty_error,
 )
 from diloco.config.configuration import Configuration
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, words_for_others
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, join_command
 from diloco.monitor.settings import MonitorSettings
 from diloco.monitor.sinks import Sinks, make_sinks
 from diloco.train.roles import Role
@@ -60,7 +60,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
-        fleet.others_type = " ".join(words_for_others(typed, settings))
+        fleet.others_type = " ".join(join_command(typed, settings))
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
             f"--full trains all weights, and --lora.rank {given['model.lora_rank']} adapters beside them. Use one of "
             "them."
         )
-    swarm = given.get("transport.name", "hivemind") == "hivemind" and bool({"swarm.run", "swarm.join"} & given.keys())
+    transport = given.get("transport.name")
     values: Values = {
         "model.source": source,
         "model.lora_rank": 0 if full else 16,
@@ -74,7 +74,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         "transport.replicas": 1,
         "evaluation.sample_tokens": 0,
     }
-    if swarm or given.get("transport.name") == "hivemind":
+    if transport == "hivemind" or (transport is None and {"swarm.run", "swarm.join"} & given.keys()):
         values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
     return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
 
@@ -90,7 +90,7 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
         The line, and what to know of it in words: how the outer optimizer was chosen, where it was not given, and
         that there are few steps, where their number was not given.
     """
-    given, derived = line.values, Values()
+    given = line.values
     sequences = int(given["train.batch_size"]) * replicas
     steps = int(given["train.steps"])
     if rows:

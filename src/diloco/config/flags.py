@@ -177,7 +177,7 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
             read(["--help"])
     flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text.getvalue())))
-    raise ConfigurationError(f"{_in_a_sentence(refusal.getvalue(), flags)} See `{program} --help`.")
+    raise ConfigurationError(f"{_as_sentence(refusal.getvalue(), flags)} See `{program} --help`.")
 
 
 @contextlib.contextmanager
@@ -199,7 +199,7 @@ _NUMBERS = {
 }
 
 
-def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
+def _as_sentence(box: str, flags: Sequence[str]) -> str:
     """What tyro's box says.
 
     Args:
@@ -211,7 +211,7 @@ def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
     ... │ ──────────────────────────────────── │
     ... │ For full helptext, run train --help  │
     ... ╰──────────────────────────────────────╯'''
-    >>> _in_a_sentence(box, ["--steps", "--seed"])
+    >>> _as_sentence(box, ["--steps", "--seed"])
     'there is no flag --stepz; did you mean --steps?'
     """
     lines = box.strip("\n").splitlines()

@@ -22,7 +22,7 @@ from diloco.model.settings import native_keys, parse_source
 from diloco.plugins import absolute, is_own
 from diloco.train.resolve import notes, resolve
 
-__all__ = ["RunPlan", "command_to_go_on", "plan_run", "words_for_others"]
+__all__ = ["RunPlan", "join_command", "plan_run", "resume_command"]
 
 CONFIG_FILE = "config.toml"
 
@@ -34,7 +34,7 @@ PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous
 
 PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a peer
 
-_OF_THIS_CALL = ("out", "train.stop_after", "checkpoint.resume")  # where it goes, when it stops, what it goes on from
+_PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # where it goes, when it stops, what it goes on from
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
@@ -72,7 +72,7 @@ def plan_run(line: CommandLine) -> RunPlan:
     """
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
-        return _go_on(line, resume)
+        return _plan_resumed(line, resume)
     asked = _absolute(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
@@ -111,7 +111,7 @@ def _named(configuration: Configuration) -> Values:
     return {key: operator.attrgetter(key)(configuration) for key in OWN_CODE}
 
 
-def _go_on(line: CommandLine, resume: Path) -> RunPlan:
+def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     """The settings of the run at ``resume``, with the few changes that a run can take."""
     if line.file is not None:
         raise ConfigurationError(
@@ -163,7 +163,7 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
     )
 
 
-def command_to_go_on(configuration: Configuration, folder: Path) -> str:
+def resume_command(configuration: Configuration, folder: Path) -> str:
     """The command that goes on with a stopped run, with what the run's folder does not keep."""
     words = ["diloco", "train", "--resume", str(folder)]
     given, usual = flatten(configuration), flatten(Configuration())
@@ -174,7 +174,7 @@ def command_to_go_on(configuration: Configuration, folder: Path) -> str:
     return shlex.join(words)
 
 
-def words_for_others(typed: Sequence[str], configuration: Configuration) -> list[str]:
+def join_command(typed: Sequence[str], configuration: Configuration) -> list[str]:
     """What others type to take part in the swarm of ``configuration``, up to the addresses after ``--join``.
 
     It is what was ``typed`` here, without what is about this peer alone; of a run that goes on, it is the name alone.
@@ -206,7 +206,7 @@ def _flags(key: Key) -> tuple[str, ...]:
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """The text of ``config.toml``: `diloco train config.toml` begins the same run again."""
     keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_OF_THIS_CALL)}
+    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_PER_CALL_KEYS)}
     lasting = build(Configuration, flatten(configuration) | left_out)
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."

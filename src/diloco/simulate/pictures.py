@@ -64,7 +64,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
     check_picture_path(path)
     if not spans:
         raise ConfigurationError("a timeline without spans shows nothing: give at least one.")
-    shown = _first_stretch(spans)
+    shown = _drawn_part(spans)
     with picture_style():
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -104,7 +104,7 @@ class _Shown:
     note: str
 
 
-def _first_stretch(spans: Sequence[Span]) -> _Shown:
+def _drawn_part(spans: Sequence[Span]) -> _Shown:
     everyone = sorted({span.replica for span in spans})
     replicas = everyone[:MOST_REPLICAS]
     ordered = sorted((span for span in spans if span.replica in replicas), key=lambda span: span.start_s)

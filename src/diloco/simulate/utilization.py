@@ -19,7 +19,7 @@ from diloco.simulate.cluster import Cluster, LateSteps
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 
-__all__ = ["Simulated", "SimulatedRound", "handed_in_s", "simulate", "simulate_cycles"]
+__all__ = ["Simulated", "SimulatedRound", "equivalent_send_s", "simulate", "simulate_cycles"]
 
 Floats = NDArray[np.float64]
 
@@ -205,7 +205,7 @@ class _Run:
         if self.late_steps is not None:
             trained = self.late_steps.trained_last
             last_began_s, lasted_s = np.where(trained, last_began_s, self.now_s(step)), np.where(trained, lasted_s, 0.0)
-        sent_at_s = handed_in_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
+        sent_at_s = equivalent_send_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
         times = round_times(
             self.links,
             sent_at_s,
@@ -251,7 +251,7 @@ class _Run:
             )
 
 
-def handed_in_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+def equivalent_send_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
     """When the parcel would have to leave in one piece to be out at the same time as in its parts.
 
     Args:

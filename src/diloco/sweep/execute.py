@@ -22,9 +22,9 @@ from diloco.sweep.study import Run
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Ended", "only_sweep", "run_all"]
+__all__ = ["Ended", "run_all", "sweep_lock"]
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ended:
 
 
 @contextmanager
-def only_sweep(folder: Path) -> Iterator[Sequence[int]]:
+def sweep_lock(folder: Path) -> Iterator[Sequence[int]]:
     """Keep other sweeps out of a folder (except on Windows), until this one and all processes of it have ended.
 
     Returns:
@@ -83,7 +83,7 @@ def run_all(
                 run = going.pop(process)
                 yield run, _ended(run, folder, process.returncode)
             if not ended:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
     finally:
         for process in going:
             process.send_signal(2)
