@@ -79,7 +79,7 @@ REFUSED = (
     ("export RUN x.safetensors --to safetensors --merge", "--merge needs --to hf"),
     ("export RUN RUN --to adapter", "is not an exported model"),
     ("export BASE x --merge", "has no adapters, so --merge"),
-    ("evaluate RUN --by-document", "which stand alone"),
+    ("evaluate RUN --by-document", "which are evaluated one by one"),
     ("evaluate RUN --questions q --data d", "--questions cannot be combined"),
     ("generate RUN --chat --json", "--chat cannot be combined"),
     ("generate RUN --system x", "--system needs --chat"),

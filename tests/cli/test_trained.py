@@ -110,7 +110,7 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
     assert results[1]["heldout_loss"] == pytest.approx(results[0]["heldout_loss"], rel=1e-6)
     assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
     assert results[1]["step"] is None
-    assert "so nothing was held out: give --data PATH" in refused(["evaluate", str(exported)], capsys)
+    assert "so it has no held-out text: give --data PATH" in refused(["evaluate", str(exported)], capsys)
     assert "is not a run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 

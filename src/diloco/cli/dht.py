@@ -1,4 +1,4 @@
-"""``diloco dht``: a standing peer that trains nothing, through which the others find each other."""
+"""``diloco dht``: run a peer that trains nothing, through which other peers find each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.config.flags import parse_options
 
 __all__ = ["run"]
 
-DESCRIPTION = """Be a peer that others find each other through. It trains nothing and holds no model.
+DESCRIPTION = """Run a peer through which other peers find each other. It trains nothing and holds no model.
 
 Examples:
   diloco dht --listen /ip4/0.0.0.0/tcp/31330
@@ -25,25 +25,24 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DhtOptions:
-    """What follows `diloco dht`."""
+    """The options of `diloco dht`."""
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddresses to listen at."""
     announce: tuple[str, ...] = ()
-    """Multiaddresses to tell others instead of those listened at."""
+    """Multiaddresses to announce to other peers instead of those in --listen."""
     join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Addresses of other peers, if there are any already."""
+    """Addresses of peers that are already running, if there are any."""
     identity: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """File of this peer's private key, made where there is none. Default: dht.key in this user's data folder, so that
-    its address stays the same."""
+    """Private key file, created if missing; it fixes this peer's identity. Default: dht.key in your data folder."""
     relay: bool = True
-    """Pass on the streams of peers that can't reach each other."""
+    """Relay the streams of peers that can't reach each other directly."""
     map_ports: bool = True
-    """Ask the router to let others in (UPnP)."""
+    """Ask the router to forward the port to this machine (UPnP)."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Stand until interrupted; returns 0."""
+    """Run the peer until it is interrupted; return 0."""
     options = parse_options(DhtOptions, "dht", DESCRIPTION, arguments)
     asyncio.run(_serve(options))
     return 0
@@ -54,7 +53,7 @@ async def _serve(options: DhtOptions) -> None:
     from diloco.transport.hivemind.place import NodePlace
 
     def ready(addresses: tuple[str, ...]) -> None:
-        print("diloco: peers of any run find each other with")
+        print("diloco: peers of any run can find each other through this peer with")
         for address in addresses:
             print(f"  --join {address}", flush=True)
 
@@ -72,10 +71,10 @@ async def _serve(options: DhtOptions) -> None:
     try:
         await serving
     except asyncio.CancelledError:
-        print("diloco: left.", flush=True)
+        print("diloco: stopped.", flush=True)
 
 
 def _data_folder() -> Path:
-    """The folder of this program's data of this user."""
+    """Return the folder for this user's diloco data."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "diloco"
