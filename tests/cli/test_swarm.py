@@ -190,11 +190,11 @@ def test_why_a_peer_does_not_answer_is_told(
     faults = [line.rstrip().rpartition("  ")[2] for line in shown.out.splitlines()]
     assert faults == ["faults", "none", "no data", "2 missed", "no data", "no data"]
     assert shown.err.splitlines()[:3] == [
-        "diloco: QmDone: replica 1 has finished the run, and has ended",
+        "diloco: QmDone: replica 1 has finished the run and exited",
         "diloco: QmFrozen: failed to dial QmFrozen",
-        "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
+        "diloco: QmLeft: replica 3 is no longer a member: it left or was lost, and the others continued",
     ]
-    assert "the digests differ because the peers were asked at different steps" in shown.err
+    assert "the digests differ because the peers answered at different steps" in shown.err
     found[-1] = visitor.PeerReport("QmAhead", 4, here | {"digest": "cd"})
     main(arguments)
     assert "peers at the same step show different digests" in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
     shown = capsys.readouterr().out
     rows = [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")]
     assert rows == ["1", "3"]
-    assert "could not be asked, and are asked again: the network is down" in shown
+    assert "could not be queried; trying again: the network is down" in shown
     assert main([*arguments, "--json"]) == main([*arguments, "--every-s", "0"]) == 2
 
 

@@ -90,9 +90,9 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     message = refused(train(files, "--out", str(files / "run")), capsys)
     assert "is not empty" in message
     assert f"--resume {files / 'run'}" in message
-    assert "is no folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
+    assert "is not a folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
-    assert "is not empty; choose another --out" in refused(occupied, capsys)
+    assert "is not empty. Choose another --out" in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
@@ -149,18 +149,18 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.txt" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == (
-        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is no folder. Choose another "
-        "--out, where you may write. Nothing was started."
+        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is not a folder. Choose another "
+        "--out, in a place where you may write. Nothing was started."
     )
     if Path("/proc/self").exists():  # a place where not even root makes folders
         assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
-    assert "is no folder. Choose another --out" in refused(train(files, *rank), capsys)
+    assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
-    assert "runs is no folder" in refused(train(files), capsys)
+    assert "runs is not a folder" in refused(train(files), capsys)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted read-only
-    assert f"{tmp_path} can't be written to" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
+    assert f"{tmp_path} is not writable" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
 
 
 def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(

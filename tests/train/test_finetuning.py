@@ -215,7 +215,7 @@ REFUSED: tuple[tuple[list[str], str], ...] = (
     (["run.toml", "--data", "a.jsonl"], "use diloco train run.toml"),
     (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
     (["llama", "--resume", "runs/a"], "whose model goes on"),
-    (["--resume", "runs/a", "--full"], "do not go with --resume"),
+    (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
     (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs 0 must be a positive number"),
     (["llama", "--data", "a.jsonl", "--epochs"], "--epochs needs a value"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
