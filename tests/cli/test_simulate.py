@@ -122,9 +122,9 @@ def test_slow_replicas_that_leave_out_steps_keep_nobody_waiting(capsys: pytest.C
     assert dynamic["diloco"]["wall_s"] == pytest.approx(waiting["diloco"]["wall_s"] / 2, rel=1e-3)
     assert dynamic["diloco"]["trained_share"] == 0.75
     assert dynamic["data-parallel"] == waiting["data-parallel"], "gradients are averaged at every step"
-    assert "take every step, and the others wait for them" in said(arguments, capsys)
+    assert "take every step while the others wait" in said(arguments, capsys)
     assert "train 100, 50 of 100 steps (data-parallel: all), 75% of all" in said(f"{arguments} --dynamic-steps", capsys)
-    assert "slow ones" not in said(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
+    assert "slow replicas" not in said(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
 
 
 def test_grace_says_what_is_gained_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_grace_says_what_is_gained_and_what_is_left_out(capsys: pytest.CaptureFi
     assert waiting["diloco"]["trained_share"] == 1
     assert grace["data-parallel"] == waiting["data-parallel"], "gradients are averaged at every step"
     assert "steps trained" in said(f"{arguments} --grace", capsys)
-    assert "leave out the steps for which the others would wait" in said(f"{arguments} --grace", capsys)
+    assert "skip the steps for which the others would wait" in said(f"{arguments} --grace", capsys)
     assert "steps trained" not in said(arguments, capsys)
 
 
@@ -199,12 +199,12 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("simulate", "a model is needed"),
-        ("simulate --preset 1b --layers 4", "a model is needed"),
+        ("simulate", "a model is required"),
+        ("simulate --preset 1b --layers 4", "a model is required"),
         ("simulate --table streaming-diloco --preset 1b", "--table streaming-diloco alone"),
         (f"simulate {BY_NUMBERS} --method streming", "there is no method 'streming'"),
-        (f"simulate {BY_NUMBERS} --targets 0", "per cents above 0"),
-        (f"simulate {BY_NUMBERS} --targets 101", "per cents above 0"),
+        (f"simulate {BY_NUMBERS} --targets 0", "percentages above 0"),
+        (f"simulate {BY_NUMBERS} --targets 101", "percentages above 0"),
         (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit."),
         (f"simulate {BY_NUMBERS} --bandwidth 1Gbit 2Gbit 3Gbit", "3 values for 2 replicas"),
         (f"simulate {BY_NUMBERS} --replicas 0", "at least 1"),
@@ -213,13 +213,13 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"simulate {BY_NUMBERS} --plot no/such/folder/x.svg", "folder"),
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
         (f"simulate {BY_NUMBERS} --overlap-steps 101", "Use 0 to 100"),
-        (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "streaming overlaps nothing"),
+        (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "--overlap-steps 5 has no effect on streaming"),
         (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "choose 1 to 24"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
-        (f"plan --preset 1b {LINK}", "to know how long an inner step takes"),
-        ("plan --preset 1b --step-time 1s", "to know what the links carry"),
-        (f"plan {BY_NUMBERS} {LINK} --config x.toml", "a run cannot be made of a model by numbers"),
-        (f"plan --parameters 1e9 --layers 24 --measure {LINK}", "a model by numbers cannot be run"),
+        (f"plan --preset 1b {LINK}", "the time of an inner step is required"),
+        ("plan --preset 1b --step-time 1s", "the bandwidth of the links is required"),
+        (f"plan {BY_NUMBERS} {LINK} --config x.toml", "are not enough to train"),
+        (f"plan --parameters 1e9 --layers 24 --measure {LINK}", "are not enough to time a step"),
         (f"plan --preset 1b --step-time 1s {LINK} --target-utilization 100%", "below 100 %"),
         (f"plan --preset 1b --step-time 1s {LINK} --config no/such/folder/x.toml", "no folder"),
         (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
@@ -252,9 +252,9 @@ def test_a_plan_reaches_its_target_and_says_why(capsys: pytest.CaptureFixture[st
     assert all(part["source"] for part in choice["loss_cost_parts"])
     assert len({other["why_not"] for other in record["others"]}) >= 3
     words = said(f"{PLAN} --target-utilization 95%", capsys)
-    assert "the choice" in words
+    assert "\nchosen\n" in words
     assert "2501.18512" in words
-    assert "why not" in words
+    assert "\nnot chosen\n" in words
     assert "reaches" in words
 
 
@@ -267,8 +267,8 @@ def test_a_plan_is_made_for_a_congestion_control_a_loss_and_a_wire(capsys: pytes
     steps = [choice["inner_steps"] / (1 + choice["overlap_steps"]) for choice in reached]
     assert steps[0] <= steps[1] < steps[2], "the less a link carries, the less often it is used"
     words = said(f"{SMALL_PLAN} --loss 0.5% --target-utilization 40%", capsys)
-    assert "0.5% of the packets lost, cubic, over torch" in words
-    assert "if every round took as long as one in ten does" in words
+    assert "0.5% packet loss, cubic, over torch" in words
+    assert "if every round took as long as the slowest tenth" in words
     assert accuracy("torch") in words
     assert read(f"{SMALL_PLAN} --transport hivemind", capsys)["accuracy"] == accuracy("hivemind")
 
@@ -283,10 +283,10 @@ def test_work_that_was_not_measured_is_not_counted_unsaid(capsys: pytest.Capture
 def test_a_plan_says_which_settings_it_does_not_know_of(capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --parameters 1e7 --layers 2 --bandwidth 500Mbit --target-utilization 80%"
     (waiting,) = read(f"{plan} --replicas 2 --step-time 0.9s 1s", capsys)["left_out"]
-    assert waiting.startswith("Every replica takes every step, and the fast ones wait for the slow ones")
+    assert waiting.startswith("Every replica takes every step, so fast replicas wait for slow ones")
     many = f"{plan} --replicas 16 --step-time 1s"
     (clipping,) = read(many, capsys)["left_out"]
-    assert clipping.startswith("Nothing is clipped.")
+    assert clipping.startswith("Contributions are not clipped.")
     assert read(f"{plan} --replicas 2 --step-time 1s", capsys)["left_out"] == []
 
 
@@ -294,8 +294,8 @@ def test_a_plan_that_reaches_nothing_ends_with_1(tmp_path: Path, capsys: pytest.
     file = tmp_path / "out.toml"
     slow = f"plan --preset 1b --bandwidth 1Mbit --step-time 0.8s --config {file}"
     words = said(slow, capsys, code=1)
-    assert "Nothing reaches 95.0%." in words
-    assert "each way would reach it" in words
+    assert "No settings reach 95.0%." in words
+    assert "in each direction" in words
     assert not file.exists()
     record = read(slow, capsys, code=1)
     assert not record["reached"]

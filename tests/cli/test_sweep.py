@@ -22,7 +22,7 @@ def test_a_study_is_run_and_goes_on_where_it_was_interrupted(
     command = ["sweep", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
     assert main(command) == 1
     said = capsys.readouterr().out
-    assert "2 runs, 0 of them done; 2 side by side" in said
+    assert "2 runs, 0 of them done; 2 at a time" in said
     outcomes = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert {outcome["varied"]["schedule.overlap_steps"]: outcome["status"] for outcome in outcomes} == {
         1: "done",

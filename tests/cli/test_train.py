@@ -174,7 +174,7 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     monkeypatch.setattr(diloco.train.run, "run_training", stopped)
     folder = tmp_path / "my run"
     assert main(train(files, "--out", str(folder))) == 130
-    assert capsys.readouterr().err.endswith(f"To go on: diloco train --resume '{folder}'\n")
+    assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
 
 
 def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:

@@ -61,7 +61,7 @@ SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
 AVERAGE_S_PER_VALUE = 0.9e-8  # of what a round takes beside the training loop, on a CPU
 CAREFUL_WORK = 1.25  # how much longer sends and merges may take in a careful plan
 
-CAREFULLY = "if every round took as long as one in ten does"
+CAREFULLY = "if every round took as long as the slowest tenth"
 
 Constants = tuple[float, float, float]  # goodput, round trips and queue trips of `Overheads`
 
@@ -134,10 +134,10 @@ class Conditions:
 def accuracy(wire: Wire = "torch") -> str:
     """How far predictions were off, in words."""
     fitted = FITTED[wire]
-    rounds = f"the times of {fitted.rounds} rounds over {wire} were off by {fitted.rounds_error:.0%} in the median"
+    rounds = f"the times of {fitted.rounds} rounds over {wire} by {fitted.rounds_error:.0%} in the median"
     if not fitted.runs:
-        return f"{rounds}; whole runs over it were not measured"
+        return f"predictions missed {rounds}; whole runs over {wire} were not measured"
     return (
-        f"{fitted.runs} real runs, on a CPU, were off by {fitted.median_error:.1%} in the median, "
-        f"{fitted.largest_error:.0%} at most; {rounds}"
+        f"predictions missed the times of {fitted.runs} runs on a CPU by {fitted.median_error:.1%} in the median and "
+        f"{fitted.largest_error:.0%} at most, and {rounds}"
     )
