@@ -54,7 +54,7 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     flags = ["--steps", "9", "--evaluation.sequences", "2", "--stop-after", "7"]
     assert main(["train", "--resume", str(tmp_path / "run"), *flags]) == 0
     [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert "train.steps goes from 8 to 9: the learning-rate schedule" in note["text"]
+    assert "train.steps changes from 8 to 9: the learning-rate schedule" in note["text"]
     record = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (record["train"]["steps"], record["evaluation"]["sequences"]) == (9, 2)
     assert read_json(tmp_path / "run" / "summary.json")["steps"] == 7

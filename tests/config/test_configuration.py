@@ -212,7 +212,7 @@ def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
     [
         (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
         (["--inner.arguments", "3"], "inner.arguments"),
-        (["--data", "text.txt", "run.toml"], "--data was given run.toml"),
+        (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )
 def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:

@@ -60,7 +60,7 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
         ("[axes]\nseed = []", "at least one value"),
         ("[axes]\nseed = [1, 1]", "seed has a value twice"),
         ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
-        ('[axes]\nseed = ["one"]', 'seed = "one" does not fit'),
+        ('[axes]\nseed = ["one"]', 'seed = "one" is not valid'),
         ("[base]\ntrain.stesp = 1\n[axes]\nseed = [1]", "unknown key 'train.stesp'"),
         ('[base]\nout = "x"\n[axes]\nseed = [1]', "out was given, which a study sets for each run"),
         ('[axes]\n"seed, train.steps" = [[1]]', r"seed, train.steps are varied together, and \[1\] is not a list of 2"),
