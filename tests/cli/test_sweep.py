@@ -44,14 +44,14 @@ def _nested(text: str) -> str:
 def test_a_folder_is_one_sweeps_until_its_last_process_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep that is killed leaves runs behind, which go on."""
+    """The runs of a sweep that is killed keep running."""
     path = tmp_path / "study.toml"
     path.write_text("[axes]\nseed = [0]\n")
     command = ["sweep", str(path), "--out", str(tmp_path)]
     with sweep_lock(tmp_path) as inherited:
         left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=inherited)
     assert main(command) == 2
-    assert "another `diloco sweep`, or a run that one has begun, is at work in" in capsys.readouterr().err
+    assert "another `diloco sweep`, or a run that it started, is still working in" in capsys.readouterr().err
     assert not (tmp_path / "results.jsonl").exists()
     left.communicate()
     with sweep_lock(tmp_path):
