@@ -214,7 +214,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
         (f"simulate {BY_NUMBERS} --overlap-steps 101", "Use 0 to 100"),
         (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "--overlap-steps 5 has no effect on streaming"),
-        (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "choose 1 to 24"),
+        (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "Choose 1 to 24"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
         (f"plan --preset 1b {LINK}", "the time of an inner step is required"),
         ("plan --preset 1b --step-time 1s", "the bandwidth of the links is required"),

@@ -116,7 +116,7 @@ def test_no_curves_no_spans_and_odd_targets_are_refused(tmp_path: Path) -> None:
         draw_utilization({}, tmp_path / "a.svg", title="")
     with pytest.raises(ConfigurationError, match=r"targets \(95,\)"):
         draw_utilization(CURVES, tmp_path / "a.svg", title="", targets=(95,))
-    with pytest.raises(ConfigurationError, match="without spans"):
+    with pytest.raises(ConfigurationError, match="at least one span"):
         draw_timeline([], tmp_path / "a.svg", title="")
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_there_and_one_that_is_are_refused(spans: tuple[Spa
     with pytest.raises(ConfigurationError, match="there is no folder"):
         draw_timeline(spans, tmp_path / "nowhere" / "a.svg", title="")
     (tmp_path / "folder.svg").mkdir()
-    with pytest.raises(ConfigurationError, match="that is a folder"):
+    with pytest.raises(ConfigurationError, match="it is a folder"):
         check_picture_path(tmp_path / "folder.svg")
     check_picture_path(tmp_path / "a.svg")
     assert not (tmp_path / "a.svg").exists()

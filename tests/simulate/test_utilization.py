@@ -215,11 +215,11 @@ def test_jitter_is_drawn_by_seed_and_makes_the_fast_wait_for_the_slow() -> None:
 
 def test_nothing_to_measure_is_refused() -> None:
     traffic: Traffic = data_parallel_traffic(1.0, 2)
-    with pytest.raises(ConfigurationError, match="measure_from < steps"):
+    with pytest.raises(ConfigurationError, match="measure_from must be at least 0 and less than steps"):
         simulate(traffic, Cluster.of([Link()] * 2, 1.0), steps=5, measure_from=5)
 
 
 @pytest.mark.parametrize("times", [[1.0], [1.0, 0.0], [1.0, math.nan]])
 def test_clusters_that_are_none_are_refused(times: list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="one of each per replica"):
+    with pytest.raises(ConfigurationError, match="one link and one step time above 0 s per replica"):
         Cluster.of([Link()] * 2, times)

@@ -49,7 +49,7 @@ def test_sizes_add_up_where_layers_do_not_divide_the_parameters(more: int, layer
 
 @pytest.mark.parametrize("number", [0, 6, -1])
 def test_more_fragments_than_layers_are_refused(number: int) -> None:
-    with pytest.raises(ConfigurationError, match="choose 1 to 5"):
+    with pytest.raises(ConfigurationError, match="Choose 1 to 5"):
         Workload(parameters=100, layers=4, outside=20, step_time_s=1.0).fragment_sizes(number)
 
 

@@ -65,7 +65,7 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
         ('[base]\nout = "x"\n[axes]\nseed = [1]', "out can't be given, since the study sets it for each run"),
         (
             '[axes]\n"seed, train.steps" = [[1]]',
-            r"varied together, so each point must be a list of 2 values, got \[1\]",
+            r"so each point must be a list of 2 values, got \[1\]",
         ),
         ('[axes]\n"inner.arguments.momentum" = [0.9]', r"varied as a whole: \"inner.arguments\" = \[\{ momentum = ..."),
         ('[axes]\nseed = [1]\n"seed, train.steps" = [[1, 2]]', "seed is on two axes"),

@@ -119,7 +119,7 @@ def check_plot(path: Path, runs: Sequence[Run]) -> None:
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Plot the held-out loss over the first numeric axis, with a line for each point of the others and dots for seeds."""
+    """Plot the held-out loss over the first numeric axis, one line for each point of the other axes, seeds as dots."""
     across = _across(outcomes)
     assert across is not None, "call check_plot first"
     others = [key for key in _shown_keys(outcomes) if key != across]
