@@ -1,4 +1,4 @@
-"""``diloco sweep``: runs side by side, a table, and going on."""
+"""``diloco sweep``: concurrent runs, the table, and continuing a study."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_study_is_run_and_goes_on_where_it_was_interrupted(
 
 
 def _nested(text: str) -> str:
-    """The sections of a run's file as sections of [base]."""
+    """Return the sections of a run's file as sections of [base]."""
     head, *sections = text.split("\n[")
     return "[base]\n" + head + "".join(f"\n[base.{section}" for section in sections)
 

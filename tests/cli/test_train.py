@@ -1,4 +1,4 @@
-"""`diloco train` as people and scripts call it: what a run leaves, going on, and folders."""
+"""The command `diloco train`: the files of a run, resuming, and run folders."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_folders_are_numbered_and_an_empty_one_is_taken(
 def test_a_run_that_never_began_leaves_no_folder(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next attempt with the same --out works."""
+    """The next attempt with the same --out succeeds."""
     out = tmp_path / "run"
     arguments = train(files, "--out", str(out), "--steps", "2")
     wrong = [*arguments[:3], str(tmp_path / "absent"), *arguments[4:]]
@@ -152,14 +152,14 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
         f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is not a folder. Choose another "
         "--out, in a place where you may write. Nothing was started."
     )
-    if Path("/proc/self").exists():  # a place where not even root makes folders
+    if Path("/proc/self").exists():  # even root can't create folders there
         assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
     assert "runs is not a folder" in refused(train(files), capsys)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted read-only
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only disk
     assert f"{tmp_path} is not writable" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
 
 
@@ -178,7 +178,7 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
 
 
 def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
-    """A replica that was started by itself, and a peer."""
+    """For a replica that was started separately, and for a peer."""
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
     assert resume_command(rank, Path("runs/a")) == command

@@ -1,4 +1,4 @@
-"""`diloco watch` as a user types it."""
+"""The command `diloco watch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells those who want to take part."""
+"""The command with which further peers join a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to TOML and back: what a file may hold, which record a run leaves, and which files are refused."""
+"""Conversion to TOML and back: valid files, the record of a run, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def values_for(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a setting's type."""
+    """Return a strategy for the values of a setting's type."""
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     scalars = {
         int: st.integers(-(2**63), 2**63 - 1),
@@ -111,7 +111,7 @@ class _Section:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Every kind of key that the settings have, without checks, so that any value will do."""
+    """Every kind of key that the settings have, without checks, so that any value is valid."""
 
     flag: bool = False
     where: Path | None = None
@@ -136,7 +136,7 @@ def test_settings_survive_the_way_through_toml(settings: _Settings) -> None:
 def test_settings_survive_with_a_preset_below(
     settings: _Settings, preset_count: int, preset_unset: int, preset_ratio: float | None
 ) -> None:
-    """A key that is None here and is not in the preset must not come back as the preset's."""
+    """A key that is None here, but not in the preset, must not get the preset's value when it is read back."""
     beneath = {"section.count": preset_count, "section.unset": preset_unset, "section.ratio": preset_ratio}
     text = to_toml(settings, beneath=beneath)
     assert build(_Settings, beneath | parse_toml(text, _Settings, where="test")) == settings
@@ -160,7 +160,7 @@ def test_the_record_of_a_run_begins_the_same_run(tmp_path: Path, preset: str, fl
     plan = plan_run(command_line(preset=preset, **flags))
     again = plan_run(command_line(toml_file(tmp_path, plan.record)))
     assert again.configuration == plan.configuration
-    # And for a reader that knows nothing of presets.
+    # The same without the preset as a layer below.
     assert build(Configuration, parse_toml(plan.record, Configuration, where="config.toml")) == plan.configuration
 
 

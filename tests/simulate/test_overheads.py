@@ -1,4 +1,4 @@
-"""What predictions say about themselves is what the benchmark's committed results say."""
+"""The stated constants and errors of predictions match the committed results of the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies as files, their runs, and what is shown of them."""
+"""Studies: their files, their runs, and the table and plot of the outcomes."""
 
 from __future__ import annotations
 
