@@ -50,7 +50,7 @@ def test_who_takes_twice_as_long_trains_what_fits_into_the_overlap(overlap_steps
 
 
 def test_a_latency_and_what_an_exchange_took_shorten_the_grace() -> None:
-    """The duration of the first exchange, a second, is not known beforehand: one latency for payload, one for the vote."""
+    """The duration of the first exchange, a second, is not known beforehand: a latency each for payload and vote."""
     grown = Cluster.of([Link(latency_s=0.5)] * 3, [1.0, 1.0, 1.5], grace=True)
     traffic = traffic_of(3, 10, 3, numel=1)
     before, after = (simulate(traffic, grown, steps=steps).left_out.tolist() for steps in (10, 20))

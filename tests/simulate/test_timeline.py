@@ -96,7 +96,7 @@ def test_spans_that_can_be_checked_by_hand() -> None:
 
 
 def test_overlap_hides_what_it_can() -> None:
-    """A payload is sent after step 10, needed after step 13 and complete at 14 s. The last one is in flight at the end."""
+    """A payload is sent after step 10, needed after step 13, and complete at 14 s. The last one stays in flight."""
     spans = slow_pair(overlap_steps=3).spans()
     assert [(span.lane, span.start_s, span.stop_s) for span in of_lane(spans, 0, *LOOP)] == [
         ("compute", 0.0, 10.0),
