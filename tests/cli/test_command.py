@@ -1,4 +1,4 @@
-"""The command as people and scripts call it: help, refusals, exit codes, and what it does not import."""
+"""The command line: help, error messages, exit codes, and modules that it must not import."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
 
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """Put ``run`` in the place of `diloco presets`."""
+    """Replace `diloco presets` by ``run``."""
     import diloco.cli.presets
 
     monkeypatch.setattr(diloco.cli.presets, "run", run)

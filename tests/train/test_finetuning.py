@@ -195,7 +195,7 @@ def test_steps_that_are_given_are_kept(base: Path, sums: Path, steps: int) -> No
 
 def test_who_has_little_data_is_told_how_to_make_more_steps_of_it(base: Path, sums: Path) -> None:
     line = finetune_line(command_line(base, data__paths=(sums,)), full=False)
-    assert "15 rows, 16 in a step and read 3 times, make 3 steps" in with_steps(line, 15, 3.0, 2)[1]
+    assert "15 rows, 16 per step and read 3 times, give only 3 steps" in with_steps(line, 15, 3.0, 2)[1]
     assert "steps" not in with_steps(line, 300, 3.0, 2)[1]
 
 
@@ -212,10 +212,10 @@ def test_torchrun_says_how_many_replicas_there_are(
 REFUSED: tuple[tuple[list[str], str], ...] = (
     ([], "diloco finetune needs a model"),
     (["llama"], "diloco finetune needs conversations"),
-    (["run.toml", "--data", "a.jsonl"], "use diloco train run.toml"),
+    (["run.toml", "--data", "a.jsonl"], "use `diloco train run.toml`"),
     (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
-    (["llama", "--resume", "runs/a"], "whose model goes on"),
-    (["--resume", "runs/a", "--full"], "do not go with --resume"),
+    (["llama", "--resume", "runs/a"], "resumes the run with its own model"),
+    (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
     (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs 0 must be a positive number"),
     (["llama", "--data", "a.jsonl", "--epochs"], "--epochs needs a value"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
