@@ -247,9 +247,8 @@ def _lora(settings: RunSettings) -> str:
     model = settings.model
     if not model.lora_rank:
         return ""
-    return f"; LoRA of rank {model.lora_rank} at {', '.join(model.lora_targets)}, frozen weights as " + (
-        model.quantization or model.base_dtype
-    )
+    targets, frozen = ", ".join(model.lora_targets), model.quantization or model.base_dtype
+    return f"; LoRA of rank {model.lora_rank} at {targets}, frozen weights as {frozen}"
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

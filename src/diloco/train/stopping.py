@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["ECHO_S", "HANDLED_S", "StopAsked", "StopRequest", "is_echo"]
+__all__ = ["StopAsked", "StopRequest", "is_echo"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO_S = 5.0  # a launcher passes a signal on within this time
@@ -80,14 +80,11 @@ class StopRequest:
         """Inside, a request to stop raises `StopAsked`, even one that came before. For waits that change nothing."""
         self._interrupts = True
         try:
-            self._raise_if_asked()
+            if self.signal is not None:
+                raise StopAsked
             yield
         finally:
             self._interrupts = False
-
-    def _raise_if_asked(self) -> None:
-        if self.signal is not None:
-            raise StopAsked
 
     def _watch(self, signals: int) -> None:
         """In a thread: Python handles signals in the main thread, and not while that waits inside a C library."""
