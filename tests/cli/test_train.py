@@ -139,7 +139,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["tokens"] == "256 in 8 steps of 32 (2 replicas x 1 sequences x 16)"
-    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, and every 3 steps again; merged 1 later"
+    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, then every 3 steps; merged 1 step later"
     assert facts["rounds"] == "3 in all (2, 1 by fragment)"
 
 

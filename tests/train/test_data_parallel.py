@@ -182,7 +182,7 @@ def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(
     assert [type(event) for event in replicas.events] == [Note] * lost
     last = str(replicas.events[-1])
     assert "replica 1 was not heard of" in last
-    assert "It is tried again." in last
+    assert "The round is tried again." in last
     assert replicas.hub.endpoint(0).sent_bytes == (1 + lost / 2) * undisturbed.hub.endpoint(0).sent_bytes
 
 

@@ -268,7 +268,7 @@ def test_what_can_not_work_is_refused(ranks: tuple[str, list[dict[str, Any]]]) -
         "a batch of 1 sequences was given to a replica of 2 ranks",
         "already has a process group of 2",
         "'Adafactor' can't step parameters that are sharded",
-        "inner.arguments.fused was given to SGD",
+        "inner.arguments.fused can't be used here: the fused kernel of SGD",
     ]
     for rank in ranks[1]:
         words = rank["rank_is_refused"]

@@ -238,7 +238,7 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
     told = [(event.step, event.text) for event in listener.of(Note) if "void" in event.text]
     assert [step for step, _ in told] == [2]
     assert told[0][1].startswith("gradients of step 2 is void: ")
-    assert told[0][1].endswith("It is tried again.")
+    assert told[0][1].endswith("The round is tried again.")
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
