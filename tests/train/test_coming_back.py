@@ -112,7 +112,7 @@ def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They have just been started as well, or average gradients at every step."""
-    monkeypatch.setattr(joining, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(joining, "_RETRY_S", 0.0)
     session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock(sees_others=True)
     session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
     session.settings.train.data_parallel_steps = session.replicas[0].diloco.shared.begun_after = 0
@@ -153,7 +153,7 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
     fleets[0].transport.step = 30
     with all_lost(fleets):
         assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
-    with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 came back; missing: 1, 2\. "):
+    with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 rejoined; missing: 1, 2\. "):
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()

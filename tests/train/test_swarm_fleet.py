@@ -127,7 +127,7 @@ def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
     following = NextView(view.followed_by(1, (0, 3), ()), view, 8, {}, "words", left=((1, 7),))
     transport = SimpleNamespace(replica=0)
     fleet = SimpleNamespace(
-        take_words=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
+        take_notices=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
     )
     session = SimpleNamespace(totals=SimpleNamespace(steps=7))
     follow_views(cast(SwarmFleet, fleet), cast(Session, session), StopRequest(), told.append)
@@ -191,16 +191,15 @@ def _drawn(shares: Shares, member: int, steps: range) -> list[int]:
 def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: Make) -> None:
     alone = make(0, held_step=30)
     assert alone.beginning() == (
-        "It knows of nobody else (no --join), so it founds the swarm anew, at step 30. Whoever joins takes over its "
-        "state.",
+        "It knows no other peer (no --join), so it founds a new swarm at step 30. Peers that join adopt its state.",
     )
     assert alone.state_dict()["swarm"] == alone.connected.swarm, "a checkpoint names the swarm that it was saved in"
     alone.transport.step = 70
     alone.close_to_joiners("")
     (words,) = make(1, alone, held_step=50).beginning()
     assert words == (
-        "It takes over the state of the others, who are at step 70. Its own checkpoint of step 50 is not used: the "
-        "others went on from step 30, and do not have the steps after that either."
+        "It adopts the state of the others, which are at step 70. Its own checkpoint of step 50 is not used: the others "
+        "continued from step 30 and do not have the later steps either."
     )
     assert make(2, alone).beginning() == ()
 
@@ -217,7 +216,7 @@ def test_before_training_begins_a_new_member_draws_from_the_first_step_on(
         return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]
 
     first.wait_for_start(lambda: bool(told()))
-    assert told()[0].startswith("waiting for 1 more replica, to begin with 2 (Ctrl-C leaves), for")
+    assert told()[0].startswith("waiting for 1 more replica, to start with 2 (Ctrl-C leaves), for")
     second = make(1, first, start=2)
     second.join(LIMIT_S)
     assert {each.from_step for each in second.take_assignments()} == {0}
