@@ -35,7 +35,7 @@ def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(fi
     finally:
         torch.set_num_threads(threads)
     [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert f"saved with train.threads={threads}, and this process has {threads + 1}" in note["text"]
+    assert f"saved with train.threads={threads}, but this process uses {threads + 1}" in note["text"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_largest_seed_works_everywhere() -> None:
 
 @pytest.mark.parametrize(("seed", "replica"), [(-1, 0), (0, -1)])
 def test_negative_seeds_are_refused(seed: int, replica: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"seed={seed} and replica={replica} were given"):
+    with pytest.raises(ConfigurationError, match=f"got seed={seed} and replica={replica}"):
         RandomState(seed, replica)
 
 
@@ -137,7 +137,7 @@ def test_different_states_nest() -> None:
 def test_while_active_the_same_state_can_be_neither_activated_nor_saved_nor_loaded() -> None:
     state, other = RandomState(0, 0), RandomState(0, 1).state_dict()
     with state.active():
-        with pytest.raises(DiLoCoError, match="activated while it was active"), state.active():
+        with pytest.raises(DiLoCoError, match="activated while it is active"), state.active():
             pass
         with pytest.raises(DiLoCoError, match="while it was active"):
             state.state_dict()
@@ -267,5 +267,5 @@ class TestDevices:
 
     def test_starting_them_inside_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         state = RandomState(0, 0)
-        with pytest.raises(ConfigurationError, match="CUDA was started while"), state.active():
+        with pytest.raises(ConfigurationError, match="CUDA was initialised while"), state.active():
             playing_cuda(monkeypatch, [torch.Generator()])

@@ -139,9 +139,13 @@ def test_a_gain_is_another_way_to_give_the_outer_learning_rate() -> None:
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.learning_rate == 1.5
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.lasting_gain == 1.5
     assert resolved(outer__name="adam").outer.lasting_gain is None
-    with pytest.raises(ConfigurationError, match=r"outer.gain=4 can't be combined with outer.learning_rate=0.5, because the gain"):
+    with pytest.raises(
+        ConfigurationError, match=r"outer.gain=4 can't be combined with outer.learning_rate=0.5, because the gain"
+    ):
         resolved(outer__gain=4.0, outer__learning_rate=0.5)
-    with pytest.raises(ConfigurationError, match=r"outer.gain=4 can't be used with outer.name='adam', which has no gain"):
+    with pytest.raises(
+        ConfigurationError, match=r"outer.gain=4 can't be used with outer.name='adam', which has no gain"
+    ):
         resolved(outer__gain=4.0, outer__name="adam")
 
 
