@@ -139,9 +139,9 @@ def test_while_active_the_same_state_can_be_neither_activated_nor_saved_nor_load
     with state.active():
         with pytest.raises(DiLoCoError, match="activated while it is active"), state.active():
             pass
-        with pytest.raises(DiLoCoError, match="while it was active"):
+        with pytest.raises(DiLoCoError, match="while it is active"):
             state.state_dict()
-        with pytest.raises(DiLoCoError, match="while it was active"):
+        with pytest.raises(DiLoCoError, match="while it is active"):
             state.load_state_dict(other)
         first = draw()
     assert [first] == drawn(RandomState(0, 0))

@@ -198,8 +198,8 @@ def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: 
     alone.close_to_joiners("")
     (words,) = make(1, alone, held_step=50).beginning()
     assert words == (
-        "It adopts the state of the others, which are at step 70. Its own checkpoint of step 50 is not used: the others "
-        "continued from step 30 and do not have the later steps either."
+        "It adopts the state of the others, which are at step 70. Its own checkpoint of step 50 is not used: the "
+        "others continued from step 30 and do not have the later steps either."
     )
     assert make(2, alone).beginning() == ()
 

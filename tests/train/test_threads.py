@@ -89,11 +89,11 @@ def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: py
     other = Seats(tmp_path)
     assert mine.follow() == "", "not counted at every step"
     now_s[0] += 5
-    assert mine.follow() == "2 peers train on this machine: this one computes with 2 threads."
+    assert mine.follow() == "2 peers train on this machine: this one uses 2 threads."
     assert torch.get_num_threads() == 2
     other.leave()
     now_s[0] += 5
-    assert mine.follow() == "No other peer trains on this machine: this one computes with 4 threads."
+    assert mine.follow() == "No other peer trains on this machine: this one uses 4 threads."
     torch.set_num_threads(3)
     others = [Seats(tmp_path), Seats(tmp_path)]
     now_s[0] += 5
