@@ -92,7 +92,7 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
             seen, step = rank[who], 3 * number
             assert seen["left"] == ["latest", f"step-{step:08d}"]
             assert seen["kept"] == [f"step-{step + 2:08d}", f"step-{step + 3:08d}"]
-            assert "The checkpoints that were complete before still are" in seen["words"]
+            assert "Earlier complete checkpoints are unchanged" in seen["words"]
             assert f"position {position}: " in seen["words"]
             assert f"position {1 - position}: " not in seen["words"]
             assert ("elsewhere is not the folder" if who == "elsewhere" else who) in seen["words"]
@@ -138,7 +138,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "words"),
     [
-        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, and .* nothing of that name"),
+        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, but .* no value of that name"),
         ({"matrix": torch.zeros(3, 2)}, r"matrix is \(3, 2\), torch.float32 here, .* \(2, 3\), torch.float32"),
         ({"half": torch.zeros(5)}, r"half is \(5,\), torch.float32 here, .* \(5,\), torch.bfloat16"),
     ],
@@ -172,7 +172,7 @@ def test_a_piece_too_few_is_found(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"whole":[2,3]', '"whole":[4,3]'))
     facts = FileFacts(path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
     files = {**checkpoint.parts["values-shard-0"], path.name: facts}
-    with pytest.raises(CheckpointError, match="holds only a part of matrix"):
+    with pytest.raises(CheckpointError, match=r"is incomplete: it holds only \d+ pieces of matrix"):
         SavedValues(replace(checkpoint, parts={**checkpoint.parts, "values-shard-0": files}), "values")
 
 
