@@ -107,7 +107,7 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_an_unknown_format_version_is_refused(damaged: Path) -> None:
     forge(damaged / "step-00000002", lambda members: members.update(format_version=2))
-    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2, but diloco .* reads only version 1\."):
+    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2, but diloco .* reads only"):
         open_checkpoint(damaged)
 
 
