@@ -1,4 +1,4 @@
-"""Whatever is flipped, cut, forged or mistaken for a checkpoint is refused, by name, with what would work."""
+"""Damaged, truncated and forged checkpoints and other paths are refused, with their name and what would work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_all(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with steps 1 and 2; not to be changed."""
+    """A folder with the checkpoints of steps 1 and 2, which tests must not change."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save(folder, 1, 1.0)
     save(folder, 2, 2.0)
@@ -33,7 +33,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(two: Path, tmp_path: Path) -> Path:
-    """A copy of ``two`` that may be changed."""
+    """A copy of ``two`` that tests may change."""
     return Path(shutil.copytree(two, tmp_path / "copy"))
 
 
@@ -69,7 +69,7 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
         outside = damaged / "outside"
         outside.write_bytes(content)
         path.symlink_to(outside)
-        if name == "manifest.json":  # it names no path, and its digest guards what it says
+        if name == "manifest.json":  # it names no path, and its digest protects its content
             load_all(damaged)
             return
     where = str(damaged / "step-00000002")
@@ -96,7 +96,7 @@ def test_an_unknown_part_is_answered_with_the_nearest(two: Path) -> None:
 
 
 def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest as somebody would who knows how its digest is made."""
+    """Change a manifest and recompute its digest, as an attacker could."""
     path = place / "manifest.json"
     members = json.loads(path.read_bytes())
     del members["digest"]

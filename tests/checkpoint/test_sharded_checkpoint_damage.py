@@ -1,4 +1,4 @@
-"""A sharded checkpoint is saved by all ranks or by none, and damage is found before anything is read."""
+"""A sharded checkpoint is saved by all ranks or by none, and damage is detected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FAILURES = {
     "replica-0.json": 0,
     "elsewhere": 1,
 }
-"""What can't be written, and by the rank at which position; the last: the folder that this rank is given."""
+"""The file that can't be written and the position of its rank. In the last case, that rank has another folder."""
 
 
 class FullDisk:
-    """A file on a disk that is full after the first write."""
+    """A file on a disk that becomes full after the first write."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -53,7 +53,7 @@ class FullDisk:
 
 
 def ranks_fail_to_save(position: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Each time they save once, then fail to, then save again, twice."""
+    """For each failure, the ranks save once, fail to save, and then save twice more."""
     setup = Setup(strategy="fsdp", size=2)
     rank = Rank(setup, open_group(setup, position, folder))
     seen = {}

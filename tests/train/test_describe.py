@@ -1,4 +1,4 @@
-"""What is printed before a run, against what the run's own parts say."""
+"""The facts printed before a run agree with the components of the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
 
 
 def test_the_exchange_and_its_bytes_are_those_of_the_plan(model: Transformer) -> None:
-    """Sixteen replicas in fp4: means in fp4 are a sixth of the bytes."""
+    """With sixteen replicas in fp4, means in fp4 take a sixth of the bytes."""
     codec, sizes = make_codec("fp4", block_size=64), [f.numel for f in partition(model, num_fragments=3)]
     many = {"transport__replicas": 16, "codec__block_size": 64}
     plain = facts_of(model, **many, transport__mean_codec="float32")

@@ -1,4 +1,4 @@
-"""From what was asked for to what will run: defaults by algorithm, and notes on runs that may not be meant."""
+"""Resolution of settings: defaults by algorithm, and notes on runs that are probably a mistake."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_defaults_of_every_algorithm_always_fit_together(
 def test_a_gain_is_another_way_to_give_the_outer_learning_rate() -> None:
     run = resolved(outer__gain=4.0)
     assert (run.outer.learning_rate, run.outer.gain) == (0.4, None)
-    assert resolve(run) == run, "what is resolved can be resolved again"
+    assert resolve(run) == run, "resolving is idempotent"
     assert resolved(outer__gain=1.75, outer__momentum=0.6).outer.learning_rate == 0.7
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.learning_rate == 1.5
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.lasting_gain == 1.5

@@ -1,4 +1,4 @@
-"""What settings can't be together, with what would work, and the limits that just can."""
+"""Combinations of settings that are refused, with what would work, and limits that are allowed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"fragments.strategy": "patterns", "fragments.patterns": (("*",),), "fragments.num_fragments": 2},
         "num_fragments must match the 1 lists.*got 2. Use 1, or leave it out",
     ),
-    # DiLoCo is not Streaming DiLoCo
+    # settings that only Streaming DiLoCo supports
     ({"algorithm": "diloco", "fragments.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
     ({"algorithm": "diloco", "schedule.overlap_steps": 1}, "overlap_steps=1.*Use --algorithm streaming"),
     ({"algorithm": "diloco", "merge.alpha": 0.5}, "alpha=0.5.*Use --algorithm streaming"),
@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm": "diloco", "fragments.strategy": "patterns", "fragments.patterns": (("a",), ("*",))},
         "2 fragments.*Use --algorithm streaming",
     ),
-    # what would mislead without an outer loop
+    # settings that would be ignored without an outer loop
     ({"algorithm": "data-parallel", "codec.name": "fp4"}, "codec.name='fp4'.*--codec float32"),
     ({"algorithm": "data-parallel", "codec.name": "int8"}, "codec.name='int8'.*float32, float16, bfloat16"),
     ({"algorithm": "none", "codec.name": "float16"}, "float16.* independent replicas send nothing"),
@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"merge.alpha": -0.1}, "alpha must be a number from 0 to 1, got -0.1"),
     ({"merge.alpha": float("nan")}, "alpha must be a number from 0 to 1, got nan"),
     ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
-    # transport and places
+    # transports and paths
     ({"transport.name": "hivemind"}, "'hivemind' needs the name of the run. Use --run NAME"),
     (
         {"swarm.run": "mine"},
@@ -240,7 +240,7 @@ def test_limits_themselves_are_allowed_and_resolving_twice_changes_nothing(value
 
 @pytest.mark.parametrize("block_size", [0, 1, 2, 3, 7, 8, 65535, 65536, 65538])
 def test_block_sizes_are_refused_here_exactly_where_the_codecs_refuse_them(block_size: int) -> None:
-    """The rule stands twice, because settings are checked without torch."""
+    """The rule exists twice, because settings are checked without torch."""
 
     def refused(make: Callable[[], object]) -> bool:
         try:
