@@ -79,10 +79,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         DiLoCoError: if the file can't be written. An earlier file is then unchanged.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(beside, path)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
     except OSError as error:
         raise DiLoCoError(
             f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have free space. "
