@@ -250,6 +250,6 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
         for folder in (early, late)
     }
     notes = {folder: [record["text"] for record in said[folder] if record["event"] == "Note"] for folder in said}
-    assert any("so it founds the swarm anew, at step 14." in note for note in notes[late])
-    assert any("who are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
+    assert any("so it founds a new swarm at step 14." in note for note in notes[late])
+    assert any("which are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
     assert [record["step"] for record in said[late] if record["event"] == "RunStarted"] == [0, 14]

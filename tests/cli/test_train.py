@@ -35,7 +35,7 @@ def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(fi
     finally:
         torch.set_num_threads(threads)
     [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert f"saved with train.threads={threads}, and this process has {threads + 1}" in note["text"]
+    assert f"saved with train.threads={threads}, but this process uses {threads + 1}" in note["text"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["tokens"] == "256 in 8 steps of 32 (2 replicas x 1 sequences x 16)"
-    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, and every 3 steps again; merged 1 later"
+    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, then every 3 steps; merged 1 step later"
     assert facts["rounds"] == "3 in all (2, 1 by fragment)"
 
 

@@ -124,7 +124,7 @@ def test_an_outer_gain_and_a_learning_rate_replace_each_other_from_layer_to_laye
     outer = compose(command_line(file, outer__learning_rate=0.3)).outer
     assert (outer.gain, outer.learning_rate) == (None, 0.3)
     both = compose(command_line(file, outer__gain=3.0, outer__learning_rate=0.3))
-    with pytest.raises(ConfigurationError, match="were both given"):
+    with pytest.raises(ConfigurationError, match=r"outer\.gain=3 can't be combined with outer\.learning_rate"):
         resolve(both, num_layers=4)
 
 
