@@ -53,7 +53,7 @@ class TestJudge:
         ("change", "words"),
         [
             ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
-            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE}"),
+            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE} values"),
             ({"weight": 0.0}, "has the weight 0.0, which is not from 1e-18 to 1e+18"),
             ({"weight": -1.0}, "has the weight -1.0"),
             ({"weight": float("nan")}, "has the weight nan"),
@@ -63,10 +63,10 @@ class TestJudge:
             ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "payload of shape"),
             ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "holds NaN or infinity at value 0"),
             ({"buffers": torch.tensor([1.0, float("inf")])}, "holds model buffers that are not finite"),
-            ({"buffers": torch.tensor([1.0])}, "holds floating buffers of (1,) torch.float32 instead of (2,)"),
-            ({"buffers": None}, "holds floating buffers of none instead of (2,) torch.float32"),
-            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds integer buffers of (7,) torch.uint8 instead of"),
-            ({"integers": None}, "holds integer buffers of none instead of (8,) torch.uint8"),
+            ({"buffers": torch.tensor([1.0])}, "holds (1,) torch.float32 floating buffers instead of (2,)"),
+            ({"buffers": None}, "holds no floating buffers instead of (2,) torch.float32"),
+            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds (7,) torch.uint8 integer buffers instead of"),
+            ({"integers": None}, "holds no integer buffers instead of (8,) torch.uint8"),
         ],
     )
     @pytest.mark.parametrize("bad", [0, 2])

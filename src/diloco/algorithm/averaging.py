@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -120,33 +120,22 @@ class Verdict:
         return DivergedError(words, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
 
 
-class _Layout(NamedTuple):
-    """How much a contribution holds."""
-
-    numel: int
-    buffers: str
-    integers: str
-
-    @classmethod
-    def of(cls, contribution: Contribution) -> _Layout:
-        return cls(contribution.numel, _describe(contribution.buffers), _describe(contribution.integers))
+def _layout(contribution: Contribution) -> tuple[str, ...]:
+    """Describe the sizes and types that contributions to one round must have in common."""
+    held = [f"{contribution.numel} values"]
+    for kind, buffers in (("floating", contribution.buffers), ("integer", contribution.integers)):
+        what = "no" if buffers is None else f"{tuple(buffers.shape)} {buffers.dtype}"
+        held.append(f"{what} {kind} buffers")
+    return tuple(held)
 
 
-def _describe(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -> str:
+def _refusal(contribution: Contribution, expected: Sequence[str], *, contents: bool) -> str:
     """Why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" when it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
-    layout = _Layout.of(contribution)
-    if layout.numel != expected.numel:
-        return f"holds {layout.numel} values instead of {expected.numel}"
-    if layout.buffers != expected.buffers:
-        return f"holds floating buffers of {layout.buffers} instead of {expected.buffers}"
-    if layout.integers != expected.integers:
-        return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
+    for held, wanted in zip(_layout(contribution), expected, strict=True):
+        if held != wanted:
+            return f"it holds {held} instead of {wanted}"
     for name, weight in (("weight", contribution.weight), ("base weight", contribution.base_weight)):
         if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
             return f"has the {name} {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
@@ -155,7 +144,7 @@ def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
         return "holds model buffers that are not finite"
     try:
-        contribution.codec.validate(contribution.payload, expected.numel)
+        contribution.codec.validate(contribution.payload, contribution.numel)
     except CodecError as error:
         return str(error)
     return ""
@@ -201,7 +190,7 @@ def judge(
         names = ", ".join(map(str, diverged))
         reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
         return Verdict((), reason, diverged, donor)
-    expected = _most_frequent([_Layout.of(contributions[replica]) for replica in ordered])
+    expected = _most_frequent([_layout(contributions[replica]) for replica in ordered])
     for replica in ordered:
         if why := _refusal(contributions[replica], expected, contents=contents):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"

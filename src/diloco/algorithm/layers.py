@@ -70,12 +70,8 @@ def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
 
 def _have_something_in_common(children: Sequence[Mapping[str, int]]) -> bool:
     """Whether two of them have a parameter of equal name and size."""
-    seen: set[tuple[str, int]] = set()
-    for child in children:
-        if not seen.isdisjoint(child.items()):
-            return True
-        seen.update(child.items())
-    return False
+    parameters = [parameter for child in children for parameter in child.items()]
+    return len(set(parameters)) < len(parameters)
 
 
 def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:

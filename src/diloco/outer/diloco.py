@@ -6,6 +6,7 @@ the algorithm runs or what the network is; `diloco.outer.fragment_rounds` is wha
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -153,25 +154,13 @@ class DiLoCo:
         self._rounds.trained_steps.add(trained)
         self.steps += 1
         self.transport.tick()
-        for action in self.schedule.actions(self.steps):
-            match action:
-                case Send(fragment, outer_step):
-                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
-                case Merge():
-                    break
+        for action in itertools.takewhile(_is_send, self.schedule.actions(self.steps)):
+            self._perform(action)
 
     def finish(self) -> None:
         """The second half of `step`: wait for the averages that are due, and merge them."""
-        in_flight = {round_id.fragment for round_id in self.in_flight}
-        merging = False
-        for action in self.schedule.actions(self.steps):
-            match action:
-                case Merge(fragment):
-                    merging = True
-                    if fragment in in_flight:
-                        self._on_event(self._rounds.merge(fragment, step=self.steps))
-                case Send(fragment, outer_step) if merging:
-                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
+        for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
+            self._perform(action)
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight.
@@ -281,6 +270,13 @@ class DiLoCo:
         for words in unheld:
             self._on_event(Note(step=self.steps, text=words))
 
+    def _perform(self, action: Send | Merge) -> None:
+        match action:
+            case Send(fragment, outer_step):
+                self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
+            case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
+                self._on_event(self._rounds.merge(fragment, step=self.steps))
+
     def _introduce(self) -> None:
         """Offer the state to others on the transport, and compare arguments with them."""
         self.transport.publish(self.shared.snapshot, self.shared.version)
@@ -298,3 +294,7 @@ class DiLoCo:
         """As `end`, unless an error is on its way out."""
         if kind is None:
             self.end()
+
+
+def _is_send(action: Send | Merge) -> bool:
+    return isinstance(action, Send)
