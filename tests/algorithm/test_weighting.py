@@ -75,28 +75,28 @@ def test_the_count_is_the_steps_that_no_mean_has_taken(happened: list[str]) -> N
             open_steps.append(1.0 if each == "step" else 0.0)
         elif each == "send":
             sent = len(open_steps)
-            assert steps.hand_in(0) == sum(open_steps)
+            assert steps.submit(0) == sum(open_steps)
         elif each == "commit":
             steps.commit(0)
             open_steps, sent = open_steps[sent:], 0
         else:
             sent = 0
-            steps.hand_in(0)  # what is sent after a void round holds all of it again
+            steps.submit(0)  # what is sent after a void round holds all of it again
             sent = len(open_steps)
         again = TrainedSteps(1)
         again.load_state_dict(steps.state_dict())
-        assert again.hand_in(0) == sum(open_steps)
+        assert again.submit(0) == sum(open_steps)
 
 
 def test_fragments_are_counted_apart() -> None:
     steps = TrainedSteps(2)
     steps.add(1.0)
-    steps.hand_in(0)
+    steps.submit(0)
     steps.commit(0)
     steps.add(0.5)
-    assert (steps.hand_in(0), steps.hand_in(1)) == (0.5, 1.5)
+    assert (steps.submit(0), steps.submit(1)) == (0.5, 1.5)
     steps.forget(1)
-    assert (steps.hand_in(0), steps.hand_in(1)) == (0.5, 0.0)
+    assert (steps.submit(0), steps.submit(1)) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("trained", [-0.1, 1.1, float("nan"), float("inf")])
@@ -104,7 +104,7 @@ def test_what_no_part_of_a_step_can_be_is_refused(trained: float) -> None:
     steps = TrainedSteps(1)
     with pytest.raises(ConfigurationError, match=r"trained=.*0 \(nothing of it was trained\) to 1 .*not counted"):
         steps.add(trained)
-    assert steps.hand_in(0) == 0.0
+    assert steps.submit(0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_state_that_is_none_is_refused(state: Any) -> None:
     steps.add(1.0)
     with pytest.raises(CheckpointError, match=r"two lists, 'since' and 'handed_in', of 1 numbers.*Nothing was loaded"):
         steps.load_state_dict(state)
-    assert steps.hand_in(0) == 1.0
+    assert steps.submit(0) == 1.0

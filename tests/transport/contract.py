@@ -149,8 +149,8 @@ class PayloadContract:
                     assert (average.residual, average.note) == (None, "")
                 else:
                     assert torch.equal(average.residual.values, residual.values)
-                    words = f"the error feedback of the mean of {SIZE - 100 * num_replicas} of 1000 values"
-                    assert average.note == f"{words} is gone with its owner"
+                    words = f"the residual of the mean of {SIZE - 100 * num_replicas} of 1000 values"
+                    assert average.note == f"{words} is lost with its owner"
             assert [average.sent_bytes for average in averages] == list(plan.sent)
             assert [average.received_bytes for average in averages] == list(plan.received)
             sent = [a + b for a, b in zip(sent, plan.sent, strict=True)]
@@ -177,7 +177,7 @@ class PayloadContract:
                 assert torch.equal(average.values, expected)
                 assert average.residual is not None
                 assert torch.equal(average.residual.values, residual.values)
-                words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
+                words = f"the residual of the mean of {gone[outer_step]} of 1000 values is lost with its owner"
                 assert average.note == (words if gone[outer_step] else "")
 
     def test_void_gradients_are_averaged_at_a_later_attempt(self, make_endpoints: MakeEndpoints) -> None:

@@ -193,7 +193,7 @@ def lost_words(held: Iterable[Stretch], numel: int) -> str:
         held: the stretches whose residuals the members of a round hold; all empty before the first mean was encoded.
 
     >>> lost_words([(0, 10), (30, 40)], 40)
-    'the error feedback of the mean of 20 of 40 values is gone with its owner'
+    'the residual of the mean of 20 of 40 values is lost with its owner'
     >>> lost_words([(0, 10), (10, 40)], 40), lost_words([(0, 0), (20, 20)], 40)
     ('', '')
     """
@@ -203,4 +203,4 @@ def lost_words(held: Iterable[Stretch], numel: int) -> str:
         end = max(end, stop)
     if covered in (0, numel):
         return ""
-    return f"the error feedback of the mean of {numel - covered} of {numel} values is gone with its owner"
+    return f"the residual of the mean of {numel - covered} of {numel} values is lost with its owner"

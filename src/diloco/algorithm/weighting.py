@@ -88,20 +88,20 @@ class TrainedSteps:
     >>> steps = TrainedSteps(num_fragments=1)
     >>> for _ in range(3):
     ...     steps.add(1.0)
-    >>> steps.hand_in(0)  # and its round is void
+    >>> steps.submit(0)  # and its round is void
     3.0
     >>> steps.add(1.0)
-    >>> steps.hand_in(0)
+    >>> steps.submit(0)
     4.0
     >>> steps.add(1.0)  # while the round is on its way
     >>> steps.commit(0)
-    >>> steps.hand_in(0)
+    >>> steps.submit(0)
     1.0
     """
 
     def __init__(self, num_fragments: int) -> None:
         self._since = [0.0] * num_fragments
-        self._handed_in = [0.0] * num_fragments
+        self._submitted = [0.0] * num_fragments
 
     def add(self, trained: float) -> None:
         """Count an inner step; ``trained`` is the share of it that was trained, 0 to 1.
@@ -116,23 +116,23 @@ class TrainedSteps:
             )
         self._since = [steps + trained for steps in self._since]
 
-    def hand_in(self, fragment: int) -> float:
+    def submit(self, fragment: int) -> float:
         """The steps that a contribution of the fragment holds, which is made now."""
-        self._handed_in[fragment] += self._since[fragment]
+        self._submitted[fragment] += self._since[fragment]
         self._since[fragment] = 0.0
-        return self._handed_in[fragment]
+        return self._submitted[fragment]
 
     def commit(self, fragment: int) -> None:
         """The mean took what was handed in."""
-        self._handed_in[fragment] = 0.0
+        self._submitted[fragment] = 0.0
 
     def forget(self, fragment: int) -> None:
         """The work of the fragment is gone: its local parameters were replaced."""
-        self._since[fragment] = self._handed_in[fragment] = 0.0
+        self._since[fragment] = self._submitted[fragment] = 0.0
 
     def state_dict(self) -> dict[str, list[float]]:
         """Steps by fragment: those since the last contribution, and those handed in that no mean has taken."""
-        return {"since": list(self._since), "handed_in": list(self._handed_in)}
+        return {"since": list(self._since), "handed_in": list(self._submitted)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Take over what `state_dict` gave.
@@ -147,7 +147,7 @@ class TrainedSteps:
                 f"the saved state has {state!r} as the steps trained of each fragment; it must have two lists, 'since' "
                 f"and 'handed_in', of {len(self._since)} numbers from 0 on. Nothing was loaded."
             )
-        self._since, self._handed_in = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
+        self._since, self._submitted = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
 
 
 def _are_steps(values: list[Any]) -> bool:
