@@ -35,7 +35,7 @@ class TestJudge:
         assert not verdict.void
 
     def test_nobody(self) -> None:
-        assert decide([]) == Verdict((), "nobody contributed")
+        assert decide([]) == Verdict((), "no replica contributed")
         verdict = decide([], r2="was not heard of", r0="was 3 s late, 2 s are allowed")
         assert verdict.reason == "replica 0 was 3 s late, 2 s are allowed; replica 2 was not heard of"
         assert verdict.void
@@ -46,7 +46,7 @@ class TestJudge:
         verdict = decide([contribution(0), contribution(2)], least=least, r1="was not heard of")
         assert verdict.contributors == contributors
         why = "replica 1 was not heard of"
-        assert verdict.reason == (why if contributors else f"2 of 3 contributions, 3 needed: {why}")
+        assert verdict.reason == (why if contributors else f"2 of 3 contributions are usable, 3 are needed: {why}")
         assert verdict.diverged == ()
 
     @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ class TestJudge:
         [
             ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
             ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE} values"),
-            ({"weight": 0.0}, "has the weight 0.0, which is not from 1e-18 to 1e+18"),
-            ({"weight": -1.0}, "has the weight -1.0"),
-            ({"weight": float("nan")}, "has the weight nan"),
-            ({"weight": float("inf")}, "has the weight inf"),
-            ({"weight": 1e39}, "has the weight 1e+39"),  # infinite in float32
-            ({"weight": 1e-46}, "has the weight 1e-46"),  # zero in float32
+            ({"weight": 0.0}, "its weight is 0.0, which is not from 1e-18 to 1e+18"),
+            ({"weight": -1.0}, "its weight is -1.0"),
+            ({"weight": float("nan")}, "its weight is nan"),
+            ({"weight": float("inf")}, "its weight is inf"),
+            ({"weight": 1e39}, "its weight is 1e+39"),  # infinite in float32
+            ({"weight": 1e-46}, "its weight is 1e-46"),  # zero in float32
             ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "payload of shape"),
             ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "holds NaN or infinity at value 0"),
-            ({"buffers": torch.tensor([1.0, float("inf")])}, "holds model buffers that are not finite"),
+            ({"buffers": torch.tensor([1.0, float("inf")])}, "its model buffers are not finite"),
             ({"buffers": torch.tensor([1.0])}, "holds (1,) torch.float32 floating buffers instead of (2,)"),
             ({"buffers": None}, "holds no floating buffers instead of (2,) torch.float32"),
             ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds (7,) torch.uint8 integer buffers instead of"),
@@ -82,7 +82,7 @@ class TestJudge:
         assert verdict.diverged == ()
         strict = decide(given, least=3)
         assert strict.void
-        assert strict.reason == f"2 of 3 contributions, 3 needed: {verdict.reason}"
+        assert strict.reason == f"2 of 3 contributions are usable, 3 are needed: {verdict.reason}"
         assert weighted_mean([given[m] for m in others]).contributors == others
 
     def test_the_digest_of_the_minority_makes_the_round_void(self) -> None:

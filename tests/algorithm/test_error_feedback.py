@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost, nothing counts twice, and it lets through what the codec alone would not."""
+"""Error feedback: no value is lost or counted twice, and values that the codec alone would drop are sent eventually."""
 
 from __future__ import annotations
 
@@ -207,5 +207,5 @@ def test_a_decay_forgets_what_waits() -> None:
         expected = values + 0.5 * expected - codec.decode(payload, 2)
         assert torch.equal(codec.residual, expected)
     assert float(codec.residual[1]) < 2e-3
-    with pytest.raises(ConfigurationError, match=r"decay=1\.5 .* from 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"decay must be a number from 0 to 1, got 1\.5"):
         ErrorFeedback(make_codec("fp4"), 2, decay=1.5)

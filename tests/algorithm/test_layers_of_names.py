@@ -138,7 +138,7 @@ class TestPatterns:
             ([["embedding.*"], ["head.*", "layers.*", "W"]], r"'embedding.weight' matches the patterns of .* \[0, 1\]"),
             ([["*.weight"], ["layers.*"]], "'W' matches no pattern of any fragment"),
             ([["*.weight"], ["layers.*", "w"]], "'W' matches no pattern"),  # capitals count
-            ([["*"], ["layer.*"]], r"the pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
+            ([["*"], ["layer.*"]], r"The pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
             ([], "matches no pattern"),
         ],
     )

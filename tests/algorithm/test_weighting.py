@@ -1,4 +1,4 @@
-"""Weights by what was trained: a plain formula, exact where nothing happens, and a count that goes with the rounds."""
+"""Weights by trained steps: the formula, exact in undisturbed runs, and the count across committed and void rounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_nothing_trained_weighs_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1e19, 1e-19, float("nan"), float("inf")])
 def test_what_no_base_weight_can_be_is_refused(weight: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"weight=.* was given; it must be a number from 1e-18 to 1e\+18\."):
+    with pytest.raises(ConfigurationError, match=r"weight must be a number from 1e-18 to 1e\+18, got .*\."):
         check_base_weight(weight)
 
 
@@ -65,7 +65,7 @@ def test_windows_are_the_steps_between_two_sends(inner_steps: int, num_fragments
 
 @given(st.lists(st.sampled_from(["step", "skip", "send", "commit", "void"]), max_size=60))
 def test_the_count_is_the_steps_that_no_mean_has_taken(happened: list[str]) -> None:
-    """Against a list of all steps, each struck out when a mean takes it."""
+    """Compare with a list of all steps, from which each step is removed once a mean contains it."""
     steps = TrainedSteps(1)
     open_steps: list[float] = []
     sent = 0

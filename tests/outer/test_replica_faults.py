@@ -121,5 +121,5 @@ def test_a_replica_that_is_not_finite_sends_nothing_and_names_the_parameter() ->
     with torch.no_grad():
         swarm.models[0].third[0] = float("nan")  # type: ignore[union-attr, index]  # a parameter
     fragment = next(f.index for f in swarm.replicas[0].fragments if "third" in f.names)
-    with pytest.raises(NonFiniteError, match="local values of third hold NaN"):
+    with pytest.raises(NonFiniteError, match="local values of third contain NaN"):
         swarm.replicas[0].outer_loop.pseudo_gradient(fragment, keep_local=True)

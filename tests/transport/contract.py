@@ -247,7 +247,7 @@ class TransportContract(PayloadContract):
             given = [contribution(0, outer_step=outer_step), contribution(1, outer_step=outer_step, weight=weight)]
             pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
             for each in pending:
-                with pytest.raises(RoundVoidError, match="replica 1 was refused: has the weight"):
+                with pytest.raises(RoundVoidError, match="replica 1 was refused: its weight is"):
                     each.wait()
 
     @pytest.mark.parametrize("codec", ["float32", "bfloat16", "fp4"])

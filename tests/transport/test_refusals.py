@@ -66,7 +66,7 @@ def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
     [
         ({"numel": 999}, "replica 1 was refused: it holds 999 values instead of 1000 values"),
         ({"buffers": None}, "replica 1 was refused: it holds no floating buffers"),
-        ({"weight": 1e19}, "replica 1 was refused: has the weight 1e\\+19"),
+        ({"weight": 1e19}, "replica 1 was refused: its weight is 1e\\+19"),
         ({"withdrawn": "gradients that are not finite"}, "replica 1 was refused: gradients that are not finite"),
     ],
 )
