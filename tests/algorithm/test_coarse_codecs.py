@@ -1,4 +1,4 @@
-"""int2 and topk2, which keep two bits of a value or drop it, against references."""
+"""The codecs int2 and topk2, which keep two bits of a value or drop it, against references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ any_codec = pytest.mark.parametrize("name", COARSE)
 
 
 def reference(codec: Codec, values: Tensor) -> Tensor:
-    """What the docstrings say, value by value, in float64."""
+    """Compute the documented result value by value in float64."""
     blocks = [
         _int2(block) if codec.name == "int2" else _topk2(block)
         for block in values.split(codec.block_size)
@@ -180,7 +180,7 @@ def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
 
 @any_codec
 def test_with_error_feedback_nothing_is_lost_in_the_long_run(name: str) -> None:
-    """What was sent in n rounds is n times the values, but for the residual, which stays bounded."""
+    """The values sent in n rounds are n times the input, up to the residual, which stays bounded."""
     codec = ErrorFeedback(COARSE[name](), TILE)
     values = torch.randn(TILE, generator=torch.Generator().manual_seed(3))
     sent, norms = torch.zeros(TILE), []
