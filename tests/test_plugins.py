@@ -218,7 +218,7 @@ def no_rate(params): return torch.optim.SGD(params)
     ("values", "words"),
     [
         ({"outer__name": "wrong.py:Nothing"}, r"outer\.name=.*wrong\.py:Nothing can't be used: .* no method init"),
-        ({"outer__name": "wrong.py:Growing"}, "update made or dropped slots of the state"),
+        ({"outer__name": "wrong.py:Growing"}, "update added or removed slots of the state"),
         ({"outer__name": "wrong.py:Careless"}, "update changed the mean"),
         ({"outer__name": "wrong.py:Careles"}, "no function or class 'Careles'; did you mean 'Careless'"),
         ({"outer__name": "wrong.py:broken"}, "raised KeyError: 'width'"),
@@ -226,7 +226,10 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Your own is named module:Class"),
         ({"outer__arguments": {"x": 1}}, r"outer\.arguments was given with outer\.name='nesterov'"),
         ({"codec__name": "wrong.py:Nothing"}, r"codec Nothing: it is not a diloco\.Codec"),
-        ({"codec__name": "wrong.py:Halves"}, "codec Halves raised CodecError: halves payload of .* values holds NaN"),
+        (
+            {"codec__name": "wrong.py:Halves"},
+            "codec Halves raised CodecError: the halves payload of .* values contains NaN",
+        ),
         ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
         ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments was given with codec\.name='fp4'"),
         (
@@ -235,7 +238,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ),
         ({"merge__rule": "wrong.py:Nothing"}, "no method merge"),
         ({"merge__rule": "wrong.py:Loses"}, "parameters move although"),
-        ({"merge__rule": "wrong.py:Centres"}, "it says that it is elementwise, and merges parts otherwise"),
+        ({"merge__rule": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
         ({"merge__rule": "share.py:Share", "merge__alpha": 0.5}, "which has no alpha"),
         ({"inner__name": "wrong.py:no_rate"}, "takes no argument lr"),
         ({"inner__name": "lion.py:Lion", "inner__arguments": {"beta": 1}}, "did you mean 'betas'"),
