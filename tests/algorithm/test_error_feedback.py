@@ -153,20 +153,20 @@ def test_a_foreign_state_is_refused_whole(state: dict[str, Tensor]) -> None:
 
 def test_every_encode_has_one_outcome() -> None:
     codec = make()
-    with pytest.raises(CodecError, match=r"commit\(\) without an encode\(\)"):
+    with pytest.raises(CodecError, match=r"commit\(\) was called without an encode\(\)"):
         codec.commit()
     codec.rollback()
     codec.encode(random_values(0))
     with pytest.raises(CodecError, match="while a round is in flight"):
         codec.encode(random_values(1))
     codec.commit()
-    with pytest.raises(CodecError, match=r"commit\(\) without an encode\(\)"):
+    with pytest.raises(CodecError, match=r"commit\(\) was called without an encode\(\)"):
         codec.commit()
 
 
 def test_each_fragment_needs_its_own() -> None:
     codec = make()
-    with pytest.raises(CodecError, match="residual of 100 values but was given 99"):
+    with pytest.raises(CodecError, match="residual of 100 values but got 99"):
         codec.encode(random_values(0, NUMEL - 1))
     assert not codec.pending
 

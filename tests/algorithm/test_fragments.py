@@ -31,7 +31,7 @@ def layer_numbers(fragment: Fragment) -> set[int]:
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_exactly_once_for_every_number_of_fragments(strategy: Strategy, tied: bool) -> None:
-    """Property, by exhaustion over layers and fragments."""
+    """Test the property for all small numbers of layers and fragments."""
     for num_layers in range(1, 8):
         model = Decoder(num_layers, tied=tied)
         for num_fragments in range(1, num_layers + 2):

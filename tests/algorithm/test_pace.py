@@ -1,4 +1,4 @@
-"""Dynamic local updates: the paper's formula, evenly spread, and what a slow replica's share does to convergence."""
+"""Dynamic local updates: the paper's formula, even spacing, and convergence with a slow replica."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEEDS = st.dictionaries(st.integers(0, 9), st.floats(1e-300, 1e300), min_size=1
 
 @given(SPEEDS, st.integers(1, 10_000))
 def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_steps: int) -> None:
-    """Asynchronous Local-SGD, section 4.2, in exact numbers; at least one step. One counts for eight times another."""
+    """Evaluate Asynchronous Local-SGD, section 4.2, in exact numbers, with at least one step and the bound of eight."""
     *others, fastest = sorted(steps_per_s.values())
     fastest = min(fastest, 8 * others[-1]) if others else fastest
     for replica, speed in steps_per_s.items():
@@ -68,7 +68,7 @@ def test_the_reference_formula_in_floats() -> None:
 
 @pytest.mark.parametrize(("steps", "inner_steps"), [(0, 4), (5, 4), (-1, 4)])
 def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"use 1 to 4\."):
+    with pytest.raises(ConfigurationError, match=r"must be from 1 to 4, got"):
         trains_at(0, steps, inner_steps)
 
 
@@ -110,7 +110,7 @@ class TestStepRate:
 
 
 def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
-    """Replicas of which each trains its share of the scheduled steps."""
+    """A swarm in which each replica trains its share of the scheduled steps."""
     schedule = SyncSchedule(inner_steps=8)
     swarm = Swarm(len(shares), schedule, outer=Nesterov(learning_rate=0.5, momentum=0.5))
     gradient = quadratic(shared=shared)

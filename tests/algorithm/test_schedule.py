@@ -1,4 +1,4 @@
-"""The schedule is a pure function of the step; its properties hold for every small H, P and tau."""
+"""The schedule is a pure function of the step. Its properties hold for every small H, P and tau."""
 
 from __future__ import annotations
 

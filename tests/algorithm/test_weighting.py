@@ -102,7 +102,7 @@ def test_fragments_are_counted_apart() -> None:
 @pytest.mark.parametrize("trained", [-0.1, 1.1, float("nan"), float("inf")])
 def test_what_no_part_of_a_step_can_be_is_refused(trained: float) -> None:
     steps = TrainedSteps(1)
-    with pytest.raises(ConfigurationError, match=r"trained=.*0 \(nothing of it was trained\) to 1 .*not counted"):
+    with pytest.raises(ConfigurationError, match=r"trained must be from 0 \(.*\) to 1 \(.*\), got .*not counted"):
         steps.add(trained)
     assert steps.submit(0) == 0.0
 

@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_say_what_was_trained_is_refused() -> None:
     swarm = Swarm(1, SCHEDULE)
     state = swarm.replicas[0].state_dict()
     del state["trained_steps"]
-    with pytest.raises(CheckpointError, match="as the steps trained of each fragment"):
+    with pytest.raises(CheckpointError, match="trained steps of the saved state must be two lists"):
         swarm.replicas[0].load_state_dict(state)
 
 
