@@ -1,4 +1,4 @@
-"""Code of the user's own: the examples of the page about it, in a loop and by the command, and what is refused."""
+"""User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py(.*?)^```", PAGE.read_text(e
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the files of the page, text, and the settings of a small run."""
+    """Return a working directory with the page's files, a text, and the settings of a small run."""
     for name, text in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
     (tmp_path / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
@@ -59,7 +59,7 @@ def test_the_examples_keep_their_contracts(own: Path) -> None:
 
 
 def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
-    """Two replicas of a regression, each on half of the problem; they agree to the bit and have learned."""
+    """Two replicas of a regression, each on half of the problem, learn and agree bit for bit."""
     transport, target = InProcessTransport(2), torch.linspace(-1, 1, 300)
     replicas = []
     for number in range(2):

@@ -160,7 +160,8 @@ class TestMean:
         terms = [w * each.codec.decode(each.payload, SIZE).double() for w, each in zip(weights, given, strict=True)]
         scale = torch.stack(terms).abs().sum(0) / sum(weights)
         error = (mean.values.double() - torch.stack(terms).sum(0) / sum(weights)).abs()
-        assert bool((error <= 2**-24 * 2 * (len(weights) + 1) * scale).all()), "two roundings a term and the division"
+        bound = 2**-24 * 2 * (len(weights) + 1) * scale  # two roundings per term, and the division
+        assert bool((error <= bound).all())
         assert mean.values.dtype == torch.float32
         assert mean.weight == sum(weights)
         assert mean.contributors == tuple(range(len(weights)))
@@ -183,7 +184,9 @@ class TestMean:
             assert first.buffers is not None
             assert torch.equal(again.buffers, first.buffers)
             assert (again.weight, again.contributors) == (first.weight, first.contributors)
-            assert again.integers is given[0].integers, "of the lowest replica, not of the first that arrived"
+            assert again.integers is given[0].integers, (
+                "the integers come from the lowest replica, not from the first arrival"
+            )
 
     def test_the_sum_is_float32_in_the_order_of_replicas(self) -> None:
         """(1 + 2^-24) + 2^-24 is 1 in float32; in the other order it would be 1 + 2^-23."""

@@ -58,7 +58,7 @@ def test_layout_in_memory_does_not_count() -> None:
         digest_tensors({"x": table}),
         digest_tensors({"x": table.t().contiguous().t()}),  # the same values, columns first
         digest_tensors({"x": torch.stack([values, -values], dim=1)[:, 0]}),  # every other value
-        digest_tensors({"x": torch.cat([torch.zeros(1), values])[1:]}),  # not at the start of its memory
+        digest_tensors({"x": torch.cat([torch.zeros(1), values])[1:]}),  # at an offset in its memory
         digest_tensors({"x": values.clone().requires_grad_()}),
     }
     assert len(same) == 1

@@ -78,7 +78,7 @@ def test_shards_are_cut_between_blocks_and_as_even_as_blocks_allow(
     assert len(shards) == num_replicas
     assert (shards[0][0], shards[-1][1]) == (0, numel)
     assert all(before[1] == after[0] for before, after in pairwise(shards))
-    assert all(start % block_size == 0 for start, _ in shards), "so a codec can cut there"
+    assert all(start % block_size == 0 for start, _ in shards), "ranges must consist of whole blocks"
     lengths = [stop - start for start, stop in shards]
     assert min(lengths) >= 0
     assert max(lengths) - min(lengths) <= block_size

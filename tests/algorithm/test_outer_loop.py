@@ -42,7 +42,7 @@ def test_loops_that_hold_the_same_hold_it_once_and_whoever_changes_it_copies() -
         for changing in (second, first):
             changing.outer_step(0, torch.full((first.fragments[0].numel,), float(steps)))
             if changing is second:
-                assert first.digest(0) == alone.digest(0) != second.digest(0), "the other's was changed"
+                assert first.digest(0) == alone.digest(0) != second.digest(0), "the second loop has changed its state"
         alone.outer_step(0, torch.full((first.fragments[0].numel,), float(steps)))
         assert [each.digest(0) for each in (first, second)] == [alone.digest(0)] * 2
         second.share(first)

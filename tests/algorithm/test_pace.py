@@ -27,7 +27,7 @@ def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_st
         exact = min(Fraction(speed) / Fraction(fastest), Fraction(1)) * inner_steps
         steps = steps_to_train(replica, steps_per_s, inner_steps)
         near = {max(1, int(exact * (1 + side * Fraction(1, 1 << 50)))) for side in (-1, 0, 1)}
-        assert steps in near, "rounding of a float may decide at a whole number only"
+        assert steps in near, "rounding may change the result only next to a whole number"
         assert 1 <= steps <= inner_steps
         assert speed < fastest or steps == inner_steps
 
@@ -51,7 +51,7 @@ def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st
     length = data.draw(st.integers(1, inner_steps))
     assert sum(trains_at(first + t, steps, inner_steps) for t in range(inner_steps)) == steps
     trained = sum(trains_at(first + t, steps, inner_steps) for t in range(length))
-    assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "no stretch has more or less than its share"
+    assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "every range has its share of trained steps"
 
 
 @given(st.integers(1, 60), st.integers(0, 10_000))
@@ -60,7 +60,7 @@ def test_the_fastest_trains_every_step(inner_steps: int, step: int) -> None:
 
 
 def test_the_reference_formula_in_floats() -> None:
-    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # whose fractions floats hold exactly
+    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # fractions that floats represent exactly
         ratio = steps / inner_steps
         expected = [int((t + 1) * ratio) > int(t * ratio) for t in range(100)]
         assert [trains_at(t, steps, inner_steps) for t in range(100)] == expected

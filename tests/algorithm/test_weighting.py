@@ -81,7 +81,7 @@ def test_the_count_is_the_steps_that_no_mean_has_taken(happened: list[str]) -> N
             open_steps, sent = open_steps[sent:], 0
         else:
             sent = 0
-            steps.submit(0)  # what is sent after a void round holds all of it again
+            steps.submit(0)  # a contribution after a void round contains all steps again
             sent = len(open_steps)
         again = TrainedSteps(1)
         again.load_state_dict(steps.state_dict())
