@@ -9,7 +9,7 @@ from diloco import events
 from diloco.monitor.console import LiveConsole, PlainConsole
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
-REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions, 2 needed."
+REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions are usable, 2 are needed."
 
 
 class Clock:

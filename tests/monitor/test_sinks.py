@@ -155,7 +155,7 @@ def test_a_sink_of_the_users_own_hears_everything(tmp_path: Path, monkeypatch: p
     for name, words in (
         ("my_sinks:Stops", "no function or class 'Stops'"),
         ("my_sinks:number", "no function or class 'number'"),
-        ("Steps", "Give module:name"),
+        ("Steps", "Use module:name"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             make_sinks(MonitorSettings(sinks=(name,)), tmp_path / "run", is_terminal=False)

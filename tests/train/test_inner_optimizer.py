@@ -157,8 +157,8 @@ class TestOptimizer:
             ("AdamW", {"eps": -1.0}, "torch.optim.AdamW refused .*-1.0"),
             ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
             ("Muon", {"momntum": 0.9}, "momntum is not an argument of Muon; did you mean 'momentum'"),
-            ("Muon", {"momentum": 1.5}, "momentum must be in"),
-            ("Muon", {"adamw": ["nowhere"]}, "fits no trainable matrix"),
+            ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
+            ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
             ("SparseAdam", {}, "'SparseAdam' takes sparse gradients only"),
         ],
     )

@@ -17,23 +17,23 @@ from diloco.train.settings import RunSettings
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule
-    ({"schedule.inner_steps": 0}, "inner_steps=0.*at least 1"),
-    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 11}, "overlap_steps=11.*Use 0 to 10"),
+    ({"schedule.inner_steps": 0}, "inner_steps must be at least 1, got 0"),
+    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 11}, "overlap_steps must be from 0 to 10 .* got 11"),
     (
         {"schedule.inner_steps": 9, "schedule.overlap_steps": 9, "merge.alpha": 0.5},
         "overlap_steps=9, a whole round late",
     ),
-    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*Use 0 to 100"),
-    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*Use 1 to 2"),
+    ({"schedule.overlap_steps": -1}, "overlap_steps must be from 0 to 100 .* got -1"),
+    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments must be from 1 to 2 .* got 3"),
     ({"fragments.num_fragments": 0}, "num_fragments must be at least 1, got 0"),
     ({"fragments.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
     (
         {"fragments.num_fragments": 6, "fragments.strategy": "sequential"},
         "num_fragments=6 is too many for a model of 4 layers.*1 to 5",
     ),
-    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets=.* 2 fragments. Use 2 values from 0 to 99"),
-    ({"fragments.num_fragments": 1, "schedule.offsets": (100,)}, "offsets=.* from 0 to 99"),
-    ({"fragments.num_fragments": 1, "schedule.offsets": (-1,)}, "offsets=.* from 0 to 99"),
+    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets must be 2 values from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (100,)}, "offsets must be .* from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (-1,)}, "offsets must be .* from 0 to 99"),
     (
         {"fragments.strategy": "patterns", "fragments.patterns": (("*",),), "fragments.num_fragments": 2},
         "num_fragments must match the 1 lists.*got 2. Use 1, or leave it out",
