@@ -205,7 +205,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"simulate {BY_NUMBERS} --method streming", "there is no method 'streming'"),
         (f"simulate {BY_NUMBERS} --targets 0", "percentages above 0"),
         (f"simulate {BY_NUMBERS} --targets 101", "percentages above 0"),
-        (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit."),
+        (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit;"),
         (f"simulate {BY_NUMBERS} --bandwidth 1Gbit 2Gbit 3Gbit", "3 values for 2 replicas"),
         (f"simulate {BY_NUMBERS} --replicas 0", "at least 1"),
         (f"simulate {BY_NUMBERS} --timeline x.svg", "--method streaming-overlap --bandwidth 500Mbit"),
@@ -223,7 +223,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"plan --preset 1b --step-time 1s {LINK} --target-utilization 100%", "below 100 %"),
         (f"plan --preset 1b --step-time 1s {LINK} --config no/such/folder/x.toml", "no folder"),
         (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
-        (f"plan --preset 1b --step-time 1s {LINK} --loss 100%", "a loss of 0 or more and below 1"),
+        (f"plan --preset 1b --step-time 1s {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
         (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour -1", "0 or more"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.cli.runs import read_json, refused
 @pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "export"])
 def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = [str(tmp_path / "out")] if command == "export" else []
-    assert "absent is not there" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
+    assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
 
 
 def test_evaluate_gives_the_numbers_of_the_end_of_the_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

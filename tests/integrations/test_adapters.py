@@ -235,5 +235,5 @@ def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_
 
     here, away = trained(0, 2), trained(0, 2, **spread)
     assert all(torch.equal(away[name], value) for name, value in here.items())
-    with pytest.raises(ConfigurationError, match=r"not all on one device: .*layers\.1.* on meta .* a device_map"):
+    with pytest.raises(ConfigurationError, match=r"must be on one device, but .*layers\.1.* on meta .* a device_map"):
         trained(0, 1, **spread)

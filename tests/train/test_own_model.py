@@ -118,7 +118,7 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
         ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
         ("none", {}, "returned a int. It must return a torch.nn.Module"),
-        ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),
+        ("build", {"arguments": {"widht": 3}}, r"widht is not an argument.*did you mean 'width'"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             built(function, **settings)

@@ -265,8 +265,8 @@ def rank_is_refused(setup: Setup, group: ReplicaGroup) -> list[str]:
 def test_what_can_not_work_is_refused(ranks: tuple[str, list[dict[str, Any]]]) -> None:
     expected = [
         "Strategy 'none' can't be used for a replica of 2 ranks",
-        "a batch of 1 sequences was given to a replica of 2 ranks",
-        "already has a process group of 2",
+        "A replica of 2 ranks needs a batch of at least 2 sequences, one per rank, got 1",
+        "already has a default process group of 2 ranks",
         "'Adafactor' can't step parameters that are sharded",
         "inner.arguments.fused can't be used here: the fused kernel of SGD",
     ]

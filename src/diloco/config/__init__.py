@@ -1,4 +1,4 @@
-"""The settings of a run, in layers: preset, TOML file, command line. This package does not import torch."""
+"""The settings of a run, in layers: preset, TOML file, command line. This package works without torch."""
 
 from __future__ import annotations
 
