@@ -306,7 +306,7 @@ class TestRounds:
 
     @pytest.mark.parametrize("void_s", [1.0, 2.5])
     def test_not_for_who_came_back(self, void_s: float) -> None:
-        """The round is void before the replica looks for the others, or while it does."""
+        """The round is void before the replica searches for the others, or while it does."""
         records = [
             sent(0),
             void(void_s),

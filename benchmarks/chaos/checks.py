@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 Round = tuple[int, int]
 
 LOOKS_FOR_OTHERS = "It looks for the others"
-GONE_ON = "the others went on without replica"
+GONE_ON = "the others continued without replica"
 IS_BACK = "is a member again"
 TAKING_OVER = "is still taking over the state"
 DIFFERS = "global parameters or outer state of replica"

@@ -50,7 +50,7 @@ class Counts:
             return data
 
         def handled(itself: Any, event: events.Event, now_s: float) -> list[actions.Action]:
-            if isinstance(event, events.HandedIn):
+            if isinstance(event, events.Submitted):
                 self.rounds[str(event.contribution.round)] = {"handed_in": now_s}
             elif isinstance(event, events.Computed):
                 self.rounds[str(event.round)]["voted"] = now_s

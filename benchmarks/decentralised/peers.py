@@ -30,7 +30,7 @@ def make_peer(
     wire = Wire(
         round_timeout_s=job.timeout_s,
         rendezvous_timeout_s=job.timeout_s,
-        go_on=True,
+        continue_without_lost=True,
         state_bytes_per_s=state_bytes_per_s,
     )
     return connect_swarm(place, wire)

@@ -25,7 +25,7 @@ STEPS = 18
 """Six rounds of each of the three fragments."""
 
 _MOST_TURNS = 400
-_POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
 
 class Talker:

@@ -1,24 +1,24 @@
-"""Which of the looking replicas founds a view: at most one, and none while others may be continuing."""
+"""Which of the searching replicas founds a view: at most one, and none while others may be continuing."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.membership.founding import Founding, Looker
+from diloco.membership.founding import Candidate, Founding
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.view import View
 
 NOW_S = 60.0
 
 
-def founds(me: Looker, *others: Looker, policy: Policy | None = None, waited_s: float = NOW_S) -> View | None:
+def founds(me: Candidate, *others: Candidate, policy: Policy | None = None, waited_s: float = NOW_S) -> View | None:
     founding = Founding(me=me, alone=False, window_s=3.0, policy=policy or Policy())
     return founding.founds(others, waited_s)
 
 
 @st.composite
-def lookers(draw: st.DrawFn) -> list[Looker]:
+def candidates(draw: st.DrawFn) -> list[Candidate]:
     """Return replicas that have lost views of one history at different times."""
     numbers = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True))
     views = [View(0, tuple(range(7)))]
@@ -26,11 +26,11 @@ def lookers(draw: st.DrawFn) -> list[Looker]:
         staying = tuple(sorted(draw(st.sets(st.sampled_from(views[-1].members), min_size=1))))
         views.append(View(views[-1].id + 1, staying))
     known = {number: [view for view in views if number in view.members] for number in numbers}
-    return [Looker(number, draw(st.integers(0, 3)), draw(st.sampled_from(known[number]))) for number in numbers]
+    return [Candidate(number, draw(st.integers(0, 3)), draw(st.sampled_from(known[number]))) for number in numbers]
 
 
-@given(lookers())
-def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: list[Looker]) -> None:
+@given(candidates())
+def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: list[Candidate]) -> None:
     """Property: among replicas that all hear each other."""
     founded = {each.number: founds(each, *(other for other in looking if other is not each)) for each in looking}
     views = [view for view in founded.values() if view is not None]
@@ -48,23 +48,23 @@ def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: lis
 
 def test_a_minority_waits_until_enough_of_the_newest_view_look() -> None:
     view = View(4, (0, 1, 2))
-    assert founds(Looker(1, 10, view)) is None
-    assert founds(Looker(1, 10, view), Looker(2, 10, view)) == View(5, (1,))
-    assert founds(Looker(1, 10, view), Looker(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
-    assert founds(Looker(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))
+    assert founds(Candidate(1, 10, view)) is None
+    assert founds(Candidate(1, 10, view), Candidate(2, 10, view)) == View(5, (1,))
+    assert founds(Candidate(1, 10, view), Candidate(2, 10, View(5, (0, 2)))) is None, "0 may continue without them"
+    assert founds(Candidate(1, 10, view), policy=Policy(1, split="go-on")) == View(5, (1,))
 
 
 def test_one_that_was_started_again_counts_as_the_member_that_it_was() -> None:
-    mine = Looker(1, 30, View(4, (0, 1)))
+    mine = Candidate(1, 30, View(4, (0, 1)))
     assert founds(mine) is None
-    assert founds(mine, Looker(0, 20)) == View(5, (1,))
-    assert founds(Looker(0, 20), mine) is None, "the other one is ahead"
-    assert founds(Looker(0, 40), mine) == View(5, (0,))
+    assert founds(mine, Candidate(0, 20)) == View(5, (1,))
+    assert founds(Candidate(0, 20), mine) is None, "the other one is ahead"
+    assert founds(Candidate(0, 40), mine) == View(5, (0,))
 
 
 def test_nobody_founds_before_others_could_be_heard() -> None:
     view = View(0, (0, 1))
-    assert founds(Looker(0, 5, view), Looker(1, 5, view), waited_s=2.9) is None
-    alone = Founding(me=Looker(0), alone=True, window_s=3.0, policy=Policy())
+    assert founds(Candidate(0, 5, view), Candidate(1, 5, view), waited_s=2.9) is None
+    alone = Founding(me=Candidate(0), alone=True, window_s=3.0, policy=Policy())
     assert alone.founds((), 0.0) == View(0, (0,))
     assert alone.founds((), NOW_S, had_members=True) is None, "a fresh start is no replacement"

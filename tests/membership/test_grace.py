@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.grace import SHARE, Grace, due_s
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 
 times_s = st.floats(0, 1e6)
 speeds = st.floats(1e-9, 1e9)
@@ -64,7 +64,7 @@ def test_who_lies_hurries_nobody_who_is_ahead_of_the_honest(
     honest_s: list[float], lying_s: float, lying_speed: float
 ) -> None:
     """Of four replicas, one may be faulty; the straggler is the fourth. Its due time depends on an honest one."""
-    quorum = more_than_could_lie(4)
+    quorum = byzantine_quorum(4)
     heard_s = {1: honest_s[0], 2: honest_s[1], 3: lying_s}
     due = due_s(heard_s, {1: 1.0, 2: 1.0, 3: lying_speed}, quorum=quorum, overlap_steps=5, sync_s=0.0)
     assert due is not None

@@ -32,7 +32,9 @@ def simulated(
 ) -> Network:
     """Return a network of replicas that have done nothing yet."""
     network = Network(range(replicas * size + strangers), limits or Limits())
-    policies = Policies(quorum or Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(
+        quorum or Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0
+    )
     for rank in network.ranks:
         member = rank < replicas * size
         network.nodes[rank] = Rank(network, rank, replicas, size, policies) if member else Stranger()
@@ -45,14 +47,20 @@ def simulate(
     *,
     replicas: int,
     size: int = 1,
-    go_on: bool = True,
+    survive: bool = True,
     quorum: Policy | None = None,
     gradients: bool = False,
     garbage: Sequence[Mapping[str, Any]] = (),
     ready: bool = True,
 ) -> list[Rank]:
     """Return the ranks that have not ended once nothing more happens; ``ready``: all begin before anything happens."""
-    policies = Policies(quorum or Policy(), go_on=go_on, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(
+        quorum or Policy(),
+        continue_without_lost=survive,
+        raise_on_loss=False,
+        streams=1,
+        connect_timeout_s=1.0,
+    )
     network = Network(range(replicas * size), limits)
 
     def make(rank: int, *, joining: bool = True) -> Rank:

@@ -107,7 +107,7 @@ class Rank:
             self._joins = Entry(rank, f"simulated:{rank}")
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
-            self._todo.append(events.Say({"kind": "join", **self._joins.to_message()}))
+            self._todo.append(events.Announce({"kind": "join", **self._joins.to_message()}))
         if ready:
             self.handle(events.Begin(view, member=not joining))
         else:
@@ -310,7 +310,7 @@ class Rank:
             self._leave(f"refused: {message['reason']}")
         else:
             self._asked += 1
-            self.handle(events.Say({"kind": "join", **entry.to_message()}))
+            self.handle(events.Announce({"kind": "join", **entry.to_message()}))
         return True
 
     def _may_step(self) -> bool:
@@ -340,7 +340,7 @@ class Rank:
     def _hand_in(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
-        self._todo.append(events.HandedIn(given, step, self.now_s))
+        self._todo.append(events.Submitted(given, step, self.now_s))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

@@ -145,7 +145,7 @@ def test_of_two_members_each_has_to_believe_the_other() -> None:
     begin(network, 0, 1)
     tell(network, 1, {"kind": "excluded", "view": 0, "reason": "late"})
     settle(network)
-    assert rank(network, 0).left.startswith("the others went on without replica 0: late.")
+    assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
 
 @pytest.mark.parametrize(("replicas", "told"), [(3, 1), (4, 1), (5, 2)])
@@ -159,7 +159,7 @@ def test_as_many_as_could_lie_exclude_nobody_and_one_more_does(replicas: int, to
     assert not rank(network, 0).left
     tell(network, told + 1, excluded, to=[0])
     settle(network)
-    assert rank(network, 0).left.startswith("the others went on without replica 0: late.")
+    assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (5, 4)])

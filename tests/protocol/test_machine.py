@@ -19,7 +19,7 @@ from diloco.membership.quorum import Policy
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
-from diloco.protocol.events import Begin, Close, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say
+from diloco.protocol.events import Announce, Begin, Close, ConnectionEnded, ConnectionMade, Enter, Lost, Received
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.fields import json_object, room_bytes
 from diloco.protocol.headers import Header
@@ -45,7 +45,7 @@ class Rank:
     """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
 
     def __init__(self) -> None:
-        policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+        policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19, bytes(32)), policies)
         for rank in range(1, 6):
             self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
@@ -74,9 +74,9 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     assert not rank.hear(2, excluded)
     assert rank.machine.views.failure is None
     rank.hear(2, MEET)
-    assert rank.machine.barriers.said("end") == {2: 7}
+    assert rank.machine.barriers.values("end") == {2: 7}
     rank.handle(Begin(VIEW, member=True))
-    assert "the others went on without replica 0: late" in str(rank.machine.views.failure)
+    assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
 def test_what_waited_is_about_the_first_view_or_costs_its_sender_that_view(rank: Rank) -> None:
@@ -98,7 +98,7 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     """Ranks 2 and 3 belong to replica 1; 4 and 5 to a replica that is no member."""
     has_a_say = sender < 4
     member.hear(sender, MEET)
-    assert member.machine.barriers.said("end") == ({sender: 7} if has_a_say else {})
+    assert member.machine.barriers.values("end") == ({sender: 7} if has_a_say else {})
     introduced = member.hear(sender, {"kind": "introduce", "entry": ENTRY.to_message()})
     assert introduced == ([Introduce(ENTRY)] if has_a_say else [])
     member.hear(sender, speed_message(2.0))
@@ -145,7 +145,7 @@ def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> 
 
 def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
     rank.handle(ConnectionEnded(3))
-    asked = rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    asked = rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
     assert [action.rank for action in asked if isinstance(action, SendMessage)] == [1, 2, 4, 5]
     assert not rank.hear(2, WELCOME)
     for reason in ("late", "later"):
@@ -164,7 +164,7 @@ def test_who_has_not_asked_hears_no_answers(rank: Rank) -> None:
         assert not rank.hear(2, answer)
         assert not rank.machine.answers
     rank.handle(ConnectionEnded(3))
-    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
     rank.handle(ConnectionMade(3, 99, "host:3"))
     assert not rank.hear(3, WELCOME)
     assert not rank.machine.answers, "it was not asked"
@@ -189,14 +189,14 @@ def test_who_has_not_asked_hears_no_answers(rank: Rank) -> None:
     ids=str,
 )
 def test_what_is_no_answer_is_refused(rank: Rank, answer: dict[str, Any]) -> None:
-    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
     with pytest.raises(ValueError, match=r"^field '|^a view needs|without members"):
         rank.hear(2, answer)
     assert not rank.machine.answers
 
 
 def test_the_reason_of_a_refusal_prints(rank: Rank) -> None:
-    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
     rank.hear(2, REFUSED | {"reason": "\x1b]0;owned\x07" + "x" * 60_000})
     answer = rank.machine.take_answer()
     assert answer is not None
@@ -283,7 +283,7 @@ def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
     mine, theirs = Entry(0, "host:0", {"codec": "fp4"}), Entry(2, "host:2", {"codec": "int8"})
     told = facts_message(theirs)
     assert not rank.hear(2, told), "it has no facts of its own yet"
-    assert len(rank.handle(Say(facts_message(mine)))) == 5
+    assert len(rank.handle(Announce(facts_message(mine)))) == 5
     (answer,) = rank.hear(2, told)
     assert answer == SendMessage(2, facts_message(mine, answer=True))
     assert not rank.hear(2, {**told, "answer": True})
@@ -299,10 +299,10 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
     to_all = [1, 2, 3]
     stop = {"kind": "meet", "name": "stop"}
     for message in ({"kind": "meet", "name": "end", "value": 3}, speed_message(2.0), stop):
-        told = member.handle(Say(message))
+        told = member.handle(Announce(message))
         assert [action.rank for action in told if isinstance(action, SendMessage)] == to_all
-    assert member.machine.barriers.said("stop") == {0: 6}
-    assert not member.handle(Say(stop)), "once"
+    assert member.machine.barriers.values("stop") == {0: 6}
+    assert not member.handle(Announce(stop)), "once"
     member.hear(2, {"kind": "meet", "name": "stop", "value": 7})
     assert member.machine.barriers.awaited("stop", member.machine.present()) == {1, 3}
 
@@ -318,7 +318,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, bytes(32)), policies)
     for rank in (1, 2):
         machine.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)

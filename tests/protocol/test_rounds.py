@@ -22,9 +22,9 @@ from diloco.protocol.events import (
     Enter,
     Event,
     ExchangeEnded,
-    HandedIn,
     Lost,
     Received,
+    Submitted,
 )
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header, header_of
@@ -59,7 +59,7 @@ class Member:
     """
 
     def __init__(self, *, joins: bool = False) -> None:
-        policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+        policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19, bytes(32)), policies)
         for rank in (1, 2):
             self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
@@ -71,9 +71,9 @@ class Member:
     def handle(self, event: Event, now_s: float = 0.0) -> list[Action]:
         return self.machine.handle(event, now_s)
 
-    def hand_in(self, round_id: RoundId = ROUND, *, now_s: float = 0.0, sent_s: float = 0.0) -> list[Action]:
+    def submit(self, round_id: RoundId = ROUND, *, now_s: float = 0.0, sent_s: float = 0.0) -> list[Action]:
         given = contribution(0, round_id)
-        return self.handle(HandedIn(given, 5, sent_s), now_s)
+        return self.handle(Submitted(given, 5, sent_s), now_s)
 
     def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d", *, now_s: float = 0.0) -> list[Action]:
         return self.hear(rank, signing_header(rank, round_id, digest), now_s=now_s)
@@ -105,7 +105,7 @@ def said(kind: str, actions: list[Action]) -> dict[int, Any]:
 def member() -> Member:
     """A member of a view in which all have contributed to the round."""
     member = Member()
-    (start,) = of(StartExchange, member.hand_in())
+    (start,) = of(StartExchange, member.submit())
     assert start.contribution.round == ROUND
     for rank in (1, 2):
         member.header(rank)
@@ -122,7 +122,7 @@ def test_a_round_is_committed_once_all_votes_are_there(member: Member) -> None:
 def test_with_a_commit_goes_how_late_everybody_was() -> None:
     member = Member()
     member.header(2, now_s=1.0)
-    member.hand_in(now_s=1.25, sent_s=1.25)
+    member.submit(now_s=1.25, sent_s=1.25)
     member.header(1, now_s=4.0)
     member.compute()
     member.vote(1)
@@ -150,7 +150,7 @@ def test_once_a_view_ends_nothing_is_voted_for_any_more(member: Member, failure:
 
 
 def test_what_is_left_of_a_rounds_time_goes_along_into_the_next_view(member: Member) -> None:
-    timers = of(SetTimer, member.hand_in(RoundId(1, 4), now_s=7.0, sent_s=3.0))
+    timers = of(SetTimer, member.submit(RoundId(1, 4), now_s=7.0, sent_s=3.0))
     assert [timer.delay_s for timer in timers if timer.timer.kind == "expire"] == [TIMEOUT_S - 4.0]
 
 
@@ -175,12 +175,12 @@ def test_averages_that_differ_end_the_view(member: Member) -> None:
 @pytest.mark.parametrize("others", ["d", "another"])
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others(others: str) -> None:
     member = Member(joins=True)
-    assert said("header", member.hand_in())[1]["taking_over"]
+    assert said("header", member.submit())[1]["taking_over"]
     for rank in (1, 2):
         member.header(rank, digest=others)
-    again = said("header", member.hand_in(RoundId(0, 5)))[1]
+    again = said("header", member.submit(RoundId(0, 5)))[1]
     assert again["taking_over"] == (others != "d")
-    assert said("header", member.hand_in(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
+    assert said("header", member.submit(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
 
 
 def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_view_ends() -> None:
@@ -189,14 +189,14 @@ def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_vi
     def waiting() -> dict[tuple[int, int], dict[int, float]]:
         rounds = member.machine.views.contributions.rounds
         assert rounds is not None
-        return rounds.waiting_for_me()
+        return rounds.rounds_awaiting_this_rank()
 
     assert waiting() == {}
     member.header(2, now_s=1.0)
     member.header(1, now_s=1.5)
     member.header(1, later, now_s=2.0)
     assert waiting() == {(0, 4): {1: 1.5, 2: 1.0}, (1, 4): {1: 2.0}}
-    member.hand_in(now_s=3.0, sent_s=3.0)
+    member.submit(now_s=3.0, sent_s=3.0)
     assert waiting() == {(1, 4): {1: 2.0}}
     member.handle(Lost(2, Loss("silent", "nothing came")))
     assert waiting() == {}, "nothing is decided until the next view"

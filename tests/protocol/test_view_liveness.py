@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.founding import Founding, Looker
+from diloco.membership.founding import Candidate, Founding
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol import events
@@ -95,12 +95,12 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     quorum = Policy(least, split)  # type: ignore[arg-type]  # one of the two
     network = simulated(replicas, replace(limits, own={"timers": timers}), quorum=quorum)
     explore(network, numbers)
-    lookers = {number for number in network.alive if rank(network, number).left}
-    last = {number: rank(network, number).machine.views.last_view for number in lookers}
-    network.alive -= lookers  # their transports are closed
+    candidates = {number for number in network.alive if rank(network, number).left}
+    last = {number: rank(network, number).machine.views.last_view for number in candidates}
+    network.alive -= candidates  # their transports are closed
     explore(network, [])
-    steps = {number: rank(network, number).step for number in lookers}
-    policies = Policies(quorum, go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    steps = {number: rank(network, number).step for number in candidates}
+    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
     def come_back(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(
@@ -109,13 +109,13 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
         network.return_whole(number)
         explore(network, [])
 
-    for _ in range(len(lookers)):
+    for _ in range(len(candidates)):
         going_on = [number for number in network.alive if not rank(network, number).left]
-        waiting = sorted(lookers - network.alive)
+        waiting = sorted(candidates - network.alive)
         if going_on:
             come_back(waiting[0], None)
             continue
-        said = [Looker(number, steps[number], last[number]) for number in waiting]
+        said = [Candidate(number, steps[number], last[number]) for number in waiting]
         founded = {
             me.number: Founding(me=me, alone=False, window_s=1.0, policy=quorum).founds(
                 [other for other in said if other is not me], 2.0
@@ -124,12 +124,12 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
         }
         founders = [number for number, view in founded.items() if view is not None]
         if not founders:  # the ended ranks may be continuing, as far as is known
-            assert len(lookers) < replicas
+            assert len(candidates) < replicas
             return
         (founder,) = founders
         come_back(founder, founded[founder])
     there = sorted(network.alive)
-    assert set(there) >= lookers
+    assert set(there) >= candidates
     views = {rank(network, number).view for number in there}
     assert len(views) <= 1
     assert all(view.members == tuple(there) for view in views)

@@ -75,7 +75,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     rank(network, 0).suffer("timers", 1)
     explore(network, [])
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 arrived within 5 s"
-    assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
+    assert rank(network, 2).left.startswith(f"the others continued without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
         assert rank(network, number).averages[1].contributors == (0, 1)
@@ -96,7 +96,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
         assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
     else:
         explore(network, [])
-        words = "the others went on without replica 0: replicas 1, 2, 3 are late: no contribution to fragment 1"
+        words = "the others continued without replica 0: replicas 1, 2, 3 are late: no contribution to fragment 1"
         assert rank(network, 0).left.startswith(words)
         assert [rank(network, number).view.members for number in (1, 2, 3)] == [(1, 2, 3)] * 3
 

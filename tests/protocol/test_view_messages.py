@@ -182,7 +182,7 @@ def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
     rank(network, 0).handle(Received(2, HEADER | {"numel": -1}))
     explore(network, [])
     words = "replica 2 sent a malformed message: field 'numel' must be an integer from 0 to"
-    assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}")
+    assert rank(network, 2).left.startswith(f"the others continued without replica 2: {words}")
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
 
 

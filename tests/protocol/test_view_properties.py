@@ -116,7 +116,7 @@ def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
     numbers: list[int], replicas: int, limits: Limits
 ) -> None:
     """Property: what one of them has committed, all have."""
-    ranks = simulate(limits, numbers, replicas=replicas, go_on=False)
+    ranks = simulate(limits, numbers, replicas=replicas, survive=False)
     assert {bool(rank.left) for rank in ranks} <= {len(ranks) < replicas}
     for rank in ranks:
         both = rank.outcomes.keys() & ranks[0].outcomes.keys()
@@ -167,7 +167,7 @@ def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also if no other replica is left that could report it."""
     network = Network(range(2), Limits(ends=1))
-    policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     for rank in range(2):
         network.nodes[rank] = Rank(network, rank, 1, 2, policies)
     network.happen("ends", 0, 0, 0)

@@ -26,7 +26,9 @@ LIMIT_S = 30.0
 Meet = Callable[..., list[TorchFleet]]
 
 
-WIRE = TcpWire(**QUICK | {"join_window_s": 1.0, "go_on": True, "comes_back": True, "raise_on_loss": False})
+WIRE = TcpWire(
+    **QUICK | {"join_window_s": 1.0, "continue_without_lost": True, "comes_back": True, "raise_on_loss": False}
+)
 
 
 @pytest.fixture

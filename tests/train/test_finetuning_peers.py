@@ -39,7 +39,9 @@ class Peer:
     """
 
     def __init__(self, place: Place, make: Callable[..., Session]) -> None:
-        wire = TcpWire(**QUICK | {"go_on": True, "join_window_s": 1.0, "comes_back": True, "raise_on_loss": False})
+        wire = TcpWire(
+            **QUICK | {"continue_without_lost": True, "join_window_s": 1.0, "comes_back": True, "raise_on_loss": False}
+        )
         self.fleet = TorchFleet(connect(place, wire), place, wire)
         self._make = make
         self._changed = threading.Condition()

@@ -99,7 +99,7 @@ class Scenario:
             round_timeout_s=LIMIT_S,
             rendezvous_timeout_s=LIMIT_S,
             piece_bytes=130,  # one fp4 block
-            go_on=self.on_failure == "continue",
+            continue_without_lost=self.on_failure == "continue",
             raise_on_loss=self.raises,
             min_replicas=self.min_replicas,
         )

@@ -35,7 +35,7 @@ QUICK: dict[str, Any] = {
     "silence_s": 10.0,
     "round_timeout_s": LIMIT_S,
     "rendezvous_timeout_s": LIMIT_S,
-    "go_on": True,
+    "continue_without_lost": True,
 }
 
 

@@ -126,7 +126,7 @@ def test_another_transport_is_compared_anew(wires: Wires) -> None:
 
 
 def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires: Wires) -> None:
-    ways = wires.meet(2, go_on=True, late_s=5.0)
+    ways = wires.meet(2, continue_without_lost=True, late_s=5.0)
     members = at_once([lambda m=m: made(ways[m]) for m in range(2)])
     ways[1].leave()
     ways[1].close()
@@ -134,7 +134,7 @@ def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires:
 
     def come() -> Connected:
         place = Place(replica=1, num_replicas=2, rendezvous=ways[0].address)
-        return connect(place, TcpWire(**(QUICK | {"go_on": True})))
+        return connect(place, TcpWire(**(QUICK | {"continue_without_lost": True})))
 
     stranger = come()
     try:

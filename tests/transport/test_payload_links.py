@@ -18,7 +18,7 @@ from diloco.transport.peers.threads import Threads
 
 LIMIT_S = 30.0
 RULES = Rules(0, 0, 1, None, 5.0, 1 << 19, bytes(32))
-POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=5.0)
+POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=5.0)
 
 
 class Link:

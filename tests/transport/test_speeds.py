@@ -52,7 +52,7 @@ def next_view_of(transport: PeerTransport) -> threading.Event:
 
 
 def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> None:
-    first, second, third = transports = wires.meet(3, go_on=True)
+    first, second, third = transports = wires.meet(3, continue_without_lost=True)
     for number, transport in enumerate(transports):
         transport.tell_speed(1.5 + number)
     hear_each_other(transports, "told")
@@ -68,7 +68,7 @@ def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> 
 
 
 def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
-    first, second = wires.meet(2, go_on=True, min_replicas=1)
+    first, second = wires.meet(2, continue_without_lost=True, min_replicas=1)
     adopted = next_view_of(first)
     second.connections.post(second.connections.send, 0, {"kind": "speed", "steps_per_s": "nan"})
     assert adopted.wait(LIMIT_S)
@@ -78,7 +78,7 @@ def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
 
 
 def test_who_is_behind_a_quorum_hears_how_much_time_is_left_until_it_has_contributed(wires: Wires) -> None:
-    first, second, third = transports = wires.meet(3, go_on=True)
+    first, second, third = transports = wires.meet(3, continue_without_lost=True)
     first.tell_speed(0.001)
     hear_each_other(transports, "told")
     assert third.speeds() == {0: 0.001}

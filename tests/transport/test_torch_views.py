@@ -31,7 +31,7 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
-        go_on(processes, scenario)
+        continue_training(processes, scenario)
         (new,) = processes.start(1, replica, scenario, address)
         assert processes.heard(new, LIMIT_S) == "joined"
         are_one(scenario, outcomes(processes, (*scenario.others, new)), joins=1)
@@ -42,7 +42,7 @@ def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
-        go_on(processes, scenario)
+        continue_training(processes, scenario)
         (second,) = processes.start(1, replica, scenario, address)
         assert processes.heard(second, LIMIT_S) == "joined"
         processes.kill(second)  # perhaps before its first contribution, perhaps after many
@@ -60,7 +60,7 @@ def test_a_new_process_replaces_one_that_stands_still(stage: str) -> None:
         strike(processes, scenario)
         (new,) = processes.start(1, replica, scenario, address)
         assert processes.heard(new, LIMIT_S) == "joined"
-        go_on(processes, scenario)
+        continue_training(processes, scenario)
         found = [processes.heard(rank, LIMIT_S) for rank in (*scenario.others, new)]
         are_one(scenario, found, joins=1)
         processes.thaw(scenario.victim)
@@ -79,7 +79,7 @@ def test_who_wakes_up_when_the_others_have_finished_does_not_go_on_alone() -> No
         strike(processes, scenario)
         for number in scenario.others:
             processes.tell(number, ("silent", scenario.victim))
-        go_on(processes, scenario)
+        continue_training(processes, scenario)
         finished = outcomes(processes, scenario.others)
         assert all(outcome.error is None for outcome in finished)
         assert [processes.exit_code(number, LIMIT_S) for number in scenario.others] == [0, 0]
@@ -107,7 +107,7 @@ def test_the_last_of_three_goes_on_alone() -> None:
     assert outcome.committed[max(outcome.committed)] == (0,)
 
 
-def go_on(processes: Processes, scenario: Scenario) -> None:
+def continue_training(processes: Processes, scenario: Scenario) -> None:
     for number in scenario.others:
         assert processes.heard(number, LIMIT_S) == "went on"
     for number in scenario.others:
@@ -153,7 +153,7 @@ def merged_at(fragment: int, outer_step: int) -> int:
 
 def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
     """A replica that the third has lost can't accuse another one: two of three continue, whichever they are."""
-    transports = wires.meet(3, go_on=True)
+    transports = wires.meet(3, continue_without_lost=True)
     told = [threading.Event() for _ in transports]
     for transport, event in zip(transports, told, strict=True):
         transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]

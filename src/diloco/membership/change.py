@@ -20,7 +20,7 @@ what it is ready for, and of several such views the one that was agreed last sta
 knowledge as the ballot: any two sets that may continue have a member in common, and its knowledge only grows.) A member
 that has finished the change and receives a report about the old view answers with the `NextView` that it adopted.
 
-Of n members, up to f may be Byzantine, with n > 2 f (`more_than_could_lie`). A view is adopted when all staying members
+Of n members, up to f may be Byzantine, with n > 2 f (`byzantine_quorum`). A view is adopted when all staying members
 are ready for the very same one. An earlier agreement stands only if more than f members report it, as every staying
 member would if any member had adopted it. A late member is excluded if more than f members report it as late.
 `diloco.protocol.hearsay` makes sure that members speak only for themselves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco.membership.quorum import Policy, decide, more_than_could_lie
+from diloco.membership.quorum import Policy, byzantine_quorum, decide
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
@@ -20,7 +20,7 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
 
     They are a largest set of members that all hear each other, without the late ones if the others are enough to
     continue. If two members don't hear each other, the one to go is a member from which more than f members
-    (`more_than_could_lie`) have recently received nothing for a while, else the one that joined later.
+    (`byzantine_quorum`) have recently received nothing for a while, else the one that joined later.
 
     Args:
         view: the view that ends.
@@ -31,7 +31,7 @@ def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
         there = reachable_from(me, there, mine.unheard)
-    needed = more_than_could_lie(len(view.members))
+    needed = byzantine_quorum(len(view.members))
     unsteady = _accused(mine.unsteady, needed)
     order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
     late = _accused(mine.behind, needed) & there
@@ -65,7 +65,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
     left = {replica: step for replica, step in sorted(known.left)}  # two of its ranks may have named different steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
     agreed = [report.agreed for report in reports if report.agreed is not None]
-    supported = _supported(agreed, more_than_could_lie(len(reports)))
+    supported = _supported(agreed, byzantine_quorum(len(reports)))
     if supported and decision.members is not None:  # else others may have agreed on a different view since
         return max(supported, key=lambda each: each.known).following
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 
 __all__ = ["SHARE", "Grace", "due_s"]
 
@@ -92,12 +92,12 @@ class Grace:
 
         Args:
             waiting: (fragment, outer step) -> contributor -> when its contribution was received.
-            members: the number of members in the view. The quorum is `more_than_could_lie` of them.
+            members: the number of members in the view. The quorum is `byzantine_quorum` of them.
 
         Returns:
             A time on the clock of ``waiting``, or None if no replica is known to be waiting yet.
         """
-        quorum = more_than_could_lie(members)
+        quorum = byzantine_quorum(members)
         dues_s = [
             due_s(
                 heard_s,

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie", "names_of"]
+__all__ = ["Decision", "Policy", "byzantine_quorum", "consequences", "decide", "enough_without", "names_of"]
 
 _MOST_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 
@@ -95,10 +95,10 @@ def names_of(replicas: Collection[int]) -> str:
     return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"
 
 
-def more_than_could_lie(members: int) -> int:
+def byzantine_quorum(members: int) -> int:
     """Return how many of ``members`` must report the same of another one before it counts: f + 1, with n > 2 f.
 
-    >>> [more_than_could_lie(members) for members in (1, 2, 3, 4, 5)]
+    >>> [byzantine_quorum(members) for members in (1, 2, 3, 4, 5)]
     [1, 1, 2, 2, 3]
     """
     return (members - 1) // 2 + 1

@@ -20,7 +20,7 @@ class Barriers:
 
     >>> barriers = Barriers()
     >>> barriers.record(0, "end", 7)
-    >>> barriers.awaited("end", {0, 1}), barriers.said("end")
+    >>> barriers.awaited("end", {0, 1}), barriers.values("end")
     ({1}, {0: 7})
     """
 
@@ -42,8 +42,8 @@ class Barriers:
             raise ValueError(f"the sender has named more than {_MOST_BARRIERS} barriers")
         self.record(rank, name, value)
 
-    def said(self, name: str) -> dict[int, int]:
-        """Return rank -> the value that it reported."""
+    def values(self, name: str) -> dict[int, int]:
+        """Return the value that each rank has reported at the barrier ``name``, by rank."""
         return dict(self._values.get(name, {}))
 
     def awaited(self, name: str, present: Collection[int]) -> set[int]:

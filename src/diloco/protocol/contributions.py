@@ -11,7 +11,7 @@ from diloco.membership.reports import Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Void
 from diloco.protocol.conduct import Conduct
-from diloco.protocol.events import HandedIn, Outbox
+from diloco.protocol.events import Outbox, Submitted
 from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.voting import Voting
@@ -41,7 +41,7 @@ class Contributions:
         self._policies = policies
         self._message_counts = message_counts
         self._outbox = outbox
-        self._waiting: list[HandedIn] = []
+        self._waiting: list[Submitted] = []
         self._has_state_of: set[int] = set()
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
         self._longest_window_steps = 0
@@ -52,7 +52,7 @@ class Contributions:
         widest = self._longest_window_steps
         return self.step + max(_LEAST_LEAD_STEPS, _LEAD_WINDOWS * widest) if widest else math.inf
 
-    def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
+    def open(self, view: View, carried: Sequence[Submitted], void: Rounds) -> None:
         """Begin the rounds of ``view``, unless this rank no longer takes part, and release the held contributions.
 
         Args:
@@ -66,8 +66,8 @@ class Contributions:
                 view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.conduct
             )
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
-            for handed in carried:
-                self.rounds.begin(handed, joined=self.joined)
+            for submitted in carried:
+                self.rounds.begin(submitted, joined=self.joined)
         self._begin_waiting()
 
     def close(self, failure: TransportError) -> None:
@@ -78,26 +78,26 @@ class Contributions:
             self.rounds.end(None, str(failure), self.failure)
         self._begin_waiting()
 
-    def hand_in(self, handed: HandedIn) -> None:
+    def submit(self, submitted: Submitted) -> None:
         """Begin the round of a contribution, hold the contribution, or report its round as void."""
-        round_id, rounds = handed.contribution.round, self.rounds
+        round_id, rounds = submitted.contribution.round, self.rounds
         self._longest_window_steps = max(
-            self._longest_window_steps, handed.step - self._sent_at.get(round_id.fragment, 0)
+            self._longest_window_steps, submitted.step - self._sent_at.get(round_id.fragment, 0)
         )
-        self._sent_at[round_id.fragment] = handed.step
+        self._sent_at[round_id.fragment] = submitted.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
             raises = self._policies.raises(round_id)
             self._outbox.actions.append(Void(round_id, self.failure if raises else void))
         elif rounds is None or rounds.frozen:
-            self._waiting.append(handed)
-        elif handed.step < self.from_step and round_id.fragment >= 0:
+            self._waiting.append(submitted)
+        elif submitted.step < self.from_step and round_id.fragment >= 0:
             why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
             self._outbox.actions.append(Void(round_id, ViewChangedError(why, round=str(round_id))))
         else:
-            rounds.begin(handed, joined=self.joined)
+            rounds.begin(submitted, joined=self.joined)
 
     def _begin_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for handed in waiting:
-            self.hand_in(replace(handed, paused_s=self._outbox.now_s - handed.sent_s))
+        for submitted in waiting:
+            self.submit(replace(submitted, paused_s=self._outbox.now_s - submitted.sent_s))

@@ -18,6 +18,7 @@ from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss
 
 __all__ = [
+    "Announce",
     "Begin",
     "Close",
     "Computed",
@@ -26,14 +27,13 @@ __all__ = [
     "Enter",
     "Event",
     "ExchangeEnded",
-    "HandedIn",
     "Leave",
     "LinksFailed",
     "Lost",
     "Outbox",
     "Received",
-    "Say",
-    "Spoilt",
+    "RoundsSpoilt",
+    "Submitted",
     "TimerFired",
     "ViewBegan",
 ]
@@ -140,7 +140,7 @@ class Enter:
 
 
 @dataclass(frozen=True, eq=False)
-class HandedIn:
+class Submitted:
     """This rank submits a contribution."""
 
     contribution: Contribution  # its tensors are on the CPU
@@ -151,9 +151,8 @@ class HandedIn:
 
 
 @dataclass(frozen=True)
-class Say:
-    """This rank is to announce a message of kind ``meet``, ``facts``, ``speed`` or ``join``, given as others receive
-    it."""
+class Announce:
+    """This rank is to announce a message of kind ``meet``, ``facts``, ``speed`` or ``join``."""
 
     message: Mapping[str, Any]
 
@@ -179,7 +178,7 @@ class ViewBegan:
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class RoundsSpoilt:
     """Internal: the view is to end, because ``replicas`` have spoilt too many rounds, or a round is disputed."""
 
     view_id: int
@@ -198,12 +197,12 @@ Event: TypeAlias = (
     | ExchangeEnded
     | Begin
     | Enter
-    | HandedIn
-    | Say
+    | Submitted
+    | Announce
     | Leave
     | Close
     | ViewBegan
-    | Spoilt
+    | RoundsSpoilt
 )
 
 

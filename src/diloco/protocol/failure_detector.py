@@ -38,9 +38,9 @@ class Pulse:
     >>> pulse.begin(0.0)
     >>> pulse.beat(2.1), pulse.beat(22.1)
     (False, True)
-    >>> pulse.stood_still(30.0), pulse.stood_still(40.0)
+    >>> pulse.was_suspended(30.0), pulse.was_suspended(40.0)
     (True, True)
-    >>> pulse.beat(40.0), pulse.beat(42.0), pulse.stood_still(56.0)
+    >>> pulse.beat(40.0), pulse.beat(42.0), pulse.was_suspended(56.0)
     (True, False, True)
     """
 
@@ -60,7 +60,7 @@ class Pulse:
             self._woke_s = now_s
         return stood_s > 2 * self._timing.heartbeat_s + 1
 
-    def stood_still(self, now_s: float) -> bool:
+    def was_suspended(self, now_s: float) -> bool:
         """Return whether this process was recently silent for so long that its peers may have declared it lost."""
         silence_s = self._timing.silence_s
         return now_s - self._beat_s > silence_s - self._timing.heartbeat_s or now_s - self._woke_s < silence_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 from diloco.protocol.fields import MOST_RANK, Fields
 
 __all__ = ["Faults", "faults_message", "faults_seen", "read_faults"]
@@ -66,7 +66,7 @@ def faults_seen(replica: int, statuses: Mapping[int, Mapping[str, Any]]) -> Faul
     reported = [faults for faults in others if faults is not None]
     if not reported:
         return None
-    enough = min(more_than_could_lie(len(reported) + 1), len(reported))
+    enough = min(byzantine_quorum(len(reported) + 1), len(reported))
     return Faults(*(sorted(counts)[-enough] for counts in zip(*reported, strict=True)))
 
 

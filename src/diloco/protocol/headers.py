@@ -11,7 +11,7 @@ import torch
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
 from diloco.algorithm.mean_encoding import Stretch
 from diloco.errors import CodecError
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
 from diloco.protocol.signing import KEY_CHARACTERS
 
@@ -131,7 +131,7 @@ def judge_headers(
                 min_contributors=max(1, needed),
                 absent=absent,
                 contents=False,
-                holders=more_than_could_lie(len(contributions)),
+                holders=byzantine_quorum(len(contributions)),
             )
         )
     return _combined(verdicts, max(1, needed))

@@ -106,8 +106,8 @@ class Machine:
             case events.LinksFailed(view_id, replicas, reason):
                 if view_id == views.view.id:
                     ends.drop_unlinked(replicas, reason)
-            case events.HandedIn():
-                views.contributions.hand_in(event)
+            case events.Submitted():
+                views.contributions.submit(event)
             case events.Computed() if rounds is not None:
                 rounds.compute(event)
             case events.ExchangeEnded() if rounds is not None:
@@ -128,7 +128,7 @@ class Machine:
                 self._began = True
                 ends.closed_to_joiners = closed
                 views.begin(view, member=member)
-            case events.Spoilt(view_id, replicas, reason):
+            case events.RoundsSpoilt(view_id, replicas, reason):
                 if view_id == views.view.id:
                     ends.drop_late(replicas, frozenset(), reason)
             case events.ViewBegan():
@@ -142,9 +142,9 @@ class Machine:
                 views.leave(views.contributions.step)
             case events.Close(failure):
                 views.close(failure)
-                if self._stops_together and self.policies.go_on:
+                if self._stops_together and self.policies.continue_without_lost:
                     views.hang_up_on_others()  # the other replicas continue: only the ranks of this replica are to stop
-            case events.Say(message):
+            case events.Announce(message):
                 self._announce(message)
 
     @property

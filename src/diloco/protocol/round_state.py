@@ -16,7 +16,7 @@ from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
 from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.reports import Rounds
-from diloco.protocol.events import HandedIn
+from diloco.protocol.events import Submitted
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.rules import Rules
@@ -40,7 +40,7 @@ class RoundState:
     premature: dict[int, RoundVote] = field(default_factory=dict)
     # set if this rank's state differs from the majority's; reported instead of an average
     fault: DivergedError | None = None
-    begun: HandedIn | None = None  # this rank's contribution; None before it contributes and after the round has ended
+    begun: Submitted | None = None  # this rank's contribution; None before it contributes and after the round has ended
     plan: Exchange | None = None  # the plan of the payload exchange
     taking_over: bool = False  # whether this rank is still adopting the fragment's state
     donor: int | None = None  # a replica with the state that the round applies to, if this rank has a different one
@@ -107,7 +107,7 @@ class RoundState:
         """Return the other replicas with a rank in ``ranks``, those of the view, whose vote has not been received."""
         return frozenset(rules.replica_of(rank) for rank in ranks if rank not in self.votes) - {rules.replica}
 
-    def renewed(self, rules: Rules, frozen_s: float, now_s: float) -> HandedIn:
+    def renewed(self, rules: Rules, frozen_s: float, now_s: float) -> Submitted:
         """Return this rank's contribution for the next view. Its time restarts if this rank has voted within it.
 
         Args:

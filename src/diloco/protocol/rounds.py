@@ -14,7 +14,7 @@ from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import enough_without
 from diloco.membership.reports import NextView, Report
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
-from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
+from diloco.protocol.events import Computed, ExchangeEnded, Outbox, Submitted
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
@@ -64,7 +64,7 @@ class RoundTable:
         """Return whether a rank is known here to have cast this vote."""
         return self._voting.is_vote(self._rounds.get(RoundId(*vote.round)), vote)
 
-    def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
+    def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[Submitted]:
         """End the view. A round that any survivor committed is committed; the others are carried over or void.
 
         Args:
@@ -96,28 +96,28 @@ class RoundTable:
                 self._voting.stop_timers(state)
             if state.verdict is None:  # so that the exchange does not wait for the verdict
                 self._voting.give_verdict(state, Verdict((), reason))
-        return [handed for _, handed in sorted(undecided, key=lambda each: each[0])]
+        return [submitted for _, submitted in sorted(undecided, key=lambda each: each[0])]
 
-    def begin(self, handed: HandedIn, *, joined: bool) -> None:
+    def begin(self, submitted: Submitted, *, joined: bool) -> None:
         """Contribute to a round, which may be carried over from the previous view.
 
         Args:
-            handed: the contribution.
+            submitted: the contribution.
             joined: whether this rank joined a run in progress, so that it adopts the state of fragments.
         """
-        contribution = handed.contribution
+        contribution = submitted.contribution
         fragment = contribution.round.fragment
         state = self._state(contribution.round)
         self._forget_before(contribution.round)
         self._last[fragment] = max(self._last.get(fragment, 0), contribution.round.outer_step)
-        state.begun = handed
+        state.begun = submitted
         state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
         # others decided so before this view began
         if state.key in self._voting.decided.void and state.committed is None:
             self._voting.decide(state, False, _VOTED_AGAINST)
             return
         state.plan = plan_round(contribution, len(self.view.members))
-        state.heard_s[self._rules.rank] = handed.sent_s
+        state.heard_s[self._rules.rank] = submitted.sent_s
         header = replace(header_of(contribution), taking_over=state.taking_over, key=public_key(self._rules.secret))
         state.headers[self._rules.rank] = header
         self._voting.broadcast(header.to_message(self.view.id))
@@ -125,7 +125,7 @@ class RoundTable:
         self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
         if state.committed is None:
             limit_s = self._rules.round_timeout_s
-            left_s = limit_s - (self._outbox.now_s - handed.sent_s - min(handed.paused_s, limit_s))
+            left_s = limit_s - (self._outbox.now_s - submitted.sent_s - min(submitted.paused_s, limit_s))
             self._outbox.actions.append(SetTimer(self._voting.timer("expire", state), max(0.0, left_s)))
             if self._rules.late_s is not None and fragment >= 0:
                 self._voting.look_at(state, self._rules.late_s)
@@ -173,12 +173,12 @@ class RoundTable:
         state = self._rounds.get(round_id) or RoundState(round_id)  # a round without any message yet
         return state.missing(self._ranks, self._rules)
 
-    def goes_on_without_me(self) -> bool:
+    def others_have_contributed(self) -> bool:
         """Return whether another rank has contributed to a round to which this one has not."""
         return any(state.headers and not state.was_begun for state in self._rounds.values())
 
-    def waiting_for_me(self) -> dict[tuple[int, int], dict[int, float]]:
-        """Return the rounds to which this rank has yet to contribute: replica -> when its last header was received."""
+    def rounds_awaiting_this_rank(self) -> dict[tuple[int, int], dict[int, float]]:
+        """Return the open rounds without this rank's contribution: replica -> when its last header was received."""
         if self.frozen:
             return {}
         open_ones = [state for state in self._rounds.values() if state.headers and not state.was_begun]

@@ -66,7 +66,8 @@ class Policies:
     """What happens when replicas are lost, and how links are opened."""
 
     quorum: Policy  # which replicas may continue
-    go_on: bool  # whether survivors continue in a smaller view; otherwise all later rounds are void, or raise
+    # whether survivors continue in a smaller view; otherwise all later rounds are void, or raise
+    continue_without_lost: bool
     # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void, and the owner checks
     # `ViewManager.failure`
     raise_on_loss: bool
@@ -144,7 +145,7 @@ def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Pol
         why: the reason for the change.
         policies: the policies of the run.
     """
-    if following.view is not None and (policies.go_on or not lost):
+    if following.view is not None and (policies.continue_without_lost or not lost):
         return None
     side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
     return ReplicaLostError(f"{side}. Committed rounds stay committed.", replicas=lost)
@@ -152,4 +153,5 @@ def stop_error(following: NextView, lost: Sequence[int], why: str, policies: Pol
 
 def exclusion_reason(replica: int, reason: str, policies: Policies) -> str:
     """Return a sentence on what the others did without ``replica``."""
-    return f"the others {'went on' if policies.go_on else 'stopped'} without replica {replica}: {reason}."
+    done = "continued" if policies.continue_without_lost else "stopped"
+    return f"the others {done} without replica {replica}: {reason}."

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 from diloco.membership.reports import News, NextView, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
-from diloco.protocol.events import HandedIn, Outbox, ViewBegan
+from diloco.protocol.events import Outbox, Submitted, ViewBegan
 from diloco.protocol.hearsay import could_follow
 from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
 from diloco.protocol.roster import Roster
@@ -141,7 +141,7 @@ class ViewManager:
     def receive_parting(self, sender: int, reason: str) -> None:
         """Process a member's report that it continues, or stops, without this replica.
 
-        The report counts once more than f members (`more_than_could_lie`), or all that are connected, have sent one.
+        The report counts once more than f members (`byzantine_quorum`), or all that are connected, have sent one.
         """
         if self._has_support(sender):
             self.exclude(reason)
@@ -149,7 +149,7 @@ class ViewManager:
     def _has_support(self, sender: int) -> bool:
         self._parted.add(self._rules.replica_of(sender))
         here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
-        return len(self._parted) >= more_than_could_lie(len(self.view.members)) or here <= self._parted
+        return len(self._parted) >= byzantine_quorum(len(self.view.members)) or here <= self._parted
 
     def send_excluded(self, rank: int) -> None:
         """Tell a rank of an ended view that it is excluded: it was lost while it began, and could not be told then."""
@@ -201,7 +201,7 @@ class ViewManager:
         self._open(carried, following.void)
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
-    def _open(self, carried: Sequence[HandedIn], void: Rounds) -> None:
+    def _open(self, carried: Sequence[Submitted], void: Rounds) -> None:
         """Open the current view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.set_members(self.view)
         self._parted.clear()

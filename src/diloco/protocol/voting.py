@@ -15,7 +15,7 @@ from diloco.membership.reports import Report, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
-from diloco.protocol.events import Outbox, Spoilt
+from diloco.protocol.events import Outbox, RoundsSpoilt
 from diloco.protocol.messages import RoundVote, vote_text
 from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules, disputed_reason, spoilt_reason
@@ -105,7 +105,7 @@ class Voting:
         """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
         too_often = self.conduct.note(spoilers) - {self._rules.replica}
         if too_often:
-            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
+            self._outbox.queue.append(RoundsSpoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
         """Count the replica whose vote made a round void to which this rank had no objection, unless counted before."""
@@ -164,7 +164,7 @@ class Voting:
             state.disputed, state.against = True, sender
             self.conduct.count("against", {self._rules.replica_of(sender)})
             words = disputed_reason(state.id, tallied.reason)
-            self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
+            self._outbox.queue.append(RoundsSpoilt(self.view.id, frozenset(), words))
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
         """Return whether a rank has cast this vote on a round known to this rank."""

@@ -13,7 +13,7 @@ from diloco.algorithm.pace import steps_to_train, trains_at
 from diloco.algorithm.schedule import Send
 from diloco.errors import ConfigurationError
 from diloco.membership.grace import SHARE, Grace
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 from diloco.simulate.overheads import IDEAL, Overheads
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import Link, LinkArrays
@@ -209,7 +209,7 @@ class LateSteps:
             ready_s: when each replica would send if it skipped no step. The first replicas skip none, so their times
                 are final.
         """
-        quorum = more_than_could_lie(self._shape[-1])
+        quorum = byzantine_quorum(self._shape[-1])
         quorum_s = np.partition(ready_s, quorum - 1, axis=-1)[..., quorum - 1 : quorum]
         lasts_until_s = ready_s + self._schedule.overlap_steps * self._cluster.step_time_s
         first_s = lasts_until_s.min(-1, keepdims=True)

@@ -148,7 +148,7 @@ def _watch(
         kill_all()
         for process in running.values():
             process.wait()
-    return exit_code(codes, go_on=settings.on_failure == "continue", asked=bool(asked))
+    return exit_code(codes, survivors_continue=settings.on_failure == "continue", asked=bool(asked))
 
 
 def insisted(asked: Sequence[tuple[int, float]]) -> bool:
@@ -164,22 +164,23 @@ def insisted(asked: Sequence[tuple[int, float]]) -> bool:
     return any(not is_echo(number, signal.Signals(asked[0][0]).name, at_s - asked[0][1]) for number, at_s in asked[1:])
 
 
-def exit_code(codes: Collection[int], *, go_on: bool, asked: bool) -> int:
+def exit_code(codes: Collection[int], *, survivors_continue: bool, asked: bool) -> int:
     """Combine the exit codes of all ranks: 2 after a usage error, 130 if stopped by request, 0 if finished, else 1.
 
     Args:
         codes: the exit codes of the ranks; a rank that was ended by a signal has its negative number.
-        go_on: whether the others continue without a lost replica; if so, one rank that finished is enough for 0.
+        survivors_continue: whether the others continue without a lost replica; if so, one rank that finished is enough
+            for 0.
         asked: whether a signal asked the run to stop.
 
-    >>> exit_code([0, -9], go_on=True, asked=False), exit_code([0, -9], go_on=False, asked=False)
-    (0, 1)
+    >>> [exit_code([0, -9], survivors_continue=each, asked=False) for each in (True, False)]
+    [0, 1]
     """
     if 2 in codes:
         return 2
     if 130 in codes and (asked or set(codes) <= {0, 130}):
         return 130
-    if set(codes) == {0} or (go_on and 0 in codes):
+    if set(codes) == {0} or (survivors_continue and 0 in codes):
         return 0
     return 1
 

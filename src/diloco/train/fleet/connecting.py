@@ -89,7 +89,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     wire = Wire(
         streams=settings.streams or 0,
         **_exchange(settings, facts),
-        go_on=True,
+        continue_without_lost=True,
         comes_back=True,
         late_s=settings.round_timeout_s if swarm.straggler == "wait" else swarm.join_window_s,
         split=swarm.split,
@@ -156,7 +156,7 @@ def _place_and_wire(
         secret=read_secret(settings.secret_file, "transport.secret_file"),
         streams=settings.streams or 0,
         **_exchange(settings, facts),
-        go_on=settings.on_failure == "continue",
+        continue_without_lost=settings.on_failure == "continue",
         comes_back=settings.on_failure == "continue" and settings.replica_size == 1,
         link=make_links(settings)[role.replica] if emulated else None,
     )

@@ -70,7 +70,7 @@ class TorchFleet(PeerFleet):
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
         streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
-        others = "continue in a smaller view" if policies.go_on else "save and stop"
+        others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
         if self.comes_back:
             others += ", and the lost replica rejoins them by itself"
         return {

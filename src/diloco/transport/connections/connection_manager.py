@@ -249,8 +249,8 @@ class ConnectionManager(ControlThread):
         self._strangers.leave(connection.rank)
         connection.writer.close()
         self._tell(ConnectionEnded(connection.rank))
-        stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
-        loss = await connection.why_lost(ended, self.open, longest_s, stood_still=stood_still)
+        was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.timing.silence_s)
+        loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._tell(Lost(connection.rank, loss))
 

@@ -101,17 +101,17 @@ class ControlConnection:
             await asyncio.sleep(heartbeat_s / 8)
         return False
 
-    async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, stood_still: bool) -> Loss:
+    async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, was_suspended: bool) -> Loss:
         """Find out why the process behind this connection, which has ended, is lost. A refusing port means it is gone.
 
         The port is tried several times, as a process that is terminating may keep it for a moment.
 
         Args:
             longest_s: The time to wait for each answer.
-            stood_still: Whether this process stalled. The other one may then have continued and ended since, so its
+            was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
                 port proves nothing.
         """
-        if ending.given_up or stood_still:
+        if ending.given_up or was_suspended:
             why = "dropped it" if ending.given_up else f"ended the connection ({ending.reason})"
             return Loss("cut", f"{self.address} received nothing from this process for too long and {why}")
         ended = f"the connection to {self.address} ended ({ending.reason})"

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
-from diloco.membership.founding import Looker
+from diloco.membership.founding import Candidate
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.hivemind.identity import load_identity, number_of
@@ -105,7 +105,7 @@ def _connect(
     connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
     routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=wire.pace, emulated=wire.link)
-    me = Looker(number, held_step, place.last)
+    me = Candidate(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
     with waiting_for(search.awaited, search.patience_s):
         view, found = connections.call(search.find())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigurationError
-from diloco.membership.founding import Looker
+from diloco.membership.founding import Candidate
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
@@ -105,9 +105,9 @@ class PeerRecord:
     last: View | None = None  # the newest view of that swarm that the peer was a member of, or had agreed to
     proven: bool = True  # whether the author of the record knows the secret of the run
 
-    def looker(self, swarm: str) -> Looker:
-        """Return the record of a searching peer as a `Looker`, for former members of ``swarm``."""
-        return Looker(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
+    def candidate(self, swarm: str) -> Candidate:
+        """Return the record of a searching peer as a `Candidate`, for former members of ``swarm``."""
+        return Candidate(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
 
     def to_bytes(self, admission: Admission) -> bytes:
         """Return the record as stored, with a proof that its author knows the secret of the run."""

@@ -68,7 +68,7 @@ def connect_peer(
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )
-    exchange = Wire(**({"go_on": True} | wire))
+    exchange = Wire(**({"continue_without_lost": True} | wire))
     connected = connect_swarm(place, exchange)
     transport = connected.transport
     try:

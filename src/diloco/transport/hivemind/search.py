@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RendezvousError, RunOverError
-from diloco.membership.founding import Founding, Looker, Lookers
+from diloco.membership.founding import Candidate, Candidates, Founding
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
@@ -96,7 +96,7 @@ class Search:
         streams: PeerStreams,
         dialer: MemberDialer,
         announcer: Announcer,
-        me: Looker,
+        me: Candidate,
         policy: Policy,
     ) -> None:
         self.looking = 0  # the number of other peers that were also searching at the last check
@@ -127,7 +127,7 @@ class Search:
         """
         loop, place, node = asyncio.get_running_loop(), self._place, self._streams.node
         founding = Founding(me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy)
-        lookers, why = Lookers(self._silence_s), dict[str, str]()
+        candidates, why = Candidates(self._silence_s), dict[str, str]()
         began_s, announced_s = loop.time(), -math.inf
         known_s = math.inf  # when others could first know of this peer; the time waited for them counts from then
         while True:
@@ -157,12 +157,12 @@ class Search:
                 raise refusals[0]
             asked_s = loop.time()  # look again, because asking peers that are gone takes long
             records = await self._records()
-            heard = lookers.hear({each.peer_id: each.beat for each in records if not each.swarm}, asked_s)
+            heard = candidates.record({each.peer_id: each.beat for each in records if not each.swarm}, asked_s)
             looking = [each for each in records if each.peer_id in heard]
             self.looking = len(looking)
             there = there or any(record.swarm and record.peer_id not in why for record in records)
             had_members = any(record.swarm for record in records)
-            others = [each.looker(place.swarm) for each in looking]
+            others = [each.candidate(place.swarm) for each in looking]
             if not there and (view := founding.founds(others, asked_s - known_s, had_members=had_members)):
                 return view, None
             self._stop_if_over(records)

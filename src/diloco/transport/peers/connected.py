@@ -94,8 +94,8 @@ class Wire:
     rendezvous_timeout_s: float = 300.0  # for all ranks to find and connect to each other
     min_contributors: int | None = None  # a round with fewer is void; None: all are needed
     min_replicas: int = 1  # least number of replicas with which a run continues
-    go_on: bool = False  # whether the survivors of a loss form a smaller view
-    # whether a replica that has lost its view looks for the others; otherwise it stops, and with it all others
+    continue_without_lost: bool = False  # whether the survivors of a loss form a smaller view
+    # whether a replica that has lost its view searches for the others; otherwise it stops, and with it all others
     comes_back: bool = False
     # a replica that contributes this much later than this rank is left behind; None: never
     late_s: float | None = None
@@ -138,7 +138,7 @@ class Wire:
         )
         policies = Policies(
             quorum=Policy(self.min_replicas, self.split),
-            go_on=self.go_on,
+            continue_without_lost=self.continue_without_lost,
             raise_on_loss=self.raise_on_loss,
             streams=self.streams,
             connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),

@@ -116,7 +116,7 @@ class ProtocolRunner:
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
-        self._post(events.Say(facts_message(entry)))
+        self._post(events.Announce(facts_message(entry)))
         with waiting_for(lambda: f"{_named(unready())} to create its DiLoCo", timeout_s), self._changed:
             self._wait_for(
                 lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
@@ -133,7 +133,7 @@ class ProtocolRunner:
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to agree soon on the step that `stop_step` returns."""
-        self._post(events.Say({"kind": "meet", "name": "stop"}))
+        self._post(events.Announce({"kind": "meet", "name": "stop"}))
         self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
@@ -144,14 +144,14 @@ class ProtocolRunner:
 
     def meet(self, name: str, value: int) -> dict[int, int]:
         """Submit ``value`` to the barrier ``name`` and wait until all connected ranks have. Each name is used once."""
-        self._post(events.Say({"kind": "meet", "name": name, "value": value}))
+        self._post(events.Announce({"kind": "meet", "name": name, "value": value}))
         return self._met(name)
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait until all connected ranks have reached a barrier, or ``unless`` holds. Return the values by rank."""
         barriers, present = self._machine.barriers, self._machine.present
         self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s)
-        return barriers.said(name)
+        return barriers.values(name)
 
     # In the control thread.
 

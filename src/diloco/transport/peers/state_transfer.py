@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.membership.quorum import more_than_could_lie
+from diloco.membership.quorum import byzantine_quorum
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
 from diloco.transport.address import Address
@@ -179,7 +179,7 @@ async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None
     if not fetch.left:
         raise _failed(fetch, "none provided it")
     in_time = asyncio.get_running_loop().time() < fetch.agree_by_s
-    chosen = choose(_offers(fetch), fetch.after, more_than_could_lie(len(fetch.left)) if in_time else 1)
+    chosen = choose(_offers(fetch), fetch.after, byzantine_quorum(len(fetch.left)) if in_time else 1)
     if chosen is None:
         if all(donor.answered for donor in fetch.left):
             fetch.discard_offers()

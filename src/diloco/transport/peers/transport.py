@@ -110,12 +110,12 @@ class PeerTransport(ProtocolRunner, Transport):
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self._guard_s, self)
-        handed = events.HandedIn(contribution, self.step, pending.sent_s)
+        submitted = events.Submitted(contribution, self.step, pending.sent_s)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
-            self._copies.after(copied, lambda: self._post(replace(handed, contribution=host)))
+            self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)))
         else:
-            self._post(handed)
+            self._post(submitted)
         return pending
 
     def tick(self) -> None:
@@ -192,7 +192,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def tell_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
-        self._post(events.Say(speed_message(steps_per_s)))
+        self._post(events.Announce(speed_message(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
@@ -210,13 +210,13 @@ class PeerTransport(ProtocolRunner, Transport):
         """
         with self._changed:
             rounds, members = self._machine.views.contributions.rounds, len(self.view.members)
-            waiting = rounds.waiting_for_me() if rounds is not None else {}
+            waiting = rounds.rounds_awaiting_this_rank() if rounds is not None else {}
             due_s = self._grace.due_s(waiting, self._machine.speeds, members=members, overlap_steps=overlap_steps)
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
-        self._post(events.Say({"kind": "meet", "name": "finished", "value": self.step}))
+        self._post(events.Announce({"kind": "meet", "name": "finished", "value": self.step}))
         self._met("finished", unless=self._others_go_on)
         if self._others_go_on():
             self.leave()
@@ -268,7 +268,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
         """Ask all connected ranks for admission, and wait for an answer."""
-        self._post(events.Say({"kind": "join", **entry.to_message()}))
+        self._post(events.Announce({"kind": "join", **entry.to_message()}))
         self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
             return self._machine.take_answer()
@@ -284,4 +284,4 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def _others_go_on(self) -> bool:
         rounds = self._machine.views.contributions.rounds
-        return rounds is not None and rounds.goes_on_without_me()
+        return rounds is not None and rounds.others_have_contributed()

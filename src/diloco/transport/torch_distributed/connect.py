@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership.founding import Looker
+from diloco.membership.founding import Candidate
 from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
@@ -22,7 +22,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.reach import reach
-from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers
+from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
 from diloco.transport.torch_distributed.rendezvous import ask, cause, exchange_word, greet, serve
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
@@ -118,7 +118,7 @@ def connect_again(
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step, _payload_places(transport, wire))
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
-        me = Looker(place.replica, before.step, last)
+        me = Candidate(place.replica, before.step, last)
         search = Reconnection(transport, entry, me, registry, place.rendezvous, patience_s, wire.join_window_s)
         return search.connect(_open_link(transport, registry, wire))
     except BaseException:
@@ -173,13 +173,13 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             f"the run that {meeting} knows of has ended: none of its replicas answers. Restart all replicas."
         )
     for rank, reason in {} if table.running else lacking.items():
-        if not wire.go_on or rank in siblings:  # otherwise the first view declares it lost
+        if not wire.continue_without_lost or rank in siblings:  # otherwise the first view declares it lost
             raise RendezvousError(reason, replicas=[rank // size])
     members = sorted({rank // size for rank in reached})
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
-    me = Looker(place.replica, held_step)
+    me = Candidate(place.replica, held_step)
     serve(connections, registry)
-    serve_lookers(transport, registry, me)
+    serve_candidates(transport, registry, me)
     transport.begin(view, registry, open_link, member=not table.running)
     search = Reconnection(transport, entry, me, registry, meeting, wire.rendezvous_timeout_s, wire.join_window_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)

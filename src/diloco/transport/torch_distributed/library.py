@@ -71,7 +71,7 @@ def connect_replica(
     opened: list[PeerTransport] = []
 
     def begin() -> None:
-        connected = connect(place, TcpWire(go_on=on_failure == "continue", facts=facts or {}, **wire))
+        connected = connect(place, TcpWire(continue_without_lost=on_failure == "continue", facts=facts or {}, **wire))
         opened.append(connected.transport)
         if connected.joining:
             raise connected.already_running()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
-from diloco.membership.founding import Founding, Looker
+from diloco.membership.founding import Candidate, Founding
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
@@ -21,7 +21,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.rendezvous import question, serve
 from diloco.waiting import waiting_for
 
-__all__ = ["Reconnection", "TorchConnected", "serve_lookers"]
+__all__ = ["Reconnection", "TorchConnected", "serve_candidates"]
 
 _ANSWER_S = 5.0
 _OVER_S = 2.0
@@ -29,7 +29,7 @@ _LOOK_AGAIN_S = 0.5
 _CLOSED = "it is rejoining itself"
 
 
-def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> None:
+def serve_candidates(transport: PeerTransport, registry: Registry, me: Candidate) -> None:
     """Answer ranks that have lost their view.
 
     A member answers with the list of members. A rank that has lost its view, too, answers that it is also searching.
@@ -112,7 +112,7 @@ class Reconnection:
         self,
         transport: PeerTransport,
         entry: Entry,
-        me: Looker,
+        me: Candidate,
         registry: Registry,
         elsewhere: Address | None,
         patience_s: float,
@@ -125,7 +125,7 @@ class Reconnection:
         self._elsewhere = elsewhere
         self._patience_s = patience_s
         self._window_s = window_s
-        self._looking: list[Looker] = []
+        self._looking: list[Candidate] = []
         self._registry = registry
 
     def connect(self, open_link: OpenLink) -> Connected:
@@ -135,7 +135,7 @@ class Reconnection:
             RendezvousError: if neither is possible in time.
         """
         transport, registry = self._transport, self._registry
-        serve_lookers(transport, registry, self._me)
+        serve_candidates(transport, registry, self._me)
         with waiting_for(self._awaited, self._patience_s):
             view, step = self._connections.call(self._find())
         serve(self._connections, registry)
@@ -160,7 +160,7 @@ class Reconnection:
         while True:
             asked_s = clock.time()
             answers = await self._answers()
-            self._looking = [_looker_of(each) for each in answers if each["kind"] == "looking"]
+            self._looking = [_candidate_of(each) for each in answers if each["kind"] == "looking"]
             running = [each for each in answers if each["kind"] == "members"]
             for answer in running:
                 if members := await self._connected_members(answer):
@@ -197,7 +197,7 @@ class Reconnection:
         try:
             answer = await within(_ANSWER_S, question(self._connections.streams, address, asked))
             if answer["kind"] == "looking":
-                _looker_of(answer)
+                _candidate_of(answer)
             elif answer["kind"] == "members":
                 Fields(answer).integer("step")
             elif answer["kind"] == "refused":
@@ -229,8 +229,8 @@ class Reconnection:
         return tuple(member for member in members if member != self._me.number)
 
 
-def _looker_of(answer: Mapping[str, Any]) -> Looker:
+def _candidate_of(answer: Mapping[str, Any]) -> Candidate:
     fields = Fields(answer)
     last = fields.integers("last")
     view = View(last[0], last[1:]) if last else None
-    return Looker(fields.rank("number"), fields.integer("held_step", -1), view)
+    return Candidate(fields.rank("number"), fields.integer("held_step", -1), view)
