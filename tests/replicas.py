@@ -16,8 +16,8 @@ from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event
 from diloco.outer.diloco import DiLoCo
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 
 Gradient = Callable[[int, int, nn.Module], None]
 """A function of (replica, step from 0, model) that sets ``.grad`` of the parameters."""

@@ -21,7 +21,7 @@ from diloco.errors import ConfigurationError
 from diloco.plugins import absolute, call, find
 from diloco.train.components import outline
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.reports import handshake_facts
+from diloco.train.session_reports import handshake_facts
 from tests.cli.runs import SMALL, read_json, refused
 from tests.command_lines import command_line
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.decentralised.plan import Job
 from diloco.membership.reports import NextView
 from diloco.transport.hivemind.connect import connect_swarm
+from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
 

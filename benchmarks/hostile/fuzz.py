@@ -27,9 +27,9 @@ from diloco.protocol.registry import Entry
 from diloco.transport.address import parse_address
 from diloco.transport.connections.streams import read_frame
 from diloco.transport.hivemind.identity import PeerRecord, owner_of
-from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.hivemind.visitor import PeerReport, status_of
 from diloco.transport.peers.state_wire import Description
 from diloco.units import visible
 

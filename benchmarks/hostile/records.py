@@ -13,9 +13,9 @@ from benchmarks.hostile.doors import memory_bytes
 from diloco.cli.peers import row
 from diloco.protocol.fields import json_object
 from diloco.transport.hivemind.identity import PeerRecord
-from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.hivemind.visitor import PeerReport, status_of
 
 __all__ = ["ATTACKS"]
 

@@ -23,9 +23,9 @@ import torch
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import make_codec
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.hivemind.direct_streams import DirectStreams
 from diloco.transport.peers.round_messages import RoundMessages
 
@@ -82,7 +82,7 @@ class End:
         return coming
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, transport = ReliableLink(Outlet(self._loop)), writer.transport
+        link, transport = ReliableLink(SendScheduler(self._loop)), writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         reader.feed_eof()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from diloco.errors import CodecError, ConfigurationError, ContractError, DiLoCoError
     from diloco.integrations.host import replica_share
     from diloco.outer.diloco import DiLoCo
-    from diloco.transport.faults import Fault
     from diloco.transport.hivemind.library import connect_peer
     from diloco.transport.in_process import InProcessTransport
+    from diloco.transport.injected_faults import Fault
     from diloco.transport.links import Link, VirtualNetwork
     from diloco.transport.torch_distributed.library import connect_replica
 
@@ -44,7 +44,7 @@ _NAMES = {
     "errors": "CodecError ConfigurationError ContractError DiLoCoError",
     "integrations/host": "replica_share",
     "outer/diloco": "DiLoCo",
-    "transport/faults": "Fault",
+    "transport/injected_faults": "Fault",
     "transport/hivemind/library": "connect_peer",
     "transport/in_process": "InProcessTransport",
     "transport/links": "Link VirtualNetwork",

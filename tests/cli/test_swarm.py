@@ -15,7 +15,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.protocol.faults import Faults, faults_message
-from diloco.transport.hivemind import visitor
+from diloco.transport.hivemind import status_client
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
@@ -154,19 +154,19 @@ def test_why_a_peer_does_not_answer_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [
-        visitor.PeerReport("QmHere", 0, {"step": 7}),
-        visitor.PeerReport("QmAway", 1, problem="no answer within 10 s"),
+        status_client.PeerReport("QmHere", 0, {"step": 7}),
+        status_client.PeerReport("QmAway", 1, problem="no answer within 10 s"),
     ]
 
     class Asked:
-        async def ask(self) -> list[visitor.PeerReport]:
+        async def ask(self) -> list[status_client.PeerReport]:
             return found
 
     @contextlib.asynccontextmanager
-    async def visiting(*_: Any) -> AsyncIterator[Asked]:
+    async def open_status_client(*_: Any) -> AsyncIterator[Asked]:
         yield Asked()
 
-    monkeypatch.setattr(visitor, "visiting", visiting)
+    monkeypatch.setattr(status_client, "open_status_client", open_status_client)
     arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -177,11 +177,11 @@ def test_why_a_peer_does_not_answer_is_told(
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
     here = {"step": 7, "members": [0, 2], "digest": "ab", "faults": faults_message({2: Faults(missed=2)}, me=0)}
     found[:] = [
-        visitor.PeerReport("QmHere", 0, here),
-        visitor.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
-        visitor.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
-        visitor.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
-        visitor.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
+        status_client.PeerReport("QmHere", 0, here),
+        status_client.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
+        status_client.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
+        status_client.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
+        status_client.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
     ]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -195,7 +195,7 @@ def test_why_a_peer_does_not_answer_is_told(
         "diloco: QmLeft: replica 3 is no longer a member: it left or was lost, and the others continued",
     ]
     assert "the digests differ because the peers answered at different steps" in shown.err
-    found[-1] = visitor.PeerReport("QmAhead", 4, here | {"digest": "cd"})
+    found[-1] = status_client.PeerReport("QmAhead", 4, here | {"digest": "cd"})
     main(arguments)
     assert "peers at the same step show different digests" in capsys.readouterr().err
     found.clear()
@@ -207,23 +207,23 @@ def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Asked:
-        """A visitor that answers, fails once, answers again, and is interrupted."""
+        """A client that answers, fails once, answers again, and is interrupted."""
 
         step = 0
 
-        async def ask(self) -> list[visitor.PeerReport]:
+        async def ask(self) -> list[status_client.PeerReport]:
             self.step += 1
             if self.step == 2:
                 raise OSError("the network is down")
             if self.step == 4:
                 raise KeyboardInterrupt
-            return [visitor.PeerReport("QmHere", 0, {"step": self.step})]
+            return [status_client.PeerReport("QmHere", 0, {"step": self.step})]
 
     @contextlib.asynccontextmanager
-    async def visiting(*_: Any) -> AsyncIterator[Asked]:
+    async def open_status_client(*_: Any) -> AsyncIterator[Asked]:
         yield Asked()
 
-    monkeypatch.setattr(visitor, "visiting", visiting)
+    monkeypatch.setattr(status_client, "open_status_client", open_status_client)
     arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere", "--watch"]
     assert main([*arguments, "--every-s", "0.01"]) == 0
     shown = capsys.readouterr().out

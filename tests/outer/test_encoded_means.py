@@ -12,8 +12,8 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.fragments import partition
 from diloco.events import RoundCommitted, RoundVoid
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 

@@ -13,8 +13,8 @@ from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import NonFiniteError
 from diloco.events import RoundCommitted, RoundVoid
-from diloco.transport.faults import Fault, FaultKind
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault, FaultKind
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 

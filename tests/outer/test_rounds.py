@@ -15,8 +15,8 @@ from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event, RoundCommitted
 from diloco.outer.diloco import DiLoCo
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 from tests.replicas import Swarm, Vectors, quadratic, streaming
 
 STEPS = 14

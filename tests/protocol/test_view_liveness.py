@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.founding import Candidate, Founding
+from diloco.membership.bootstrap import BootstrapElection, Candidate
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol import events
@@ -117,7 +117,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
             continue
         said = [Candidate(number, steps[number], last[number]) for number in waiting]
         founded = {
-            me.number: Founding(me=me, alone=False, window_s=1.0, policy=quorum).founds(
+            me.number: BootstrapElection(me=me, alone=False, window_s=1.0, policy=quorum).founds(
                 [other for other in said if other is not me], 2.0
             )
             for me in said

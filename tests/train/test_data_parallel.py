@@ -22,8 +22,8 @@ from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 

@@ -25,7 +25,7 @@ from diloco.outer.diloco import DiLoCo
 from diloco.train.components import outline
 from diloco.train.inner import InnerLoop
 from diloco.train.parallel import ParallelModel
-from diloco.train.reports import handshake_facts
+from diloco.train.session_reports import handshake_facts
 from diloco.trained.load import load_trained
 from diloco.transport.in_process import InProcessTransport
 from tests.command_lines import command_line

@@ -20,8 +20,8 @@ from diloco.train.joining import follow_views
 from diloco.train.resuming import Held
 from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
-from diloco.train.threads import PeerThreads, Seats
-from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.train.torch_threads import PeerThreads, Seats
+from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 from tests.transport.wires import at_once

@@ -23,8 +23,8 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RoundCommitted, RoundSent
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 from tests.replicas import Gradient, Swarm, Vectors, quadratic
 from tests.runs import Listener, train, write_text
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 
 from diloco.transport.hivemind.connect import connect_swarm
+from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.hivemind.visitor import PeerReport, visiting
+from diloco.transport.hivemind.status_client import PeerReport, open_status_client
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.wires import at_once
@@ -113,8 +113,10 @@ class Swarms:
         place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
 
         async def ask() -> list[PeerReport]:
-            async with visiting(self._keys / f"{number}.key", place, Admission(run, "", frozenset())) as visitor:
-                return await visitor.ask()
+            async with open_status_client(
+                self._keys / f"{number}.key", place, Admission(run, "", frozenset())
+            ) as client:
+                return await client.ask()
 
         return asyncio.run(ask())
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco import DiLoCo, SyncSchedule, connect_peer
 from diloco.errors import RendezvousError
-from diloco.transport.hivemind.place import NodePlace
+from diloco.transport.hivemind.peer_config import NodePlace
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, QUICK
 from tests.transport.wires import at_once

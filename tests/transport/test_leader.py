@@ -22,8 +22,8 @@ from diloco.errors import (
     TransportError,
 )
 from diloco.transport.base import Transport
-from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import Fault
 from diloco.transport.leader import LeaderTransport
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from tests.processes import Processes

@@ -24,9 +24,9 @@ from diloco.transport.connections import reliable_link
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link_manager import LinkManager
 from diloco.transport.connections.opened_link import LinkRequest
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import HEAD, Head, Outgoing, Part
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.connections.streams import pack
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.links import Link
@@ -185,7 +185,7 @@ def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[End, End]) -> 
 def test_messages_leave_when_an_emulated_link_lets_them_go() -> None:
     loop = Mock()
     loop.time.return_value = 10.0
-    link = ReliableLink(Outlet(loop), pacer=Pacer(Link(8e6, latency_s=0.1)))
+    link = ReliableLink(SendScheduler(loop), pacer=Pacer(Link(8e6, latency_s=0.1)))
     sent = [Future[None]() for _ in range(2)]
     for tag, each in enumerate(sent):
         link.send(tag, memoryview(bytes(500_000)), each)

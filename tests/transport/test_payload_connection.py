@@ -14,9 +14,9 @@ import pytest
 import xxhash
 
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import HEAD, Head, PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.send_scheduler import SendScheduler
 
 
 class Listening(asyncio.Transport):
@@ -56,7 +56,7 @@ def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_toge
     stream = b"".join(HEAD.pack(*head) + each for head, each in zip(heads, sent, strict=True))
 
     async def listen() -> None:
-        link = ReliableLink(Outlet(asyncio.get_running_loop()))
+        link = ReliableLink(SendScheduler(asyncio.get_running_loop()))
         rooms = [bytearray(len(each)) for each in sent]
         works = [Future[None]() for _ in sent]
         for tag, (room, work) in enumerate(zip(rooms, works, strict=True)):
@@ -77,7 +77,7 @@ def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_toge
 
 def test_what_comes_after_a_damaged_part_is_dropped() -> None:
     async def listen() -> None:
-        link, transport = ReliableLink(Outlet(asyncio.get_running_loop())), Listening()
+        link, transport = ReliableLink(SendScheduler(asyncio.get_running_loop())), Listening()
         connection = PayloadConnection(link, transport, 20.0)
         connection.begin(b"")
         room = connection.get_buffer(-1)
@@ -116,7 +116,7 @@ def observed(kernel: Kernel, told: list[dict[str, int]]) -> list[int]:
     """Return the acknowledged bytes of each interval, given the counters that the kernel reports at its end."""
 
     async def observe() -> list[int]:
-        link = ReliableLink(Outlet(asyncio.get_running_loop()))
+        link = ReliableLink(SendScheduler(asyncio.get_running_loop()))
         link.connections[0] = PayloadConnection(link, Listening(socket=kernel), 20.0)
         opened = OpenedLink(LinkRequest("0/0-1", 1, True, 1, False, 20.0), Route("TCP"), link)
         found = []

@@ -13,8 +13,8 @@ from diloco.protocol.rules import Policies, Rules
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.peers.background import Threads
 from diloco.transport.peers.payload_links import PayloadLinks
-from diloco.transport.peers.threads import Threads
 
 LIMIT_S = 30.0
 RULES = Rules(0, 0, 1, None, 5.0, 1 << 19, bytes(32))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from diloco.cli.peers import row
 from diloco.membership.view import View
 from diloco.transport.hivemind.identity import MAX_RECORD_BYTES, PeerRecord
-from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.hivemind.visitor import PeerReport, status_of
 
 ADMISSION = Admission("run", "the words of this run")
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)))

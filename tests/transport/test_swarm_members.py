@@ -18,8 +18,8 @@ from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.address import Address
 from diloco.transport.connections.streams import pack
 from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.peer_config import Admission
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import Admission
 from diloco.transport.hivemind.search import Search
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
         load_identity(path)
 
 
-# Founding and joining.
+# BootstrapElection and joining.
 
 
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:

@@ -16,8 +16,8 @@ import torch
 from diloco.transport.connections.streams import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node
+from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms

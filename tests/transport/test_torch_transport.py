@@ -11,7 +11,7 @@ import pytest
 
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.transport.base import Transport
-from diloco.transport.peers.threads import in_thread
+from diloco.transport.peers.background import in_thread
 from diloco.transport.tcp import congestion_control, streams_to_each
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.events import to_record
 from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.hivemind.visitor import PeerReport
+from diloco.transport.hivemind.status_client import PeerReport
 from diloco.watch.followed import FollowedSwarm
 from tests.monitor.made_events import sent, started, step
 

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
 
 async def _serve(options: DhtOptions) -> None:
     from diloco.transport.hivemind.library import run_peer
-    from diloco.transport.hivemind.place import NodePlace
+    from diloco.transport.hivemind.peer_config import NodePlace
 
     def ready(addresses: tuple[str, ...]) -> None:
         print("diloco: peers of any run can find each other through this peer with")

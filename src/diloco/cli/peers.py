@@ -26,7 +26,7 @@ from diloco.protocol.faults import Faults, faults_seen
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.visitor import PeerReport, Visitor
+    from diloco.transport.hivemind.status_client import PeerReport, StatusClient
 
 __all__ = ["asking", "run"]
 
@@ -82,16 +82,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def asking(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[Visitor]:
-    """Connect to the DHT of a run and yield a visitor that queries its peers."""
-    from diloco.transport.hivemind import visitor
-    from diloco.transport.hivemind.place import Admission, NodePlace
+async def asking(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[StatusClient]:
+    """Connect to the DHT of a run and yield a client that queries its peers."""
+    from diloco.transport.hivemind import status_client
+    from diloco.transport.hivemind.peer_config import Admission, NodePlace
     from diloco.transport.secret import read_secret
 
     admission = Admission(run, read_secret(secret_file, "--secret-file"))
     place = NodePlace(join=tuple(join), listen=(), map_ports=False)
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        async with visitor.visiting(Path(folder) / "identity.key", place, admission) as asked:
+        async with status_client.open_status_client(Path(folder) / "identity.key", place, admission) as asked:
             yield asked
 
 
@@ -124,7 +124,7 @@ def _report(found: Sequence[PeerReport], run: str) -> str:
 
 
 def _table(found: Sequence[PeerReport]) -> str:
-    from diloco.transport.hivemind.visitor import absence
+    from diloco.transport.hivemind.status_client import absence
 
     statuses = {each.number: each.status for each in found}
     rows = [[*row(each, absence(each, found)), _faults(faults_seen(each.number, statuses))] for each in found]
@@ -143,7 +143,7 @@ def _faults(seen: Faults | None) -> str:
 
 def _remarks(found: Sequence[PeerReport], run: str) -> Iterator[str]:
     """Explain why peers do not answer, why digests differ, or why there are no peers."""
-    from diloco.transport.hivemind.visitor import absence
+    from diloco.transport.hivemind.status_client import absence
 
     for each in found:
         if each.problem:
@@ -168,7 +168,7 @@ _WORDS = {
 def _about_digests(found: Sequence[PeerReport]) -> str:
     """Explain why the peers' digests differ, or return "" if they don't.
 
-    >>> from diloco.transport.hivemind.visitor import PeerReport
+    >>> from diloco.transport.hivemind.status_client import PeerReport
     >>> _about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """

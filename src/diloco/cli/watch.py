@@ -22,7 +22,7 @@ from diloco.watch.page import export_page, plotly_script
 from diloco.watch.page_data import page_data
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.visitor import Visitor
+    from diloco.transport.hivemind.status_client import StatusClient
 
 __all__ = ["run"]
 
@@ -96,8 +96,8 @@ async def _export(
         while folder.read():
             pass
     if swarm is not None:
-        async with _asking(options) as visitor:
-            await _ask(visitor, swarm)
+        async with _asking(options) as client:
+            await _ask(client, swarm)
     watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
     page = export_page({**page_data(watched, options.alert, time.time()), "made_s": round(time.time())})
     try:
@@ -132,9 +132,9 @@ async def _serve(
                 await asyncio.sleep(options.every_s)
 
     async def follow_swarm(followed: FollowedSwarm) -> None:
-        async with _asking(options) as visitor:
+        async with _asking(options) as client:
             while True:
-                await _ask(visitor, followed)
+                await _ask(client, followed)
                 await asyncio.sleep(options.ask_every_s)
 
     tasks = [asyncio.ensure_future(follow_folders())]
@@ -170,17 +170,17 @@ def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -
     )
 
 
-def _asking(options: WatchOptions) -> contextlib.AbstractAsyncContextManager[Visitor]:
+def _asking(options: WatchOptions) -> contextlib.AbstractAsyncContextManager[StatusClient]:
     from diloco.cli.peers import asking
 
     return asking(str(options.run), options.join, options.secret_file)
 
 
-async def _ask(visitor: Visitor, swarm: FollowedSwarm) -> None:
-    from diloco.transport.hivemind.visitor import absence
+async def _ask(client: StatusClient, swarm: FollowedSwarm) -> None:
+    from diloco.transport.hivemind.status_client import absence
 
     try:
-        found = await visitor.ask(swarm.since)
+        found = await client.ask(swarm.since)
     except (DiLoCoError, OSError, TimeoutError) as error:  # the next query may succeed
         swarm.run.problems = [f"The swarm could not be queried: {error}"]
         return

@@ -3,7 +3,7 @@
 Each member freezes: it casts no vote and decides no round of the old view any more. It then sends all others a report:
 which members it can't hear, which rounds it has committed and which it has decided void. Every member joins the reports
 that it receives, so members that hear each other end up knowing the same. Which members stay and what they adopt is a
-pure function of that knowledge (`diloco.membership.following`). A member that holds the same report from every staying
+pure function of that knowledge (`diloco.membership.next_view`). A member that holds the same report from every staying
 member declares itself *ready* for what follows. Once all of them are ready, each adopts it. So every member of the next
 view hears every other one, in both directions.
 
@@ -23,7 +23,7 @@ that has finished the change and receives a report about the old view answers wi
 Of n members, up to f may be Byzantine, with n > 2 f (`byzantine_quorum`). A view is adopted when all staying members
 are ready for the very same one. An earlier agreement stands only if more than f members report it, as every staying
 member would if any member had adopted it. A late member is excluded if more than f members report it as late.
-`diloco.protocol.hearsay` makes sure that members speak only for themselves.
+`diloco.protocol.third_party_reports` makes sure that members speak only for themselves.
 
 The module is pure: reports go in, reports and decisions come out. It sends nothing and reads no clock.
 """
@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from diloco.membership import proofs
-from diloco.membership.following import next_view, staying_members
+from diloco.membership.next_view import next_view, staying_members
 from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import Agreed, News, NextView, Report

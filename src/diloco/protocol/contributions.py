@@ -10,8 +10,8 @@ from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.reports import Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Void
-from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Submitted
+from diloco.protocol.misbehaviour import Misbehaviour
 from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.voting import Voting
@@ -36,7 +36,7 @@ class Contributions:
         self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
         self.from_step = 0  # contributions sent before this inner step are too old for the current view
         self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
-        self.conduct = Conduct()  # the faults of the members, as this rank has seen them
+        self.misbehaviour = Misbehaviour()  # the faults of the members that this rank has observed
         self._rules = rules
         self._policies = policies
         self._message_counts = message_counts
@@ -61,9 +61,9 @@ class Contributions:
             void: rounds of earlier views that others have decided void.
         """
         if self.failure is None:
-            self.conduct.begin_view(view.members, self._outbox.now_s)
+            self.misbehaviour.begin_view(view.members, self._outbox.now_s)
             voting = Voting(
-                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.conduct
+                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.misbehaviour
             )
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for submitted in carried:

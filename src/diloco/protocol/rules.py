@@ -9,7 +9,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
 from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import NextView
-from diloco.protocol.conduct import Conduct
+from diloco.protocol.misbehaviour import Misbehaviour
 
 __all__ = [
     "Policies",
@@ -114,7 +114,7 @@ def spoilt_reason(spoilers: frozenset[int], reason: str) -> str:
     'replica 2 has spoilt at least 3 recent rounds: the contribution of replica 2 was refused: has the weight nan'
     """
     has = "have" if len(spoilers) > 1 else "has"
-    return f"{names_of(spoilers)} {has} spoilt at least {Conduct.MOST_SPOILT} recent rounds: {reason}"
+    return f"{names_of(spoilers)} {has} spoilt at least {Misbehaviour.MOST_SPOILT} recent rounds: {reason}"
 
 
 def disputed_reason(round_id: RoundId, reason: str) -> str:

@@ -11,10 +11,10 @@ from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox
-from diloco.protocol.hearsay import believed, blamed_replicas
 from diloco.protocol.messages import ChangeReport, change_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.third_party_reports import believed, blamed_replicas
 
 __all__ = ["ViewChange"]
 
@@ -163,7 +163,7 @@ class ViewChange:
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}
             if late:
-                spoilt = {each for each in late if self._contributions.conduct.may_be_spoiler(each)}
+                spoilt = {each for each in late if self._contributions.misbehaviour.may_be_spoiler(each)}
                 late &= rounds.late_contributors() | rounds.late_voters() | spoilt
             pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_connected(each)}
             unheard = {each for _, each in pairs - change.mine.unheard} - {rules.replica}

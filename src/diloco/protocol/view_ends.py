@@ -139,7 +139,7 @@ class ViewEnds:
             why = self.closed_to_joiners or str(self._views.failure or "this replica is still joining")
             refused = {"kind": "refused", "reason": why, "for_good": self._views.failure is not None}
             self._outbox.send([rank], refused)
-        elif out_s := self._views.contributions.conduct.banned_for_s(replica, self._outbox.now_s):
+        elif out_s := self._views.contributions.misbehaviour.banned_for_s(replica, self._outbox.now_s):
             why = f"replica {replica} has spoilt rounds and may rejoin in {math.ceil(out_s)} s"
             self._outbox.send([rank], {"kind": "refused", "reason": why, "for_good": False})
         elif (

@@ -12,10 +12,10 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox, Submitted, ViewBegan
-from diloco.protocol.hearsay import could_follow
 from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
+from diloco.protocol.third_party_reports import could_follow
 from diloco.protocol.view_change import ViewChange
 
 __all__ = ["ViewManager"]

@@ -14,9 +14,9 @@ from diloco.membership.proofs import SignedVote
 from diloco.membership.reports import Report, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
-from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, RoundsSpoilt
 from diloco.protocol.messages import RoundVote, vote_text
+from diloco.protocol.misbehaviour import Misbehaviour
 from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules, disputed_reason, spoilt_reason
 from diloco.protocol.signing import is_signed
@@ -37,7 +37,7 @@ class Voting:
         outbox: receives actions and events.
         void: rounds of earlier views that others have decided void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: the faults of members in rounds; rounds add to it.
+        misbehaviour: the faults of members in rounds; rounds add to it.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Voting:
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
-        conduct: Conduct,
+        misbehaviour: Misbehaviour,
     ) -> None:
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self.ranks = rules.ranks(view.members)
         self.decided = Decided(void)  # the recently committed rounds, and the void ones
         self.has_state_of = has_state_of
-        self.conduct = conduct
+        self.misbehaviour = misbehaviour
         self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
@@ -98,19 +98,19 @@ class Voting:
         for sender, round_vote in premature.items():
             self.count(state, sender, round_vote)
         withdrawn = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
-        self.conduct.count("missed", withdrawn)
+        self.misbehaviour.count("missed", withdrawn)
         self.note_spoilers(verdict.refused, verdict.reason)
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
         """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
-        too_often = self.conduct.note(spoilers) - {self._rules.replica}
+        too_often = self.misbehaviour.note(spoilers) - {self._rules.replica}
         if too_often:
             self._outbox.queue.append(RoundsSpoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
 
     def note_against(self, state: RoundState) -> None:
         """Count the replica whose vote made a round void to which this rank had no objection, unless counted before."""
         if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
-            self.conduct.count("against", {self._rules.replica_of(state.against)})
+            self.misbehaviour.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Pass the verdict to the round's exchange, if that is still running."""
@@ -162,7 +162,7 @@ class Voting:
             self.decide(state, tallied.committed, tallied.reason)
         if tallied.disputed and not state.disputed:
             state.disputed, state.against = True, sender
-            self.conduct.count("against", {self._rules.replica_of(sender)})
+            self.misbehaviour.count("against", {self._rules.replica_of(sender)})
             words = disputed_reason(state.id, tallied.reason)
             self._outbox.queue.append(RoundsSpoilt(self.view.id, frozenset(), words))
 
@@ -182,7 +182,7 @@ class Voting:
         else:
             self.decided.call_off(state.key)
             if state.begun is not None and self._outbox.now_s - state.begun.sent_s >= self._rules.round_timeout_s / 2:
-                self.conduct.count("missed", state.missing(self.ranks, self._rules))
+                self.misbehaviour.count("missed", state.missing(self.ranks, self._rules))
         if state.begun is not None:
             self.conclude(state, failure)
 
@@ -230,7 +230,7 @@ class Voting:
         """Call `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
         absent, silent, unheard = state.look(self.ranks, self._rules, self._message_counts)
-        self.conduct.count("late", absent | silent)
+        self.misbehaviour.count("late", absent | silent)
         return absent, silent, unheard
 
     def await_votes(self, state: RoundState) -> frozenset[int]:
@@ -238,5 +238,5 @@ class Voting:
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
         late = state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
-        self.conduct.count("late", late)
+        self.misbehaviour.count("late", late)
         return late

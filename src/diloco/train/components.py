@@ -24,8 +24,8 @@ from diloco.testing import check_average_rule, check_codec, check_merge_rule, ch
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
-from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport
+from diloco.transport.injected_faults import parse_fault
 from diloco.transport.links import Link, VirtualNetwork
 from diloco.transport.settings import TransportSettings
 

@@ -15,9 +15,9 @@ from diloco.errors import CheckpointError, ConfigurationError, RunOverError, Tra
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.local_replica import Replica
-from diloco.train.reports import model_fingerprint
 from diloco.train.resuming import checkpoint_home
 from diloco.train.session import Session
+from diloco.train.session_reports import model_fingerprint
 from diloco.train.session_state import load_session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for

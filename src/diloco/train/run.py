@@ -27,7 +27,8 @@ from diloco.train.dynamic_steps import make_pace
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.joining import find_beginning, follow_views
-from diloco.train.reports import (
+from diloco.train.session import Session
+from diloco.train.session_reports import (
     checkpoint_about,
     evaluate_session,
     handshake_facts,
@@ -36,11 +37,10 @@ from diloco.train.reports import (
     run_summary,
     sample_session,
 )
-from diloco.train.session import Session
 from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
-from diloco.train.threads import choose_threads
+from diloco.train.torch_threads import choose_threads
 from diloco.trained.load import read_weights
 
 __all__ = ["run_training"]

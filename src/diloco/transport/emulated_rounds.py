@@ -16,7 +16,7 @@ from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_word
 from diloco.errors import CodecError, RoundVoidError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
-from diloco.transport.faults import Fault, arrivals
+from diloco.transport.injected_faults import Fault, arrivals
 from diloco.transport.links import Transfer, VirtualNetwork
 
 __all__ = ["EmulatedRounds"]

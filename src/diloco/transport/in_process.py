@@ -22,7 +22,7 @@ from diloco.protocol.actions import Average
 from diloco.protocol.registry import Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.emulated_rounds import EmulatedRounds
-from diloco.transport.faults import Fault
+from diloco.transport.injected_faults import Fault
 from diloco.transport.links import VirtualNetwork
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]

@@ -18,7 +18,7 @@ from diloco.watch.page_data import Watched
 from diloco.watch.records import Tail, as_whole, is_record, text, whole
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.visitor import PeerReport
+    from diloco.transport.hivemind.status_client import PeerReport
 
 __all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
 

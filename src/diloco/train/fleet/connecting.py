@@ -16,9 +16,9 @@ from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.resuming import held_checkpoint
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
-from diloco.train.threads import PeerThreads, choose_threads
+from diloco.train.torch_threads import PeerThreads, choose_threads
 from diloco.transport.address import parse_address
-from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.secret import read_secret

@@ -16,10 +16,10 @@ from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.resuming import Held
-from diloco.train.threads import PeerThreads
+from diloco.train.torch_threads import PeerThreads
 from diloco.transport.hivemind.connect import connect_swarm
+from diloco.transport.hivemind.peer_config import SwarmPlace, same_port
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import SwarmPlace, same_port
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.waiting import waiting_for
 

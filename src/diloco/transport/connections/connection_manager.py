@@ -19,10 +19,10 @@ from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.connections.connection_limit import ConnectionLimit
 from diloco.transport.connections.control_connection import ControlConnection, say_who
 from diloco.transport.connections.control_thread import ControlThread
-from diloco.transport.connections.gate import Gate
-from diloco.transport.connections.hellos import Hellos, say_hello
+from diloco.transport.connections.handshakes import PendingHellos, send_hello
 from diloco.transport.connections.streams import (
     STRANGERS_BLOB_BYTES,
     STRANGERS_BYTES,
@@ -71,10 +71,10 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._tell = tell
         self._connections: dict[int, ControlConnection] = {}
-        self._hellos = Hellos(rank)
+        self._pending_hellos = PendingHellos(rank)
         self._members: frozenset[int] = frozenset()
-        self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
-        self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
+        self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
+        self._unknown_peers = ConnectionLimit[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(timing)  # detects stalls of this process itself
@@ -109,7 +109,7 @@ class ConnectionManager(ControlThread):
         """Make ``ranks`` the members, which may send large messages and are exempt from the limits on other peers."""
         self._members = frozenset(ranks)
         for rank in self._members:
-            self._strangers.leave(rank)
+            self._unknown_peers.leave(rank)
         for rank, connection in self._connections.items():
             connection.trusted = connection.opened or rank in self._members
 
@@ -119,7 +119,7 @@ class ConnectionManager(ControlThread):
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
         """Exempt an accepted connection that this process expects from the limits on unknown peers."""
-        self._gate.leave(writer)
+        self._open_limit.leave(writer)
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -134,8 +134,8 @@ class ConnectionManager(ControlThread):
             return
         try:
             self.streams.tune(writer, self.timing.silence_s)
-            with self._hellos.to(rank) as hello:
-                crossed = await say_hello((reader, writer), self.rank, self.address, hello, rank, address)
+            with self._pending_hellos.to(rank) as hello:
+                crossed = await send_hello((reader, writer), self.rank, self.address, hello, rank, address)
                 self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
@@ -146,7 +146,7 @@ class ConnectionManager(ControlThread):
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
-        self._strangers.leave(rank)
+        self._unknown_peers.leave(rank)
         if connection := self._connections.pop(rank, None):
             if connection.task is not None:
                 connection.task.cancel()
@@ -175,7 +175,7 @@ class ConnectionManager(ControlThread):
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if (out := self._gate.enter(writer, self.streams.origins(writer))) is not None:
+            if (out := self._open_limit.enter(writer, self.streams.origins(writer))) is not None:
                 out.transport.abort()
             if out is writer:
                 return
@@ -190,7 +190,7 @@ class ConnectionManager(ControlThread):
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
             pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
-            self._gate.leave(writer)
+            self._open_limit.leave(writer)
             if not any(connection.writer is writer for connection in self._connections.values()):
                 writer.close()
 
@@ -203,7 +203,7 @@ class ConnectionManager(ControlThread):
         taken = identity and known is not None and known.address != identity
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
-        crossed = await self._hellos.before(rank)
+        crossed = await self._pending_hellos.before(rank)
         if (before := self._connections.get(rank)) is not None and before.crossed == message.get("hello"):
             return  # it said so before it answered this process's own hello, and the connection is registered
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
@@ -211,7 +211,7 @@ class ConnectionManager(ControlThread):
             writer.write(pack({"kind": "refused", "reason": reason}))
             return
         if identity and rank not in self._members:
-            out = self._strangers.enter(rank, (identity,))
+            out = self._unknown_peers.enter(rank, (identity,))
             if out == rank:
                 return
             if out is not None:
@@ -246,7 +246,7 @@ class ConnectionManager(ControlThread):
         if self._connections.get(connection.rank) is not connection:
             return
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
-        self._strangers.leave(connection.rank)
+        self._unknown_peers.leave(connection.rank)
         connection.writer.close()
         self._tell(ConnectionEnded(connection.rank))
         was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.timing.silence_s)

@@ -12,10 +12,10 @@ from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.path import together
 from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.connections.streams import Stream, pack, read_frame, within
 from diloco.transport.links import Link
 from diloco.transport.shaping import Pacer
@@ -47,7 +47,7 @@ class LinkManager:
     def __init__(
         self, connections: ConnectionManager, patience_s: float, *, paces: bool = True, emulated: Link | None = None
     ) -> None:
-        self._outlet = Outlet(connections.loop)
+        self._scheduler = SendScheduler(connections.loop)
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and emulated is None and not self._slows_down
         self._pacer = Pacer(emulated) if emulated else None
@@ -81,7 +81,7 @@ class LinkManager:
         return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
-        link = ReliableLink(self._outlet, route.name, self._pacer)
+        link = ReliableLink(self._scheduler, route.name, self._pacer)
         opened = OpenedLink(request, route, link)
         async with self._changed:
             if before := self._links.get(request.key):
@@ -130,8 +130,8 @@ class LinkManager:
             now_s, active = loop.time(), [each for each in links.values() if each.link.active or each.path.in_burst]
             samples = [each.observe(now_s - before_s) for each in active]
             if samples and self._paces:
-                self._outlet.pace.observe(now_s, together(samples))
-                known, told = self._outlet.pace.bits_per_s, self._shown_bits_per_s
+                self._scheduler.pace.observe(now_s, together(samples))
+                known, told = self._scheduler.pace.bits_per_s, self._shown_bits_per_s
                 if math.isfinite(known) and abs(known - told) > _WORTH_TELLING * told:
                     self._shown_bits_per_s = known
             for opened in active:

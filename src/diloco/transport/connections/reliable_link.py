@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from diloco.errors import TransportError
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
+from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.shaping import Pacer
 
 __all__ = ["ReliableLink"]
@@ -44,12 +44,12 @@ class ReliableLink:
     All methods but `close` run in the loop's thread.
 
     Args:
-        outlet: The uplink that all links of this rank share.
+        scheduler: The scheduler of the uplink, which all links of this rank share.
         route: What carries the link, for display.
         pacer: The emulated link of this rank, which delays messages; None: no emulation.
     """
 
-    def __init__(self, outlet: Outlet, route: str = "TCP", pacer: Pacer | None = None) -> None:
+    def __init__(self, scheduler: SendScheduler, route: str = "TCP", pacer: Pacer | None = None) -> None:
         self.connections: dict[int, PayloadConnection] = {}  # open connections by number
         self.waiting_bytes = 0  # bytes that no connection has taken yet
         self.acknowledged_bytes = 0  # bytes that the other side has received so far
@@ -58,9 +58,9 @@ class ReliableLink:
         self.settled = asyncio.Event()  # set once the first connection is open, or the link has ended
         self.uses = 0  # number of connections made so far
         self.why = "the other side did not connect"  # why a connection last ended or could not be made
-        self._loop = outlet.loop
+        self._loop = scheduler.loop
         self.words = route  # what carries the link, for display
-        self._outlet = outlet
+        self._scheduler = scheduler
         self._pacer = pacer
         self._last_number = 0
         self._unsent: deque[Outgoing] = deque()  # messages that are not completely cut into parts
@@ -179,8 +179,8 @@ class ReliableLink:
 
     def take(self) -> Part | None:
         """Return the next part for a free connection, or None. If pacing forbids it, the link is woken later."""
-        pace = self._outlet.pace
-        if not (self._unsent or self._to_resend) or not self._outlet.may_send(self):
+        pace = self._scheduler.pace
+        if not (self._unsent or self._to_resend) or not self._scheduler.may_send(self):
             return None
         if self._to_resend:
             part = self._to_resend.popleft()

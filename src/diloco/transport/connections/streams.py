@@ -96,7 +96,7 @@ class Streams(Protocol):
         """Return the address of the other end if the network proves its identity, else ""."""
 
     def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
-        """Return what is known of the peer and the host behind a connection; `Gate` limits the connections of each."""
+        """Return the origins (peer and host) of a connection, whose connections `ConnectionLimit` limits."""
 
     async def refuse(self) -> None:
         """Stop accepting connections."""

@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
-from diloco.membership.founding import Candidate
+from diloco.membership.bootstrap import Candidate
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.payload_routes import PayloadRoutes
+from diloco.transport.hivemind.peer_config import SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.search import Announcer, Search
 from diloco.transport.hivemind.swarm import MemberDialer, SwarmService
 from diloco.transport.peers.connected import Connected, Table, Wire

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigurationError
-from diloco.membership.founding import Candidate
+from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.peer_config import Admission
 
 __all__ = [
     "MAX_RECORD_BYTES",

@@ -14,7 +14,7 @@ from diloco.errors import RendezvousError
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for

@@ -14,7 +14,7 @@ from diloco.transport.connections.streams import Stream, within
 from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity, PeerRecord, make_subkey, make_validator, owner_of
-from diloco.transport.hivemind.place import Admission, NodePlace
+from diloco.transport.hivemind.peer_config import Admission, NodePlace
 
 __all__ = ["Node"]
 

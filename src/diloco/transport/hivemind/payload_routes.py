@@ -18,7 +18,7 @@ from diloco.transport.connections.streams import Stream
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.links import Link
-from diloco.transport.peers.threads import Mailbox
+from diloco.transport.peers.background import Mailbox
 from diloco.units import visible
 
 __all__ = ["PayloadRoutes"]

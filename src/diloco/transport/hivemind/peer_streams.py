@@ -13,7 +13,7 @@ from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.place import Admission, NodePlace
+from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
 
 __all__ = ["PeerAddress", "PeerStreams"]

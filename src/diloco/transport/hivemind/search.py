@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RendezvousError, RunOverError
-from diloco.membership.founding import Candidate, Candidates, Founding
+from diloco.membership.bootstrap import BootstrapElection, Candidate, Candidates
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.hivemind.identity import PeerRecord
+from diloco.transport.hivemind.peer_config import SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.swarm import MemberDialer, NotNowError, SwarmTable
 from diloco.transport.peers.connected import Wire
 
@@ -126,7 +126,9 @@ class Search:
             RendezvousError: if there is neither in time, or this peer can't take part.
         """
         loop, place, node = asyncio.get_running_loop(), self._place, self._streams.node
-        founding = Founding(me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy)
+        election = BootstrapElection(
+            me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy
+        )
         candidates, why = Candidates(self._silence_s), dict[str, str]()
         began_s, announced_s = loop.time(), -math.inf
         known_s = math.inf  # when others could first know of this peer; the time waited for them counts from then
@@ -163,7 +165,7 @@ class Search:
             there = there or any(record.swarm and record.peer_id not in why for record in records)
             had_members = any(record.swarm for record in records)
             others = [each.candidate(place.swarm) for each in looking]
-            if not there and (view := founding.founds(others, asked_s - known_s, had_members=had_members)):
+            if not there and (view := election.founds(others, asked_s - known_s, had_members=had_members)):
                 return view, None
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:

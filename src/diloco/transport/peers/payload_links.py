@@ -16,7 +16,7 @@ from diloco.protocol.rules import Policies, Rules
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenLink
 from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.peers.threads import Threads
+from diloco.transport.peers.background import Threads
 from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks"]

@@ -27,10 +27,10 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import Streams, within
 from diloco.transport.links import Link
+from diloco.transport.peers.background import Mailbox, Threads
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import Links, PayloadLinks
 from diloco.transport.peers.pending import Contributed
-from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.waiting import waiting_for
 
 __all__ = ["ProtocolRunner"]

@@ -25,11 +25,11 @@ from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import Streams
 from diloco.transport.links import Link
+from diloco.transport.peers.background import in_thread
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state_transfer import StateTransfer
-from diloco.transport.peers.threads import in_thread
 
 __all__ = ["PeerTransport"]
 
@@ -200,7 +200,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def faults(self) -> Mapping[int, Faults]:
         """Return the faults of the other members, by replica, that this rank has observed in rounds."""
-        return self._machine.views.contributions.conduct.faults
+        return self._machine.views.contributions.misbehaviour.faults
 
     def time_left_s(self, overlap_steps: int) -> float | None:
         """Return how many seconds this replica may train before another has to wait for its contribution (>= 0).

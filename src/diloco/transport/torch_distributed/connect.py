@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership.founding import Candidate
+from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
@@ -21,7 +21,7 @@ from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.reach import reach
+from diloco.transport.torch_distributed.full_mesh import connect_to_all
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
 from diloco.transport.torch_distributed.rendezvous import ask, cause, exchange_word, greet, serve
 
@@ -166,7 +166,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     # ranks that begin together are reachable now or lost, while those of a running training may be starting
     patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
     siblings = range(place.replica * size, (place.replica + 1) * size)
-    lacking = reach(connections, table, siblings, patience_s)
+    lacking = connect_to_all(connections, table, siblings, patience_s)
     reached = table.entries.keys() - {*siblings} - lacking.keys()
     if table.running and not reached:
         raise RendezvousError(

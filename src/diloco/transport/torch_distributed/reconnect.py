@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
-from diloco.membership.founding import Candidate, Founding
+from diloco.membership.bootstrap import BootstrapElection, Candidate
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
@@ -155,7 +155,7 @@ class Reconnection:
         """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""
         clock = asyncio.get_running_loop()
         policy = self._transport.policies.quorum
-        founding = Founding(me=self._me, alone=False, window_s=self._window_s, policy=policy)
+        election = BootstrapElection(me=self._me, alone=False, window_s=self._window_s, policy=policy)
         began_s = clock.time()
         while True:
             asked_s = clock.time()
@@ -167,7 +167,7 @@ class Reconnection:
                     return View(-1, members), Fields(answer).integer("step")
             if self._transport.run_is_over and not running:
                 raise RunOverError("the others have finished the run, and no member is left to join.")
-            if not running and (view := founding.founds(self._looking, asked_s - began_s)):
+            if not running and (view := election.founds(self._looking, asked_s - began_s)):
                 return view, None
             if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):
                 raise RendezvousError(refused)

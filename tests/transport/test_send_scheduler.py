@@ -1,4 +1,4 @@
-"""Links that share one outlet: each gets its share, and all together keep the pacing rate. On simulated time."""
+"""Links that share one scheduler: each gets its share, and all together keep the pacing rate. On simulated time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.path import UTILIZATION, WINDOW, PathSample
 from diloco.transport.connections.payload_connection import Part, PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.send_scheduler import SendScheduler
 
 BITS_PER_S = 1e8
 
@@ -75,12 +75,12 @@ class Sender:
 
     def __init__(self, *connections_bits_per_s: float) -> None:
         self.loop = Loop()
-        outlet = Outlet(cast("asyncio.AbstractEventLoop", self.loop))
+        scheduler = SendScheduler(cast("asyncio.AbstractEventLoop", self.loop))
         for n in range(WINDOW):
-            outlet.pace.observe(
+            scheduler.pace.observe(
                 0.2 * (n - WINDOW), PathSample(0.2, int(BITS_PER_S * 0.2 / 8), round_trip_s=0.2, least_round_trip_s=0.1)
             )
-        self.links = [ReliableLink(outlet) for _ in connections_bits_per_s]
+        self.links = [ReliableLink(scheduler) for _ in connections_bits_per_s]
         self.connections = [
             Connection(self.loop, link, bits_per_s)
             for link, bits_per_s in zip(self.links, connections_bits_per_s, strict=True)

@@ -1,4 +1,4 @@
-"""The faults of members in rounds, as this rank has seen them: grounds for exclusion, and shown to users. Pure."""
+"""The faults of members in rounds that this rank has observed, and the exclusions and bans that follow. Pure."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Literal
 
 from diloco.protocol.faults import Faults
 
-__all__ = ["Conduct"]
+__all__ = ["Misbehaviour"]
 
 _RECENT_ROUNDS = 32  # most recent rounds that are kept per member
 
 
-class Conduct:
-    """Counts the faults of a view's members, for as long as they are members.
+class Misbehaviour:
+    """A count of the faults of a view's members, for as long as they are members, and the bans of spoilers.
 
-    >>> conduct = Conduct()
-    >>> conduct.begin_view((0, 1, 2), 0.0)
-    >>> [sorted(conduct.note(refused)) for refused in ((2,), (), (2,), (2,))]
+    >>> misbehaviour = Misbehaviour()
+    >>> misbehaviour.begin_view((0, 1, 2), 0.0)
+    >>> [sorted(misbehaviour.note(refused)) for refused in ((2,), (), (2,), (2,))]
     [[], [], [], [2]]
-    >>> conduct.may_be_spoiler(2), conduct.may_be_spoiler(1)
+    >>> misbehaviour.may_be_spoiler(2), misbehaviour.may_be_spoiler(1)
     (True, False)
-    >>> conduct.count("late", {1})
-    >>> conduct.faults[1], conduct.faults[2]
+    >>> misbehaviour.count("late", {1})
+    >>> misbehaviour.faults[1], misbehaviour.faults[2]
     (Faults(spoilt=0, missed=0, against=0, late=1), Faults(spoilt=3, missed=0, against=0, late=0))
-    >>> conduct.begin_view((0, 1), 5.0)
-    >>> conduct.banned_for_s(2, 6.0), conduct.banned_for_s(2, 66.0)
+    >>> misbehaviour.begin_view((0, 1), 5.0)
+    >>> misbehaviour.banned_for_s(2, 6.0), misbehaviour.banned_for_s(2, 66.0)
     (59.0, 0.0)
     """
 

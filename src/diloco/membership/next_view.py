@@ -1,6 +1,6 @@
-"""What follows from the reports on the end of a view: which members stay, and what they adopt. Pure.
+"""The outcome of the reports on the end of a view: which members stay, and what they adopt. Pure.
 
-Every survivor computes the same, also if some can't hear each other.
+Every survivor computes the same outcome, even if some can't hear each other.
 """
 
 from __future__ import annotations

@@ -15,13 +15,15 @@ from diloco.transport.peers.connected import Table
 from diloco.transport.torch_distributed.rendezvous import greet
 from diloco.waiting import waiting_for
 
-__all__ = ["reach"]
+__all__ = ["connect_to_all"]
 
 REFUSED_S = 1.0  # a rank whose port has refused connections for this long has ended
 _AGAIN_S = 0.2
 
 
-def reach(connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float) -> dict[int, str]:
+def connect_to_all(
+    connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float
+) -> dict[int, str]:
     """Connect to all other ranks of a table.
 
     When a run begins, a rank connects to the lower ranks and waits for the higher ones to connect. A joiner connects to
@@ -45,10 +47,10 @@ def reach(connections: ConnectionManager, table: Table, mine: Collection[int], t
         return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in ranks)}"
 
     with waiting_for(unreached, timeout_s):
-        return connections.call(_reach_all(connections, table, mine, timeout_s))
+        return connections.call(_connect_to_all(connections, table, mine, timeout_s))
 
 
-async def _reach_all(
+async def _connect_to_all(
     connections: ConnectionManager, table: Table, mine: Collection[int], timeout_s: float
 ) -> dict[int, str]:
     loop, me, lacking = asyncio.get_running_loop(), connections.rank, dict[int, str]()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diloco.membership.quorum import Policy, enough_without
 from diloco.membership.view import View
 
-__all__ = ["Candidate", "Candidates", "Founding"]
+__all__ = ["BootstrapElection", "Candidate", "Candidates"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Founding:
-    """What one replica contributes to the decision on the founder."""
+class BootstrapElection:
+    """The election of the founder, as one replica holds it: its own candidacy and the rules."""
 
     me: Candidate  # its own announcement
     alone: bool  # whether it knows no other replica to ask
@@ -72,7 +72,7 @@ class Founding:
             had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
                 founds none.
 
-        >>> newest = Founding(me=Candidate(2, 150), alone=False, window_s=3.0, policy=Policy())
+        >>> newest = BootstrapElection(me=Candidate(2, 150), alone=False, window_s=3.0, policy=Policy())
         >>> newest.founds([Candidate(1, 100)], 2.0), newest.founds([Candidate(1, 100)], 3.0)
         (None, View(id=0, members=(2,)))
         >>> from dataclasses import replace

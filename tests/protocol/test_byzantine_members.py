@@ -18,9 +18,9 @@ from diloco.errors import DivergedError
 from diloco.membership.ballot import Vote
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
-from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import ExchangeEnded
 from diloco.protocol.messages import RoundVote, adopted_message, change_message
+from diloco.protocol.misbehaviour import Misbehaviour
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank, secret_of
@@ -282,7 +282,7 @@ def check_put_out(network: Network, liar: int, words: str = "") -> None:
     check_honest(network, liar)
     for each in honest(network, liar):
         assert liar not in each.view.members
-        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST_SPOILT
+        assert sum(not committed for committed in each.outcomes.values()) == Misbehaviour.MOST_SPOILT
         why = each.machine.views.contributions.reason
         assert why.startswith(f"replica {liar} has spoilt at least 3 recent rounds: {words}")
 
@@ -305,7 +305,7 @@ def test_who_has_spoilt_rounds_stays_out_for_a_time_that_grows_and_may_come_back
     network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
     explore(network, [])
     for times in range(2):
-        for passed_s in (0.0, Conduct.BAN_S * 2**times - 1):
+        for passed_s in (0.0, Misbehaviour.BAN_S * 2**times - 1):
             for each in honest(network, 2):
                 each.now_s += passed_s
             network.return_whole(2)
@@ -340,7 +340,10 @@ def test_whose_values_only_as_many_find_unusable_as_could_lie_stays(replicas: in
     explore(network, [])
     check_honest(network)
     assert all(each.view.members == tuple(range(replicas)) for each in honest(network))
-    assert rank(network, 0).machine.views.contributions.conduct.faults[replicas - 1].spoilt >= Conduct.MOST_SPOILT
+    assert (
+        rank(network, 0).machine.views.contributions.misbehaviour.faults[replicas - 1].spoilt
+        >= Misbehaviour.MOST_SPOILT
+    )
 
 
 UNPROVEN: dict[str, Callable[[Message], Message]] = {
@@ -359,7 +362,7 @@ def test_what_can_not_be_proved_is_counted_by_each_of_the_others(fault: str) -> 
     explore(network, [])
     let_time_pass(honest(network, 2), "expire")
     for each in honest(network, 2):
-        counted = each.machine.views.contributions.conduct.faults
+        counted = each.machine.views.contributions.misbehaviour.faults
         assert counted.keys() == {2}
         assert [name for name, times in counted[2]._asdict().items() if times] == [fault]
 
@@ -384,7 +387,7 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
     assert [each.left for each in others] == [""] * len(others)
     assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
     assert all(each.outcomes == others[0].outcomes and len(each.outcomes) == 12 for each in others)
-    assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * Conduct.MOST_SPOILT
+    assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * Misbehaviour.MOST_SPOILT
 
 
 def votes_otherwise(liar: int, to: Sequence[int], **vote: Any) -> Callable[[int, Message], list[Message]]:

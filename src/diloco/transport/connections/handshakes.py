@@ -13,10 +13,10 @@ from diloco.transport.address import Address
 from diloco.transport.connections.streams import STRANGERS_BYTES, Stream, pack, read_frame
 from diloco.units import visible
 
-__all__ = ["Hellos", "say_hello"]
+__all__ = ["PendingHellos", "send_hello"]
 
 
-class Hellos:
+class PendingHellos:
     """The hellos that this rank has sent and that are still unanswered.
 
     When the hellos of two ranks cross, the higher rank answers the lower rank's hello at once and includes the name of
@@ -47,7 +47,7 @@ class Hellos:
         return name
 
 
-async def say_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
+async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: int, address: Address) -> str:
     """Introduce this process, rank ``me`` listening at ``mine``, over a connection to ``rank`` at ``address``.
 
     Returns:

@@ -6,25 +6,25 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Gate"]
+__all__ = ["ConnectionLimit"]
 
 T = TypeVar("T", bound=Hashable)
 
 
-class Gate(Generic[T]):
+class ConnectionLimit(Generic[T]):
     """A limit on the number of connections, in total and for each origin (a peer or an address).
 
-    When the gate is full, a new connection replaces the oldest connection of the origin that has the most. A flood of
-    idle connections from one origin therefore keeps no other origin out.
+    When the limit is reached, a new connection replaces the oldest connection of the origin that has the most. A flood
+    of idle connections from one origin therefore keeps no other origin out.
 
     Args:
         most: The number of connections in total.
         most_of_one: The number of connections of one origin.
 
-    >>> gate = Gate[str](3, most_of_one=2)
-    >>> [gate.enter(f"a{n}", ["peer a"]) for n in range(3)]  # peer a may have only two
+    >>> limit = ConnectionLimit[str](3, most_of_one=2)
+    >>> [limit.enter(f"a{n}", ["peer a"]) for n in range(3)]  # peer a may have only two
     [None, None, 'a2']
-    >>> gate.enter("b0", ["peer b"]), gate.enter("c0", ["peer c"])  # the gate is full: the oldest of peer a is evicted
+    >>> limit.enter("b0", ["peer b"]), limit.enter("c0", ["peer c"])  # the oldest connection of peer a is evicted
     (None, 'a0')
     """
 

@@ -21,7 +21,7 @@ from diloco.train.launcher import launch
 from diloco.train.resolve import resolve
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
-from diloco.train.threads import PeerThreads, Seats, choose_threads
+from diloco.train.torch_threads import PeerThreads, Seats, choose_threads
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport
@@ -35,7 +35,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("diloco.train.threads.share", lambda processes: max(1, 4 // processes))
+    monkeypatch.setattr("diloco.train.torch_threads.share", lambda processes: max(1, 4 // processes))
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
@@ -83,7 +83,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
 
 def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr("diloco.train.threads.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("diloco.train.torch_threads.time.monotonic", lambda: now_s[0])
     mine = PeerThreads(None, Seats(tmp_path))
     assert torch.get_num_threads() == 4
     other = Seats(tmp_path)

@@ -1,4 +1,4 @@
-"""The uplink that all payload links of a rank share: one pacing rate, and turns."""
+"""The scheduler of the uplink that all payload links of a rank share: one pacing rate, and turns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from diloco.transport.connections.path import Pace
 if TYPE_CHECKING:
     from diloco.transport.connections.reliable_link import ReliableLink
 
-__all__ = ["Outlet"]
+__all__ = ["SendScheduler"]
 
 
-class Outlet:
+class SendScheduler:
     """Paces all links of a rank together and decides which of the waiting links sends next.
 
     The link with the most bytes left to send goes first. All links then finish at about the same time, and no path is

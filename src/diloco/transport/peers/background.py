@@ -1,4 +1,4 @@
-"""Background threads, and values that they wait for."""
+"""Background threads, and a mailbox of the values that they wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking the peers of a swarm for their status without taking part in it."""
+"""A client that asks the peers of a swarm for their status without taking part in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from diloco.protocol.faults import read_faults
 from diloco.protocol.fields import GREATEST, MOST_RANK
 from diloco.transport.connections.streams import within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
+from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.hivemind.swarm import ask_peer
 from diloco.units import visible
 
-__all__ = ["PeerReport", "Visitor", "absence", "status_of", "visiting"]
+__all__ = ["PeerReport", "StatusClient", "absence", "open_status_client", "status_of"]
 
 _ANSWER_S = 10.0
 _MOST_FIELDS, _MOST_CHARACTERS = 64, 64
@@ -45,8 +45,8 @@ class PeerReport:
     round_trip_s: float | None = None
 
 
-class Visitor:
-    """Asks the peers of a run for their status; created by `visiting`."""
+class StatusClient:
+    """Asks the peers of a run for their status; created by `open_status_client`."""
 
     def __init__(self, streams: PeerStreams, admission: Admission) -> None:
         self._streams = streams
@@ -127,8 +127,8 @@ def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
 
 
 @asynccontextmanager
-async def visiting(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[Visitor]:
-    """Enter the network until the end of the ``async with`` block, and yield a visitor that can ask its peers.
+async def open_status_client(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[StatusClient]:
+    """Enter the network until the end of the ``async with`` block, and yield a client that can ask its peers.
 
     Args:
         identity: file of a private key, created if it does not exist.
@@ -145,7 +145,7 @@ async def visiting(identity: Path, place: NodePlace, admission: Admission) -> As
 
     await streams.listen(refuse)
     try:
-        yield Visitor(streams, admission)
+        yield StatusClient(streams, admission)
     finally:
         await streams.refuse()
         await streams.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.membership.founding import Candidate, Founding
+from diloco.membership.bootstrap import BootstrapElection, Candidate
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.view import View
 
@@ -13,8 +13,8 @@ NOW_S = 60.0
 
 
 def founds(me: Candidate, *others: Candidate, policy: Policy | None = None, waited_s: float = NOW_S) -> View | None:
-    founding = Founding(me=me, alone=False, window_s=3.0, policy=policy or Policy())
-    return founding.founds(others, waited_s)
+    election = BootstrapElection(me=me, alone=False, window_s=3.0, policy=policy or Policy())
+    return election.founds(others, waited_s)
 
 
 @st.composite
@@ -65,6 +65,6 @@ def test_one_that_was_started_again_counts_as_the_member_that_it_was() -> None:
 def test_nobody_founds_before_others_could_be_heard() -> None:
     view = View(0, (0, 1))
     assert founds(Candidate(0, 5, view), Candidate(1, 5, view), waited_s=2.9) is None
-    alone = Founding(me=Candidate(0), alone=True, window_s=3.0, policy=Policy())
+    alone = BootstrapElection(me=Candidate(0), alone=True, window_s=3.0, policy=Policy())
     assert alone.founds((), 0.0) == View(0, (0,))
     assert alone.founds((), NOW_S, had_members=True) is None, "a fresh start is no replacement"

@@ -1,9 +1,9 @@
-"""What a member believes of another member's report on the end of a view. Pure.
+"""The part of another member's report on the end of a view that a rank believes. Pure.
 
 Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a report
 says of other replicas counts only if this rank's own observation does not contradict it. While this rank hears such a
 replica, it waits for that replica's own report, or for the end of its connection. A Byzantine member can thus only
-claim not to hear others; if it accuses two, it is the one to go (`diloco.membership.following`).
+claim not to hear others; if it accuses two, it is the one to go (`diloco.membership.next_view`).
 """
 
 from __future__ import annotations

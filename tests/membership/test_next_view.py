@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.following import largest_set, reachable_from, staying_members
+from diloco.membership.next_view import largest_set, reachable_from, staying_members
 from diloco.membership.quorum import Policy
 from diloco.membership.reports import Report
 from diloco.membership.view import View
