@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     voice.say("introduced")
 
     fetched = {"bytes": 0, "fetches": 0, "seconds": 0.0}
-    fetch, fetch_beside = transport.fetch, transport.fetch_beside
+    fetch, fetch_in_background = transport.fetch, transport.fetch_in_background
 
     def count(state: Mapping[str, Any], began_s: float) -> None:
         fetched["bytes"] += sum(values.nbytes for values in (state["global_params"], *state["slots"].values()))
@@ -53,12 +53,12 @@ def main(arguments: Sequence[str]) -> None:
 
     def counted_beside(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         began_s = time.monotonic()
-        fetching = fetch_beside(fragment, donors, expected_bytes)
+        fetching = fetch_in_background(fragment, donors, expected_bytes)
         threading.Thread(target=lambda: count(fetching.result(), began_s), daemon=True).start()
         return fetching
 
     transport.fetch = counted  # type: ignore[method-assign]  # counts
-    transport.fetch_beside = counted_beside  # type: ignore[method-assign]  # counts
+    transport.fetch_in_background = counted_beside  # type: ignore[method-assign]  # counts
     contributed: set[int] = set()
 
     def note(event: Event) -> None:

@@ -22,7 +22,7 @@ import torch
 from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, make_codec, muon, partition
 from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.telemetry import measured_outer_step, sampled_stretches, spread_terms
+from diloco.algorithm.telemetry import measured_outer_step, sampled_ranges, spread_terms
 from diloco.model.presets import get_preset
 from diloco.model.transformer import Transformer, build_model
 
@@ -128,7 +128,7 @@ def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> Non
             marks.append(time.perf_counter())
             _, last = measured_outer_step(loop, fragment.index, mean, last)
             marks.append(time.perf_counter())
-            spread_terms(codec, payloads, fragment.numel, sampled_stretches(fragment.numel, codec.block_size))
+            spread_terms(codec, payloads, fragment.numel, sampled_ranges(fragment.numel, codec.block_size))
             marks.append(time.perf_counter())
             for row, (one, other) in zip(times, pairwise(marks), strict=True):
                 row.append(other - one)

@@ -36,18 +36,18 @@ def folded(squares: list[float]) -> float:
     return squares[0]
 
 
-def plain_norm(values: list[float], stretch: int) -> float:
+def plain_norm(values: list[float], chunk: int) -> float:
     if not values:
         return 0.0
-    sums = [folded([x * x for x in values[i : i + stretch]]) for i in range(0, len(values), stretch)]
+    sums = [folded([x * x for x in values[i : i + chunk]]) for i in range(0, len(values), chunk)]
     return math.sqrt(folded(sums))
 
 
 @given(st.lists(FLOATS, max_size=70), st.integers(1, 80))
-def test_the_norm_is_that_of_a_plain_loop_in_the_same_order(values: list[float], stretch: int) -> None:
+def test_the_norm_is_that_of_a_plain_loop_in_the_same_order(values: list[float], chunk: int) -> None:
     """The bits are equal for every length and range size."""
-    with mock.patch.object(module, "STRETCH", stretch):
-        assert vector_norm(torch.tensor(values, dtype=torch.float32)) == plain_norm(values, stretch)
+    with mock.patch.object(module, "CHUNK_VALUES", chunk):
+        assert vector_norm(torch.tensor(values, dtype=torch.float32)) == plain_norm(values, chunk)
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 65_537, (1 << 20) - 1, (1 << 20) + 7, 3 * (1 << 20)])

@@ -140,7 +140,7 @@ def test_buffers_are_all_gathered_under_either_pattern() -> None:
 
 @given(numel=st.integers(2, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
 def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replicas: int, steps: int) -> None:
-    """Property: the ring's bytes on average, and no more for the longest stretch than its rounding.
+    """Property: the ring's bytes on average, and no more for the longest range than its rounding.
 
     A single value can't be cut: there the patterns tie, and all-gather it is.
     """

@@ -21,7 +21,7 @@ from diloco.algorithm.mean_encoding import (
     collected,
     encode_all_means,
     encode_mean,
-    lost_words,
+    lost_residual_note,
     overlap,
 )
 from diloco.errors import ConfigurationError
@@ -141,19 +141,19 @@ def test_an_exact_codec_changes_nothing_and_copies_nothing() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 30), min_size=2, max_size=6).map(sorted),
-    stretch=st.lists(st.integers(0, 30), min_size=2, max_size=2).map(sorted),
+    value_range=st.lists(st.integers(0, 30), min_size=2, max_size=2).map(sorted),
 )
-def test_residuals_are_handed_over_whole(cuts: list[int], stretch: list[int]) -> None:
+def test_residuals_are_handed_over_whole(cuts: list[int], value_range: list[int]) -> None:
     """Property: each value of a residual reaches its next owner exactly once."""
     values = torch.arange(1.0, 31.0)
     held = [Residual(a, values[a:b]) for a, b in itertools.pairwise(cuts)]
-    start, stop = stretch
+    start, stop = value_range
     expected = torch.tensor([float(i + 1) if cuts[0] <= i < cuts[-1] else 0.0 for i in range(start, stop)])
     assert torch.equal(collected(held, (start, stop), CPU), expected)
-    parts = [overlap(each.stretch, (start, stop)) for each in held]
+    parts = [overlap(each.value_range, (start, stop)) for each in held]
     assert sum(b - a for a, b in parts) == len(set(range(start, stop)) & set(range(cuts[0], cuts[-1])))
     covered = cuts[-1] - cuts[0]
-    words = lost_words([each.stretch for each in held], 30)
+    words = lost_residual_note([each.value_range for each in held], 30)
     assert bool(words) == (0 < covered < 30)
     assert not words or f"of {30 - covered} of 30 values" in words
 

@@ -12,7 +12,7 @@ from diloco.algorithm.averaging import Contribution, weighted_mean
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
-from diloco.algorithm.telemetry import OuterStepMeasures, measured_outer_step, sample, sampled_stretches
+from diloco.algorithm.telemetry import OuterStepMeasures, measured_outer_step, sample, sampled_ranges
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import quadratic, streaming
@@ -120,11 +120,11 @@ def test_the_spread_is_the_root_mean_square_distance_from_the_mean(codec: str) -
 @pytest.mark.parametrize("numel", [1, 255, 256, 4097, 131_072, 262_145, 20_000_000])
 @pytest.mark.parametrize("block_size", [1, 256, 4096, 65_536])
 def test_stretches_are_cut_between_blocks_and_do_not_overlap(numel: int, block_size: int) -> None:
-    stretches = sampled_stretches(numel, block_size)
-    assert all(start % block_size == 0 and (stop % block_size == 0 or stop == numel) for start, stop in stretches)
-    flat = [edge for stretch in stretches for edge in stretch]
+    ranges = sampled_ranges(numel, block_size)
+    assert all(start % block_size == 0 and (stop % block_size == 0 or stop == numel) for start, stop in ranges)
+    flat = [edge for part in ranges for edge in part]
     assert flat == sorted(flat)
-    assert len(stretches) <= 64
+    assert len(ranges) <= 64
     assert flat[-1] <= numel
 
 

@@ -75,9 +75,9 @@ class FakeTransport(Transport):
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         return self.pair.donor.snapshot(fragment)
 
-    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.at_once:
-            return super().fetch_beside(fragment, donors, expected_bytes)
+            return super().fetch_in_background(fragment, donors, expected_bytes)
         self.fetches.append(Slow(fragment, tuple(donors), self.pair.rounds[fragment]))
         return self.fetches[-1]
 
@@ -471,7 +471,9 @@ def test_what_has_come_is_told_while_it_comes_and_with_every_fragment() -> None:
         def fetched_bytes(self) -> int:
             return self.came
 
-        def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        def fetch_in_background(
+            self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None
+        ) -> Fetching:
             return Coming(fragment, tuple(donors), 0)
 
     class Coming(Slow):

@@ -196,8 +196,8 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
 
 
-@pytest.mark.parametrize("stretch", [[3, 2], [0, 10], [-1, 2], [0], [0, 1, 2], "all", [0, 1.5], None])
-def test_a_residual_is_of_a_stretch_of_the_fragment(stretch: Any) -> None:
+@pytest.mark.parametrize("ends", [[3, 2], [0, 10], [-1, 2], [0], [0, 1, 2], "all", [0, 1.5], None])
+def test_a_residual_is_of_a_stretch_of_the_fragment(ends: Any) -> None:
     message = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False).to_message(0)
     with pytest.raises(ValueError, match="field 'residual' must be"):
-        read(1, message | {"residual": stretch}, View(0, (0, 1, 2)))
+        read(1, message | {"residual": ends}, View(0, (0, 1, 2)))

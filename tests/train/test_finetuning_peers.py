@@ -108,11 +108,11 @@ class Peer:
         """Lose all other replicas at the moment at which they lose this one."""
         connections = self.fleet.transport.connections
 
-        def give_up() -> None:
+        def drop_all() -> None:
             at_once.wait(LIMIT_S)
-            connections.give_up(connections.connected)
+            connections.drop_silent(connections.connected)
 
-        connections.post(give_up)
+        connections.post(drop_all)
 
     def kill(self) -> None:
         """End the replica between two steps, without announcing it to the others."""
@@ -195,7 +195,7 @@ def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Cal
     peers = begin(data_parallel_steps=20)
     first, second, third = peers.all
     connections = third.fleet.transport.connections
-    connections.post(connections.give_up, (0, 1))
+    connections.post(connections.drop_silent, (0, 1))
     first.wait_for_round_of(0, 1)
     third.wait_for_round_of(0, 1, 2)
     for each in peers.all:

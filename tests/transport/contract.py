@@ -167,8 +167,8 @@ class PayloadContract:
         endpoints = make_endpoints(3)
         cuts = ((None, (0, 500), (500, SIZE)), ((400, 600), (0, 200), (200, 400)), ((300, 600), None, (0, 300)))
         gone = (0, 400, 400)
-        for outer_step, stretches in enumerate(cuts):
-            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in stretches]
+        for outer_step, ranges in enumerate(cuts):
+            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in ranges]
             given = [contribution(m, outer_step=outer_step, mean=mean, residual=held[m]) for m in range(3)]
             averages, expected = exchange(endpoints, given), weighted_mean(given).values
             shards = plan_exchange(make_codec("float32"), SIZE, 3, mean=mean).shards
@@ -355,7 +355,7 @@ class TransportContract(PayloadContract):
                         assert average.residual is None
                     else:
                         assert average.residual is not None
-                        assert average.residual.stretch == plan.shards[position]
+                        assert average.residual.value_range == plan.shards[position]
                         assert torch.equal(average.residual.values, whole[position].values)
                 held = [average.residual for average in averages]
 

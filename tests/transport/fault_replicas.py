@@ -111,10 +111,10 @@ class Words:
     def _give_up(self, connections: ConnectionManager, ranks: list[int]) -> None:
         """Drop ranks one heartbeat later, when their earlier messages have been received."""
 
-        def give_up() -> None:
-            connections.give_up(connections.connected.intersection(ranks))
+        def drop_all() -> None:
+            connections.drop_silent(connections.connected.intersection(ranks))
 
-        connections.loop.call_later(connections.timing.heartbeat_s, give_up)
+        connections.loop.call_later(connections.timing.heartbeat_s, drop_all)
 
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # the test has ended

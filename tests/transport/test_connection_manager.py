@@ -184,13 +184,13 @@ def test_who_opened_a_connection_says_that_it_stands_and_not_with_the_next_beat(
     first, second = pair(make_rank, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened the connection
 
     async def heard() -> None:
-        while (connection := first.connections.get(1)) is None or not connection.words:
+        while (connection := first.connections.get(1)) is None or not connection.num_messages:
             first.connections.arrived.clear()
             await first.connections.arrived.wait()
 
     first.connections.call(heard(), LIMIT_S)
     assert (connection := second.connections.get(0)) is not None
-    assert connection.words == 0
+    assert connection.num_messages == 0
 
 
 def test_who_hangs_up_hears_no_loss_and_the_other_one_does(make_rank: MakeRank) -> None:

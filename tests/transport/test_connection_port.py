@@ -102,7 +102,9 @@ def test_a_stranger_says_little_and_a_member_may_say_much(make_rank: MakeRank) -
 def test_who_does_not_read_what_it_is_told_is_lost(make_rank: MakeRank, *, trusted: bool) -> None:
     first = make_rank(0)
     first.connections.post(first.connections.trust, [5] if trusted else [])
-    most_bytes = connection_manager.MOST_UNSENT_BYTES if trusted else connection_manager.MOST_UNSENT_TO_STRANGERS_BYTES
+    most_bytes = (
+        connection_manager.MOST_UNSENT_BYTES if trusted else connection_manager.MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
+    )
     with closing(stranger_as(first, 5)):
         for _ in range((most_bytes + (16 << 20)) // 100_000):  # part of it is buffered in the kernel
             first.say(5, {"kind": "x"}, bytes(100_000))

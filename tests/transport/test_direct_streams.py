@@ -203,8 +203,8 @@ def test_payloads_go_directly_where_one_can_reach_the_other(
 ) -> None:
     transports = meet(swarms, founder, joiner)
     exchange(transports, [contribution(m) for m in range(2)])
-    assert transports[0].link_words[1].startswith(way)
-    assert transports[1].link_words[0].startswith(way)
+    assert transports[0].link_descriptions[1].startswith(way)
+    assert transports[1].link_descriptions[0].startswith(way)
 
 
 @HIVEMIND_LEAVES_CONNECTIONS
@@ -234,7 +234,7 @@ def test_a_member_is_reached_whose_entry_is_still_on_its_way(swarms: Swarms) -> 
     for each in both:
         del each.registry.entries[1 - each.replica]
     made = at_once([lambda each=each: each.open_link(request(each, 1 - each.replica)) for each in both])
-    assert [link.words.partition(",")[0] for link in made] == ["direct streams"] * 2
+    assert [link.description.partition(",")[0] for link in made] == ["direct streams"] * 2
 
 
 def request(transport: PeerTransport, peer: int) -> LinkRequest:

@@ -23,7 +23,7 @@ from diloco.transport.connections.streams import PROTOCOL, pack, read_frame
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
+from diloco.transport.torch_distributed.rendezvous import ask, serve, share_text
 from tests.transport.connection_managers import stranger_at
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
@@ -203,7 +203,7 @@ def test_rank_0_leaves_a_word_in_torchruns_store_and_the_others_read_it() -> Non
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     master = Address("127.0.0.1", store.port)
     words = at_once(
-        [lambda mine=mine: exchange_word(master, mine, 20.0, "address") for mine in (None, "10.0.0.1:7", None)]
+        [lambda mine=mine: share_text(master, mine, 20.0, "address") for mine in (None, "10.0.0.1:7", None)]
     )
     assert words == ["10.0.0.1:7"] * 3
 
@@ -211,7 +211,7 @@ def test_rank_0_leaves_a_word_in_torchruns_store_and_the_others_read_it() -> Non
 def test_a_store_that_gives_no_word_is_named_in_time() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as frozen:  # accepts but is silent, like a frozen agent
         master = Address("127.0.0.1", frozen.getsockname()[1])
-        words = failure(exchange_word, master, None, PATIENCE_S, "address")
+        words = failure(share_text, master, None, PATIENCE_S, "address")
     assert words.startswith(f"the store of torchrun at {master} gave no address of rank 0 within 1 s: ")
     assert "--master-addr" in words
 

@@ -59,7 +59,7 @@ def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
         in_thread(transport.average(contribution(0)).wait, "round"),
         in_thread(lambda: transport.meet("the end", 1), "barrier"),
         in_thread(lambda: transport.agree({"seed": "0"}), "agreement"),
-        transport.fetch_beside(0, [1]),
+        transport.fetch_in_background(0, [1]),
     ]
     assert asked.wait(20)
     # the control thread never processes what is submitted while it ends

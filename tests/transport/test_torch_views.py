@@ -159,7 +159,7 @@ def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> 
         transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]
 
     for mine, other in ((transports[0], 1), (transports[1], 0)):
-        mine.connections.post(mine.connections.give_up, [other])
+        mine.connections.post(mine.connections.drop_silent, [other])
     assert told[2].wait(LIMIT_S)
     going = transports[2].view.members
     assert going in ((0, 2), (1, 2))

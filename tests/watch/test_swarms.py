@@ -30,12 +30,12 @@ def test_events_are_taken_once_and_asked_for_from_there_on() -> None:
     for number in range(1, 4):
         recent.add(step(number))
         status = {"state": "training", **recent.since(swarm.since.get("Qm7", 0))}
-        swarm.take([report(7, status, way="direct", round_trip_s=0.1)], {}, NOW_S)
+        swarm.take([report(7, status, route="direct", round_trip_s=0.1)], {}, NOW_S)
     process = swarm.run.history.processes["replica 7"]
     assert [row[0] for row in process.steps.rows()] == [1, 2, 3]
     assert swarm.since == {"Qm7": 3}
     (peer,) = swarm.run.seen
-    assert (peer.replica, peer.state, peer.way, peer.heard_s) == (7, "training", "direct", NOW_S)
+    assert (peer.replica, peer.state, peer.route, peer.heard_s) == (7, "training", "direct", NOW_S)
 
 
 def test_a_peer_that_was_started_again_counts_from_the_beginning() -> None:

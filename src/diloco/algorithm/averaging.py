@@ -17,7 +17,7 @@ from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.clipping import UNCLIPPED, Clipping, check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual
-from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
+from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError, DivergedError
 
@@ -284,5 +284,5 @@ def combined(
 def _spread(contributions: Sequence[Contribution], weights: Mapping[int, float]) -> float | None:
     codec, numel = contributions[0].codec, contributions[0].numel
     payloads = [(weights[each.replica], each.payload) for each in contributions]
-    terms = spread_terms(codec, payloads, numel, sampled_stretches(numel, codec.block_size))
+    terms = spread_terms(codec, payloads, numel, sampled_ranges(numel, codec.block_size))
     return spread(*terms, sum(weights.values()))

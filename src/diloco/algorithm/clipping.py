@@ -22,11 +22,11 @@ from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CodecError
 
-__all__ = ["LARGEST_MEAN", "STRETCH", "UNCLIPPED", "Clipping", "check_mean", "scale_factors", "vector_norm"]
+__all__ = ["CHUNK_VALUES", "LARGEST_MEAN", "UNCLIPPED", "Clipping", "check_mean", "scale_factors", "vector_norm"]
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
 
-STRETCH = 1 << 20
+CHUNK_VALUES = 1 << 20
 """The number of values whose squares are summed at a time, 8 MiB of float64. It defines the order of summation."""
 
 _FEWEST = 3  # the lower median of two norms is the smaller one, and a single norm can't be compared
@@ -105,8 +105,8 @@ def vector_norm(values: Tensor) -> float:
     """
     if not values.numel():
         return 0.0
-    starts = range(0, values.numel(), STRETCH)
-    sums = [_folded(values[start : start + STRETCH].to(torch.float64).square_()) for start in starts]
+    starts = range(0, values.numel(), CHUNK_VALUES)
+    sums = [_folded(values[start : start + CHUNK_VALUES].to(torch.float64).square_()) for start in starts]
     return math.sqrt(float(_folded(torch.stack(sums))))
 
 

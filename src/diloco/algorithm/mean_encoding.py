@@ -29,15 +29,15 @@ __all__ = [
     "PLAIN_MEAN",
     "MeanEncoding",
     "Residual",
-    "Stretch",
+    "ValueRange",
     "collected",
     "encode_all_means",
     "encode_mean",
-    "lost_words",
+    "lost_residual_note",
     "overlap",
 ]
 
-Stretch = tuple[int, int]  # the range ``(start, stop)`` of some values of a fragment
+ValueRange = tuple[int, int]  # the range ``(start, stop)`` of some values of a fragment
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Residual:
     values: Tensor  # ``(n,)`` float32, never changed
 
     @property
-    def stretch(self) -> Stretch:
+    def value_range(self) -> ValueRange:
         return self.start, self.start + self.values.numel()
 
 
@@ -149,7 +149,7 @@ def encode_mean(values: Tensor, residual: Tensor | None, encoding: MeanEncoding)
 
 
 def encode_all_means(
-    values: Tensor, held: Sequence[Residual], shards: Sequence[Stretch], encoding: MeanEncoding
+    values: Tensor, held: Sequence[Residual], shards: Sequence[ValueRange], encoding: MeanEncoding
 ) -> Sequence[Residual]:
     """Encode a mean as the owners of all ranges do together.
 
@@ -167,22 +167,22 @@ def encode_all_means(
     return [] if left is None else [Residual(start, left[start:stop].clone()) for start, stop in shards]
 
 
-def collected(residuals: Iterable[Residual], stretch: Stretch, device: torch.device) -> Tensor:
+def collected(residuals: Iterable[Residual], value_range: ValueRange, device: torch.device) -> Tensor:
     """Return the part of ``residuals`` in a range, ``(stop - start,)`` float32 on ``device``, 0 where there is none.
 
     >>> held = [Residual(0, torch.tensor([1.0, 2.0])), Residual(3, torch.tensor([4.0, 5.0]))]
     >>> collected(held, (1, 4), torch.device("cpu"))
     tensor([2., 0., 4.])
     """
-    start, stop = stretch
+    start, stop = value_range
     values = torch.zeros(stop - start, dtype=torch.float32, device=device)
     for each in residuals:
-        low, high = overlap(each.stretch, stretch)
+        low, high = overlap(each.value_range, value_range)
         values[low - start : high - start] += each.values[low - each.start : high - each.start].to(device)
     return values
 
 
-def overlap(first: Stretch, second: Stretch) -> Stretch:
+def overlap(first: ValueRange, second: ValueRange) -> ValueRange:
     """Return the intersection of two ranges; it has length 0 if they are disjoint.
 
     >>> overlap((0, 10), (5, 20)), overlap((0, 3), (7, 9))
@@ -192,16 +192,16 @@ def overlap(first: Stretch, second: Stretch) -> Stretch:
     return start, max(start, min(first[1], second[1]))
 
 
-def lost_words(held: Iterable[Stretch], numel: int) -> str:
+def lost_residual_note(held: Iterable[ValueRange], numel: int) -> str:
     """Report that part of the residual of earlier means is lost because its owner has left; "" if none is.
 
     Args:
         held: The ranges whose residuals the members of a round hold; all empty before the first mean is encoded.
         numel: The number of values of the fragment.
 
-    >>> lost_words([(0, 10), (30, 40)], 40)
+    >>> lost_residual_note([(0, 10), (30, 40)], 40)
     'the residual of the mean of 20 of 40 values is lost with its owner'
-    >>> lost_words([(0, 10), (10, 40)], 40), lost_words([(0, 0), (20, 20)], 40)
+    >>> lost_residual_note([(0, 10), (10, 40)], 40), lost_residual_note([(0, 0), (20, 20)], 40)
     ('', '')
     """
     covered = end = 0

@@ -16,11 +16,11 @@ from torch import Tensor
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.outer_loop import OuterLoop
 
-__all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_stretches", "spread", "spread_terms"]
+__all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]
 
 _SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128  # 16384 values: the standard error of a cosine is 0.008
 
-_STRETCH, _VALUES_PER_STRETCH, _MOST_STRETCHES = 1 << 12, 1 << 18, 16
+_RANGE, _VALUES_PER_RANGE, _MOST_RANGES = 1 << 12, 1 << 18, 16
 """A range of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16 ranges."""
 
 _PIECE = 1 << 20  # values whose squares are summed in float32; longer sums would lose precision
@@ -89,20 +89,20 @@ def sample(values: Tensor) -> Tensor:
     return values.as_strided((_SAMPLED_BLOCKS, _SAMPLED_BLOCK), (stride, 1)).clone().flatten()  # flatten may be a view
 
 
-def sampled_stretches(numel: int, block_size: int) -> list[tuple[int, int]]:
+def sampled_ranges(numel: int, block_size: int) -> list[tuple[int, int]]:
     """Return the ranges ``(start, stop)`` whose spread between replicas is measured, in whole blocks of a codec.
 
-    >>> sampled_stretches(1000, 256), sampled_stretches(600_000, 256)
+    >>> sampled_ranges(1000, 256), sampled_ranges(600_000, 256)
     ([(0, 1000)], [(0, 4096), (300032, 304128)])
     """
-    count = max(1, min(_MOST_STRETCHES, numel // _VALUES_PER_STRETCH))
-    blocks, each = -(-numel // block_size), max(1, _STRETCH // block_size) * block_size
+    count = max(1, min(_MOST_RANGES, numel // _VALUES_PER_RANGE))
+    blocks, each = -(-numel // block_size), max(1, _RANGE // block_size) * block_size
     starts = (position * blocks // count * block_size for position in range(count))
     return [(start, min(start + each, numel)) for start in starts]
 
 
 def spread_terms(
-    codec: Codec, payloads: Sequence[tuple[float, Tensor]], numel: int, stretches: Iterable[tuple[int, int]]
+    codec: Codec, payloads: Sequence[tuple[float, Tensor]], numel: int, ranges: Iterable[tuple[int, int]]
 ) -> tuple[float, float]:
     """Return the terms of `spread`, ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)``, over some ranges of values.
 
@@ -110,10 +110,10 @@ def spread_terms(
         codec: The codec of the payloads.
         payloads: The weight and payload of each contributor.
         numel: The number of values that each payload encodes.
-        stretches: The ranges ``(start, stop)``, in whole blocks.
+        ranges: The ranges ``(start, stop)``, in whole blocks.
     """
     squares, of_sum = 0.0, 0.0
-    for start, stop in stretches:
+    for start, stop in ranges:
         total = None
         for weight, payload in payloads:
             values = codec.decode(codec.cut(payload, numel, start, stop), stop - start)

@@ -49,14 +49,14 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
     Raises:
         ConfigurationError: if the ranks have no way to agree on a common folder.
     """
-    from diloco.transport.torch_distributed.rendezvous import exchange_word
+    from diloco.transport.torch_distributed.rendezvous import share_text
 
     settings, torchrun = plan.configuration, role.torchrun
     base = settings.out or plan.source
     if base is None and torchrun is not None and role.rendezvous is None:
         claimed = str(_claim_numbered(plan)) if role.is_first else None
         timeout_s = settings.transport.rendezvous_timeout_s
-        base = Path(exchange_word(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
+        base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
     if base is None:
         raise ConfigurationError(
             f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."

@@ -134,7 +134,7 @@ class StateRecovery:
         with waiting_for(lambda: f"the state of replica {', '.join(map(str, donors))} ({_percentages(progress())})"):
             for index, expected_bytes in expected.items():
                 before = self._transport.fetched_bytes
-                fetching = self._transport.fetch_beside(index, donors, expected_bytes)
+                fetching = self._transport.fetch_in_background(index, donors, expected_bytes)
                 while not _ended(fetching, _PROGRESS_INTERVAL_S):
                     yield progress()
                 state = fetching.result()
@@ -261,7 +261,7 @@ class StateRecovery:
             asked = [donor, *others]
             if self._mismatches[index]:
                 asked = [asked[(self._mismatches[index] - 1) % len(asked)]]
-            fetching = self._transport.fetch_beside(index, asked, self._expected_bytes(index))
+            fetching = self._transport.fetch_in_background(index, asked, self._expected_bytes(index))
             self._fetch = _Fetch(index, donor, fetching)
 
     def _expected_bytes(self, index: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import Stretch
+from diloco.algorithm.mean_encoding import ValueRange
 from diloco.errors import TransportError
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
@@ -107,7 +107,7 @@ class GiveVerdict:
     verdict: Verdict
     weights: Mapping[int, float]  # replica -> weight, for all contributors
     # for every member: replica -> the range of values for which it holds the residual of earlier means
-    residuals: Mapping[int, Stretch]
+    residuals: Mapping[int, ValueRange]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

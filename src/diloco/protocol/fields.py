@@ -203,7 +203,7 @@ class Fields:
             values = [_integer(name, value, least, greatest) for value in values]  # which says what is wrong
         return tuple(values)
 
-    def stretch(self, name: str, greatest: int) -> tuple[int, int]:
+    def value_range(self, name: str, greatest: int) -> tuple[int, int]:
         """Return the start and the end of a range within 0 to ``greatest``."""
         ends = self.integers(name, 0, greatest)
         if len(ends) != 2 or ends[0] > ends[1]:

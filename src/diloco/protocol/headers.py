@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
-from diloco.algorithm.mean_encoding import Stretch
+from diloco.algorithm.mean_encoding import ValueRange
 from diloco.errors import CodecError
 from diloco.membership.quorum import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
@@ -36,7 +36,7 @@ class Header:
     # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
     taking_over: bool
     # the range of values for which the sender holds the residual of earlier means; empty: none
-    residual: Stretch = (0, 0)
+    residual: ValueRange = (0, 0)
     key: str = ""  # the public key of the sender's vote on the round
 
     def to_message(self, view_id: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Header:
             fields.optional_integer("integers", _MOST_VALUES),
             fields.words("withdrawn"),
             fields.flag("taking_over"),
-            fields.stretch("residual", numel),
+            fields.value_range("residual", numel),
             fields.text("key", KEY_CHARACTERS),
         )
 
@@ -87,7 +87,7 @@ def header_of(contribution: Contribution) -> Header:
         None if integers is None else integers.numel(),
         withdrawn,
         taking_over=False,
-        residual=(0, 0) if contribution.residual is None else contribution.residual.stretch,
+        residual=(0, 0) if contribution.residual is None else contribution.residual.value_range,
     )
 
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import lost_words
+from diloco.algorithm.mean_encoding import lost_residual_note
 from diloco.algorithm.weighting import bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
@@ -190,7 +190,7 @@ class RoundState:
         here = self.headers_here(members, rules)
         if not self.plan.keeps_residual:  # each owner keeps its residual of earlier means
             return ""
-        return lost_words((header.residual for header in here.values()), here[rules.replica].numel)
+        return lost_residual_note((header.residual for header in here.values()), here[rules.replica].numel)
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
         """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""

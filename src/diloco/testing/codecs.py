@@ -107,7 +107,7 @@ def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     unaligned = codec.decode(message, numel)
     expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
     _check_sum(codec, message, decoded, weight, name)
-    for start, stop in _stretches(codec, numel):
+    for start, stop in _ranges(codec, numel):
         part, length = codec.cut(message, numel, start, stop), stop - start
         expect(
             torch.equal(part, codec.encode(values[start:stop])),
@@ -158,7 +158,7 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
         ContractError: if the contract is broken. The message says how.
     """
     refused = _refused(codec, payload, numel)
-    parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _stretches(codec, numel)]
+    parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
     alike = refused == any(_refused(codec, part, length) for part, length in parts)
     expect(alike, "validate refuses bytes as a whole and accepts all their parts, or the reverse")
     if not refused:
@@ -166,7 +166,7 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
         expect(fine, "validate accepts bytes that decode to NaN or infinity")
 
 
-def _stretches(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
+def _ranges(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
     """Return four ranges: an empty one, two halves of the whole blocks, and the values of a shorter last block."""
     whole = numel // codec.block_size
     return pairwise([0, 0, whole // 2 * codec.block_size, whole * codec.block_size, numel])

@@ -128,7 +128,7 @@ class Transport(abc.ABC):
             RendezvousError: if a member sends no facts within the round timeout; the error names it.
         """
 
-    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         """Start a `fetch` that runs alongside training.
 
         A transport that can't do that fetches before it returns. `Fetching.result` raises any error.

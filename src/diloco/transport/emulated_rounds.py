@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
 from diloco.algorithm.exchange import Exchange, plan_round
-from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
+from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_residual_note
 from diloco.errors import CodecError, RoundVoidError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
@@ -176,7 +176,7 @@ class EmulatedRounds:
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
             held = [each.residual for each in state.contributions.values() if each.residual is not None]
             if state.exchange.keeps_residual:
-                state.lost = lost_words((each.stretch for each in held), sample.numel)
+                state.lost = lost_residual_note((each.value_range for each in held), sample.numel)
             state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, state.exchange.mean)
 
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:

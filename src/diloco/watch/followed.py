@@ -157,7 +157,7 @@ class FollowedSwarm:
                     peer_id=report.peer_id,
                     state=text(status, "state")[:40] if status else states.get(report.peer_id, "no answer"),
                     heard_s=self._heard_s.get(report.peer_id),
-                    way=report.way,
+                    route=report.route,
                     round_trip_s=report.round_trip_s,
                     status=status,
                 )

@@ -24,7 +24,7 @@ class Seen:
     peer_id: str  # its identity
     state: str  # the state that it reports, or "no answer", "gone" or "finished"
     heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
-    way: str = ""  # how it is reached: "direct", "relayed", or the peer in between
+    route: str = ""  # how it is reached: "direct", "relayed", or the peer in between
     round_trip_s: float | None = None  # how long it took to answer
     status: Mapping[str, Any] = field(default_factory=dict)  # its last status; untrusted, so it may contain anything
 
@@ -56,7 +56,7 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
             "step": first(whole(status, "step"), process.step if process and process.last else None),
             "fetched": fetched(process.fetched) if process else None,
             "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
-            "way": peer.way if peer else "",
+            "way": peer.route if peer else "",
             "round_trip_s": finite(peer.round_trip_s if peer else None),
             "sent_bytes": first(whole(status, "sent_bytes"), whole(last, "sent_bytes")),
             "received_bytes": first(whole(status, "received_bytes"), whole(last, "received_bytes")),

@@ -26,7 +26,7 @@ _LARGEST_BLOCK = 65536
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _BlockRange:
     """Consecutive blocks of equal length: values ``start`` to ``stop``, as rows of ``columns`` values.
 
     Only a short last block may have ``columns`` beyond ``stop``, which fill its last byte.
@@ -92,28 +92,28 @@ class BlockwiseCodec(Codec):
             self._kernels.encode(values, self.block_size, payload)
             return
         scratch = self._scratch(values, rows=2).view(2, -1)
-        for stretch in self._stretches(payload, values.numel()):
-            rows = values[stretch.start : stretch.stop]
-            if stretch.padding:
-                rows = torch.nn.functional.pad(rows, (0, stretch.padding))
-            count = (stretch.stop - stretch.start) // len(stretch.scales)
-            self._encode_blocks(rows.view(-1, stretch.columns), stretch.scales, stretch.codes, scratch, count)
+        for blocks in self._block_ranges(payload, values.numel()):
+            rows = values[blocks.start : blocks.stop]
+            if blocks.padding:
+                rows = torch.nn.functional.pad(rows, (0, blocks.padding))
+            count = (blocks.stop - blocks.start) // len(blocks.scales)
+            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch, count)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
             self._kernels.decode(payload, self.block_size, out)
             return
         scratch = self._scratch(out)
-        for stretch in self._stretches(payload, out.numel()):
-            out[stretch.start : stretch.stop].copy_(self._decoded(stretch, scratch))
+        for blocks in self._block_ranges(payload, out.numel()):
+            out[blocks.start : blocks.stop].copy_(self._decoded(blocks, scratch))
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         if self._kernels and out.device.type == "cpu":
             self._kernels.accumulate(payload, self.block_size, weight, out)
             return
         scratch = self._scratch(out)
-        for stretch in self._stretches(payload, out.numel()):
-            out[stretch.start : stretch.stop].add_(self._decoded(stretch, scratch).mul_(weight))
+        for blocks in self._block_ranges(payload, out.numel()):
+            out[blocks.start : blocks.stop].add_(self._decoded(blocks, scratch).mul_(weight))
 
     def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
         codes = payload[self._scale_bytes(numel) :]
@@ -123,26 +123,26 @@ class BlockwiseCodec(Codec):
         )
         return torch.cat(parts, out=empty(self.payload_bytes(stop - start), torch.uint8, payload.device))
 
-    def _decoded(self, stretch: _Stretch, scratch: Tensor) -> Tensor:
-        """Decode a stretch into ``scratch`` and return its values."""
-        shape = len(stretch.scales), stretch.columns
+    def _decoded(self, blocks: _BlockRange, scratch: Tensor) -> Tensor:
+        """Decode blocks into ``scratch`` and return its values."""
+        shape = len(blocks.scales), blocks.columns
         rows = scratch[: shape[0] * shape[1]].view(torch.float32).view(shape)
-        self._decode_blocks(stretch.scales, stretch.codes, rows)
-        return rows.view(-1)[: stretch.stop - stretch.start]
+        self._decode_blocks(blocks.scales, blocks.codes, rows)
+        return rows.view(-1)[: blocks.stop - blocks.start]
 
     def _scratch(self, like: Tensor, rows: int = 1) -> Tensor:
-        """Return ``(rows * n,)`` int32, where n is large enough for any stretch of ``like``."""
+        """Return ``(rows * n,)`` int32, where n is large enough for any `_BlockRange` of ``like``."""
         longest = next(pieces(like.numel(), like.device, self.block_size), (0, 0))[1]
         # the codes of a short last block fill its last byte
         return torch.empty(rows * (longest + -longest % self.codes_per_byte), dtype=torch.int32, device=like.device)
 
-    def _stretches(self, payload: Tensor, numel: int) -> Iterator[_Stretch]:
+    def _block_ranges(self, payload: Tensor, numel: int) -> Iterator[_BlockRange]:
         """Yield the whole blocks, piece by piece, then the short last block."""
         scales, codes = self._scales(payload, numel), payload[self._scale_bytes(numel) :]
         size, per_byte = self.block_size, self.codes_per_byte
         whole = numel // size * size
         for start, stop in pieces(whole, payload.device, size):
-            yield _Stretch(
+            yield _BlockRange(
                 start,
                 stop,
                 size,
@@ -151,7 +151,7 @@ class BlockwiseCodec(Codec):
             )
         if whole < numel:
             last = codes[whole // per_byte :].view(1, -1)
-            yield _Stretch(whole, numel, last.shape[1] * per_byte, scales[-1:], last)
+            yield _BlockRange(whole, numel, last.shape[1] * per_byte, scales[-1:], last)
 
     def _scales(self, payload: Tensor, numel: int) -> Tensor:
         """Return the scales, ``(num_blocks,)`` of ``scale_type``: a view of the payload if it is aligned."""

@@ -53,10 +53,10 @@ class _Cast(Codec):
     def _numbers(self, payload: Tensor, start: int, stop: int) -> Tensor:
         """Return the values ``start`` to ``stop`` of the payload, as ``wire_type``."""
         size = self.wire_type.itemsize
-        stretch = payload[start * size : stop * size]
-        if stretch.storage_offset() % size or stretch.data_ptr() % size:  # unaligned part of a larger message
-            stretch = stretch.clone()
-        return stretch.view(self.wire_type)
+        part = payload[start * size : stop * size]
+        if part.storage_offset() % size or part.data_ptr() % size:  # unaligned part of a larger message
+            part = part.clone()
+        return part.view(self.wire_type)
 
 
 @register

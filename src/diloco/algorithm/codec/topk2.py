@@ -76,7 +76,7 @@ class TopK2(Codec):
         if self._kernels and values.device.type == "cpu":
             self._kernels.encode(values, payload)
             return
-        for tiles, records in self._stretches(payload, values.numel()):
+        for tiles, records in self._tile_ranges(payload, values.numel()):
             _encode_tiles(values[tiles].view(len(records), -1), records)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
@@ -87,7 +87,7 @@ class TopK2(Codec):
         if self._kernels and out.device.type == "cpu":
             self._kernels.accumulate(payload, weight, out)
             return
-        for tiles, records in self._stretches(payload, out.numel()):
+        for tiles, records in self._tile_ranges(payload, out.numel()):
             rows = out[tiles].view(len(records), -1)
             levels, positions, codes = _unpack(records, rows.shape[1])
             values = levels.to(torch.float32).gather(1, codes & 1)
@@ -95,7 +95,7 @@ class TopK2(Codec):
             rows.scatter_(1, positions, rows.gather(1, positions).add_(values))
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        for tiles, records in self._stretches(payload, numel):
+        for tiles, records in self._tile_ranges(payload, numel):
             columns = (tiles.stop - tiles.start) // len(records)
             levels, positions, codes = _unpack(records, columns)
             low, high = levels.unbind(1)
@@ -107,11 +107,11 @@ class TopK2(Codec):
                 return f"has levels or positions out of order or out of range in tile {tile}"
         return None
 
-    def _stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+    def _tile_ranges(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield ``(slice of tiles of equal length, their (tiles, bytes) records)``, a shorter last tile separately."""
         whole = numel // _TILE * _TILE
-        stretches = [*pieces(whole, payload.device, _TILE)] + ([(whole, numel)] if whole < numel else [])
-        for start, stop in stretches:
+        ranges = [*pieces(whole, payload.device, _TILE)] + ([(whole, numel)] if whole < numel else [])
+        for start, stop in ranges:
             records = payload[self.payload_bytes(start) : self.payload_bytes(stop)]
             yield slice(start, stop), records.view(-(-(stop - start) // _TILE), -1)
 

@@ -113,7 +113,7 @@ class PeerFleet(Fleet):
 
     def take_notices(self) -> str:
         """Return sentences about other changes in this process since the last call; "" if there are none."""
-        links = self.transport.link_words if self._talks else {}
+        links = self.transport.link_descriptions if self._talks else {}
         news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
         self._reported_links = {**self._reported_links, **news}
         sentences = [f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items())]

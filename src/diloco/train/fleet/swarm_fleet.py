@@ -216,7 +216,7 @@ class SwarmFleet(PeerFleet):
             "swarm": f"{self.connected.swarm} of run {run!r}, {self.num_members} replicas",
             "others join by": join,
             "listens at": ", ".join(addresses) or "no address: it opens all connections itself",
-            "payload links": self._streams.direct_words,
+            "payload links": self._streams.direct_description,
             **clock,
             "lost replicas": (
                 f"detected when their connection ends, or after {transport.timing.silence_s:g} s of silence; "

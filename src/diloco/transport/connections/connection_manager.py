@@ -24,8 +24,8 @@ from diloco.transport.connections.control_connection import ControlConnection, s
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.handshakes import PendingHellos, send_hello
 from diloco.transport.connections.streams import (
-    STRANGERS_BLOB_BYTES,
-    STRANGERS_BYTES,
+    UNKNOWN_PEER_BLOB_BYTES,
+    UNKNOWN_PEER_BYTES,
     Stream,
     Streams,
     drain_on_reset,
@@ -43,9 +43,9 @@ _BEAT: Message = {"kind": "beat"}
 FIRST_MESSAGE_S = 10.0
 MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Limits on connections that are not control connections: they request a service or have sent nothing yet."""
-_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE = 256, 4
+_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE = 256, 4
 """Limits on control connections of ranks that are not members, on networks that prove identities."""
-MOST_UNSENT_BYTES, MOST_UNSENT_TO_STRANGERS_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
+MOST_UNSENT_BYTES, MOST_UNSENT_TO_UNKNOWN_PEER_BYTES = 4 << 20, 1 << 18  # per rank; one that reads too little is lost
 _FLUSH_S = 1.0
 
 
@@ -74,7 +74,7 @@ class ConnectionManager(ControlThread):
         self._pending_hellos = PendingHellos(rank)
         self._members: frozenset[int] = frozenset()
         self._open_limit = ConnectionLimit[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
-        self._unknown_peers = ConnectionLimit[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
+        self._unknown_peers = ConnectionLimit[int](_MOST_UNKNOWN_PEERS, _MOST_UNKNOWN_PEERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self.pulse = Pulse(timing)  # detects stalls of this process itself
@@ -101,7 +101,7 @@ class ConnectionManager(ControlThread):
         if (connection := self._connections.get(rank)) is None:
             return
         connection.writer.write(pack(message, blob))
-        most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_STRANGERS_BYTES
+        most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_UNKNOWN_PEER_BYTES
         if connection.writer.transport.get_write_buffer_size() > most_bytes:
             self.loop.call_soon(self._drop, connection, f"{connection.address} does not read its messages")
 
@@ -152,14 +152,14 @@ class ConnectionManager(ControlThread):
                 connection.task.cancel()
             connection.writer.close()
 
-    def give_up(self, ranks: Collection[int]) -> None:
+    def drop_silent(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        given_up = [self._connections[rank] for rank in ranks]
-        for connection in given_up:
+        silent = [self._connections[rank] for rank in ranks]
+        for connection in silent:
             connection.writer.write(pack({"kind": "given-up"}))  # in case the other process only stalled
             self.hang_up(connection.rank)
             self._tell(ConnectionEnded(connection.rank))
-        for connection in given_up:
+        for connection in silent:
             text = f"nothing was received from {connection.address} for {self.timing.silence_s:g} s"
             self._tell(Lost(connection.rank, Loss("silent", text)))
 
@@ -182,7 +182,7 @@ class ConnectionManager(ControlThread):
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 if not await self.streams.admit(reader, writer):
                     return
-                message, blob = await read_frame(reader, STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
+                message, blob = await read_frame(reader, UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
             if message["kind"] == "hello":
                 await self._greet(message, reader, writer)
             elif service := self.services.get(message["kind"]):
@@ -270,7 +270,7 @@ class ConnectionManager(ControlThread):
                 for connection in self._connections.values():
                     connection.heard_s = now_s
             quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
-            self.give_up(silent_ones(quiet_s, self.timing))
+            self.drop_silent(silent_ones(quiet_s, self.timing))
             for connection in self._connections.values():
                 connection.writer.write(beat)
 

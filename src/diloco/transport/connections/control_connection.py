@@ -14,8 +14,8 @@ from diloco.transport.address import Address
 from diloco.transport.connections.streams import (
     MAX_BLOB_BYTES,
     MAX_JSON_BYTES,
-    STRANGERS_BLOB_BYTES,
-    STRANGERS_BYTES,
+    UNKNOWN_PEER_BLOB_BYTES,
+    UNKNOWN_PEER_BYTES,
     Stream,
     pack,
     read_body,
@@ -39,7 +39,7 @@ class Ending:
     """Why a connection ended."""
 
     reason: str = ""
-    given_up: bool = False  # whether the other side reports that it received nothing from this process for too long
+    was_dropped: bool = False  # whether the other side reports that it received nothing from this process for too long
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class ControlConnection:
     trusted: bool  # whether the other process is a member, or this process opened the connection
     heard_s: float  # when a message was last received, by the loop's clock
     crossed: str = ""  # name of the other end's hello that crossed the one that opened this connection, if any
-    words: int = 0  # number of messages received, heartbeats included
+    num_messages: int = 0  # number of messages received, heartbeats included
     task: asyncio.Task[None] | None = None  # runs `listen`
 
     def __post_init__(self) -> None:
@@ -73,16 +73,18 @@ class ControlConnection:
         try:
             while True:
                 head = await read_head(reader)
-                most = (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
+                most = (
+                    (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
+                )
                 message, blob, num_bytes = await read_body(reader, head, *most)
                 self.heard_s = clock.time()
                 if wait_s := self._paces[self.trusted].take(clock.time(), num_bytes):
                     await asyncio.sleep(wait_s)
-                self.words += 1
-                if self.words == 1:
+                self.num_messages += 1
+                if self.num_messages == 1:
                     began.set()
                 if message["kind"] == "given-up":
-                    return Ending(given_up=True)
+                    return Ending(was_dropped=True)
                 deliver(Received(self.rank, message, blob, num_bytes))
         except (OSError, EOFError, TransportError) as error:
             return Ending(str(error) or type(error).__name__)
@@ -94,9 +96,9 @@ class ControlConnection:
 
         A live process keeps its rank: where the network proves no identities, any peer could claim to be that rank.
         """
-        clock, words, until_s = asyncio.get_running_loop(), self.words, self.heard_s + 2 * heartbeat_s
+        clock, num_messages, until_s = asyncio.get_running_loop(), self.num_messages, self.heard_s + 2 * heartbeat_s
         while not self.writer.is_closing() and clock.time() < until_s:
-            if self.words > words:
+            if self.num_messages > num_messages:
                 return True
             await asyncio.sleep(heartbeat_s / 8)
         return False
@@ -111,8 +113,8 @@ class ControlConnection:
             was_suspended: Whether this process was suspended. The other one may have ended in the meantime, so its
                 port proves nothing.
         """
-        if ending.given_up or was_suspended:
-            why = "dropped it" if ending.given_up else f"ended the connection ({ending.reason})"
+        if ending.was_dropped or was_suspended:
+            why = "dropped it" if ending.was_dropped else f"ended the connection ({ending.reason})"
             return Loss("cut", f"{self.address} received nothing from this process for too long and {why}")
         ended = f"the connection to {self.address} ended ({ending.reason})"
         for _ in range(_INQUIRIES):

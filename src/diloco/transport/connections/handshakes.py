@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import STRANGERS_BYTES, Stream, pack, read_frame
+from diloco.transport.connections.streams import UNKNOWN_PEER_BYTES, Stream, pack, read_frame
 from diloco.units import visible
 
 __all__ = ["PendingHellos", "send_hello"]
@@ -60,7 +60,7 @@ async def send_hello(stream: Stream, me: int, mine: Address, name: str, rank: in
     reader, writer = stream
     writer.write(pack({"kind": "hello", "rank": me, "address": str(mine), "hello": name}))
     try:
-        answer, _ = await read_frame(reader, STRANGERS_BYTES, 0)
+        answer, _ = await read_frame(reader, UNKNOWN_PEER_BYTES, 0)
         if answer["kind"] == "refused":
             raise TransportError(f"{address} refuses: {Fields(answer).words('reason')}")
     except ValueError as error:

@@ -105,4 +105,4 @@ class OpenedLink:
         count = len(self.keeping)
         number = f", {count} connection{'s' if count > 1 else ''}" if count else ""
         pace = f"; payloads for all replicas are paced to {format_rate(bits_per_s)}" if bits_per_s else ""
-        self.link.words = f"{self.route.name}{number}{pace}"
+        self.link.description = f"{self.route.name}{number}{pace}"

@@ -59,7 +59,7 @@ class ReliableLink:
         self.uses = 0  # number of connections made so far
         self.why = "the other side did not connect"  # why a connection last ended or could not be made
         self._loop = scheduler.loop
-        self.words = route  # what carries the link, for display
+        self.description = route  # what carries the link, for display
         self._scheduler = scheduler
         self._pacer = pacer
         self._last_number = 0

@@ -5,8 +5,8 @@ A control message is a small JSON object and a blob, both preceded by their size
 ::
 
     4 bytes  b"DLC1"      protocol and its version
-    4 bytes  JSON size    big-endian; at most `MAX_JSON_BYTES`, from an unknown peer `STRANGERS_BYTES`
-    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, from an unknown peer `STRANGERS_BLOB_BYTES`
+    4 bytes  JSON size    big-endian; at most `MAX_JSON_BYTES`, from an unknown peer `UNKNOWN_PEER_BYTES`
+    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, from an unknown peer `UNKNOWN_PEER_BLOB_BYTES`
     json, blob
 
 Sizes are checked before anything is allocated.
@@ -33,8 +33,8 @@ __all__ = [
     "MAX_BLOB_BYTES",
     "MAX_JSON_BYTES",
     "PROTOCOL",
-    "STRANGERS_BLOB_BYTES",
-    "STRANGERS_BYTES",
+    "UNKNOWN_PEER_BLOB_BYTES",
+    "UNKNOWN_PEER_BYTES",
     "Accept",
     "Stream",
     "Streams",
@@ -172,8 +172,8 @@ PROTOCOL = b"DLC1"
 ASKS = b"DLC?"  # first bytes from a listening side that asks for a secret, instead of `PROTOCOL`
 MAX_JSON_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
-STRANGERS_BYTES = 1 << 14  # of JSON, from a peer that is not a member, and for what any peer sends about itself
-STRANGERS_BLOB_BYTES = 1 << 12
+UNKNOWN_PEER_BYTES = 1 << 14  # of JSON, from a peer that is not a member, and for what any peer sends about itself
+UNKNOWN_PEER_BLOB_BYTES = 1 << 12
 
 _MOST_KIND = 64
 _HEAD = struct.Struct(">4sIQ")

@@ -57,8 +57,8 @@ class PeerStreams:
         return self._node
 
     @property
-    def direct_words(self) -> str:
-        """A description of the routes of payloads, for people."""
+    def direct_description(self) -> str:
+        """A description of the routes of payloads, for display."""
         if self.place.direct == "never":
             return "over libp2p (swarm.direct='never')"
         origin = f"accepted at port {self.direct.port}" if self.direct.port else "opened by this peer only"

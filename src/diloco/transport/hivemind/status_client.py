@@ -40,7 +40,7 @@ class PeerReport:
     status: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""  # why the peer does not answer; "" if it does
     finished: bool = False  # whether the peer has announced that it has finished all steps of the run
-    way: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
+    route: str = ""  # the route to the peer: "direct", "relayed", or "through" another peer; "" if it was not reached
     # seconds from the question to the answer, including opening a stream; None without an answer
     round_trip_s: float | None = None
 
@@ -82,12 +82,12 @@ class StatusClient:
                 return await self._answered(seen, other, {**question, "of": seen.peer_id}, f"through {other}")
         return seen
 
-    async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], way: str) -> PeerReport:
+    async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
         answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question))
         took_s = time.monotonic() - asked_s
-        return replace(report, status=status_of(answer), problem="", way=way, round_trip_s=took_s)
+        return replace(report, status=status_of(answer), problem="", route=route, round_trip_s=took_s)
 
 
 def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:

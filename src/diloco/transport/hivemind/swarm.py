@@ -12,7 +12,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_JSON_BYTES, STRANGERS_BYTES, Streams, pack, read_frame, within
+from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, Streams, pack, read_frame, within
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.peers.transport import PeerTransport
@@ -155,7 +155,7 @@ class MemberDialer:
 
     async def _connected_to(self, rank: int) -> None:
         # the first message from the other side shows that it has established the connection, too
-        while (connection := self._connections.get(rank)) is None or not connection.words:
+        while (connection := self._connections.get(rank)) is None or not connection.num_messages:
             self._connections.arrived.clear()
             await self._connections.arrived.wait()
 
@@ -254,7 +254,7 @@ async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) 
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
-        most_bytes = STRANGERS_BYTES if {*question} == {"kind"} else MAX_JSON_BYTES
+        most_bytes = UNKNOWN_PEER_BYTES if {*question} == {"kind"} else MAX_JSON_BYTES
         answer, _ = await within(_ANSWER_S, read_frame(reader, most_bytes, 0))
     except (EOFError, TimeoutError) as error:
         raise NotNowError(f"{peer_id} does not answer") from error

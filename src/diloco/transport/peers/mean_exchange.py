@@ -18,7 +18,7 @@ from diloco.algorithm.averaging import Contribution
 from diloco.algorithm.clipping import LARGEST_MEAN
 from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, Residual, Stretch, collected, encode_mean, overlap
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, Residual, ValueRange, collected, encode_mean, overlap
 from diloco.errors import CodecError
 from diloco.transport.peers.round_messages import RoundMessages
 
@@ -73,7 +73,7 @@ class MeanExchange:
             for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
         ]
 
-    def send_residuals(self, held: Mapping[int, Stretch]) -> None:
+    def send_residuals(self, held: Mapping[int, ValueRange]) -> None:
         """Send the residuals that this rank holds to the owners of their values, and start receiving its own.
 
         There are such residuals only after a change of the view. Otherwise each rank holds those of its own values.
@@ -83,7 +83,7 @@ class MeanExchange:
         """
         for member in self._messages.links if self._keeps else ():
             if self._mine is not None:
-                for piece, (a, b) in self._residual_pieces(overlap(self._mine.stretch, self._shards[member])):
+                for piece, (a, b) in self._residual_pieces(overlap(self._mine.value_range, self._shards[member])):
                     values = self._mine.values[a - self._mine.start : b - self._mine.start]
                     self._messages.send((member,), values.cpu().view(torch.uint8), piece, second=True)
             start, stop = overlap(held[member], self.owned)
@@ -160,8 +160,8 @@ class MeanExchange:
             raise CodecError(words, replica=piece.member) from error
         self._codec.decode(piece.buffer, len(values), out=values)
 
-    def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:
-        return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
+    def _residual_pieces(self, value_range: ValueRange) -> enumerate[ValueRange]:
+        return enumerate(self._messages.pieces(*value_range, PLAIN_MEAN.codec), _RESIDUALS)
 
     def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
         """Start receiving a piece of a mean. An exact one is received in place."""

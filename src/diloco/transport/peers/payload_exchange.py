@@ -17,9 +17,9 @@ from torch import Tensor
 from diloco.algorithm.averaging import Mean, combined, mean_of_buffers
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.mean_encoding import Stretch
+from diloco.algorithm.mean_encoding import ValueRange
 from diloco.algorithm.memory import empty
-from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
+from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
 from diloco.protocol.events import Computed, Event, ExchangeEnded
@@ -118,7 +118,7 @@ class PayloadExchange:
         ]
         # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
         for piece, row in enumerate(itertools.zip_longest(*plans)):
-            receivers: dict[Stretch, list[int]] = {}
+            receivers: dict[ValueRange, list[int]] = {}
             for member, a, b in filter(None, row):
                 receivers.setdefault((a, b), []).append(member)
             for (a, b), members in receivers.items():
@@ -127,7 +127,7 @@ class PayloadExchange:
             messages.send(messages.links, self._extras, _EXTRAS)
 
     def reduce(
-        self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, Stretch]
+        self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, ValueRange]
     ) -> Mean:
         """Return the mean over ``contributors``, weighted by ``weights``.
 
@@ -170,7 +170,7 @@ class PayloadExchange:
             decoded = ((member, self._decoded(member)) for member in contributors)
             self.values[:] = combined(rule, decoded, weights, factors, self.contribution.tensors)
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
-        watched = sampled_stretches(self.contribution.numel, codec.block_size) if at_hand else []
+        watched = sampled_ranges(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
             addends = {}

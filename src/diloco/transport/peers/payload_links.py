@@ -62,9 +62,9 @@ class PayloadLinks:
         self._needed.set()
 
     @property
-    def words(self) -> dict[int, str]:
+    def descriptions(self) -> dict[int, str]:
         """The description of each replica's link."""
-        return {replica: link.words for replica, link in self._made.items()}
+        return {replica: link.description for replica, link in self._made.items()}
 
     def close(self) -> None:
         """End the links. Those that are still being opened end as soon as they are open."""

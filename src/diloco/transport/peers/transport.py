@@ -97,9 +97,9 @@ class PeerTransport(ProtocolRunner, Transport):
         return self._machine.views.last_view
 
     @property
-    def link_words(self) -> Mapping[int, str]:
+    def link_descriptions(self) -> Mapping[int, str]:
         """The description of the link to each replica."""
-        return self._links.words
+        return self._links.descriptions
 
     def known_entries(self) -> tuple[Entry, ...]:
         """Return the entries of all other ranks that are or were members, or have asked to join."""
@@ -155,9 +155,9 @@ class PeerTransport(ProtocolRunner, Transport):
     def fetched_bytes(self) -> int:
         return self._state.fetched_bytes
 
-    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.rules.ranks_per_replica > 1:  # the ranks of a replica must adopt a state at the same step
-            return super().fetch_beside(fragment, donors, expected_bytes)
+            return super().fetch_in_background(fragment, donors, expected_bytes)
         return in_thread(self._fetch(fragment, donors, expected_bytes), f"diloco-state-{fragment}")
 
     def _fetch(

@@ -23,7 +23,7 @@ from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.full_mesh import connect_to_all
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
-from diloco.transport.torch_distributed.rendezvous import ask, cause, exchange_word, greet, serve
+from diloco.transport.torch_distributed.rendezvous import ask, cause, greet, serve, share_text
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
@@ -152,7 +152,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None
-        text = exchange_word(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
+        text = share_text(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
         meeting = parse_address(text, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(

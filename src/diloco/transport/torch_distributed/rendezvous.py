@@ -24,7 +24,7 @@ from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
 
-__all__ = ["ask", "cause", "exchange_word", "greet", "question", "serve"]
+__all__ = ["ask", "cause", "greet", "question", "serve", "share_text"]
 
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
@@ -226,7 +226,7 @@ def _table(registry: Registry, running: bool) -> dict[str, Any]:
     return {"kind": "table", "entries": entries, "running": running}
 
 
-def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
+def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
     """Share a text from rank 0 with all ranks through the store of ``torchrun``'s agent, and return it.
 
     The store is used for nothing else. If its host freezes, the store blocks beyond all of its own time-outs, so the
