@@ -86,7 +86,7 @@ class Swarm:
             for diloco in self.replicas:
                 diloco.finish()
 
-    def go_on_from(self, other: Swarm) -> None:
+    def resume_from(self, other: Swarm) -> None:
         """Restore everything that a checkpoint of ``other`` would hold; its inner optimizer has no state."""
         self.transport.load_state_dict(other.transport.state_dict())
         for mine, theirs, diloco, saved in zip(self.models, other.models, self.replicas, other.replicas, strict=True):

@@ -21,7 +21,7 @@ from diloco.config.run_plan import RunPlan, plan_run
 
 ROOT = Path(__file__).parent.parent
 CONTAINER = ROOT / "launch" / "container" / "Containerfile"
-BEGIN = ROOT / "launch" / "container" / "begin-or-go-on"
+BEGIN = ROOT / "launch" / "container" / "start-or-resume"
 GIVEN = {"diloco", "corpus"}
 """The secret and the volume claim that the user creates as described in docs/launching.md."""
 
@@ -87,7 +87,7 @@ def expanded(container: dict[str, Any], maps: dict[str, dict[str, str]]) -> list
 
 
 def begun(arguments: list[str], folder: Path, *, own_out: str = "0") -> list[str]:
-    """Return the arguments with which `begin-or-go-on` calls `diloco`."""
+    """Return the arguments with which `start-or-resume` calls `diloco`."""
     (folder / "diloco").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "diloco").chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "OWN_OUT": own_out}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cores import choose_share, choose_waiting, usable_cores
+from diloco.cores import set_thread_share, set_wait_policy, usable_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -64,21 +64,21 @@ def test_processes_that_start_together_share_the_cores(monkeypatch: pytest.Monke
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 4)
     for processes, threads in ((2, "2"), (3, "1"), (9, "1")):
         environment: dict[str, str] = {}
-        choose_share(environment, processes)
+        set_thread_share(environment, processes)
         assert environment == {"OMP_NUM_THREADS": threads}
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
     environment = {name: "7"}
-    choose_share(environment, 4)
+    set_thread_share(environment, 4)
     assert environment == {name: "7"}
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
     environment = {name: "infinity"}
-    choose_waiting(environment)
+    set_wait_policy(environment)
     assert environment == {name: "infinity"}
 
 

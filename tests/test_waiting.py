@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from diloco.waiting import LOGGER, sentence, tell, told_on_stderr, waiting_for
+from diloco.waiting import LOGGER, log_to_stderr, report_wait, sentence, waiting_for
 
 
 def told_by(end_s: float, caplog: pytest.LogCaptureFixture, limit_s: float = 300) -> list[str]:
@@ -19,7 +19,7 @@ def told_by(end_s: float, caplog: pytest.LogCaptureFixture, limit_s: float = 300
         now_s[0] += seconds
         return now_s[0] > end_s
 
-    tell(lambda: f"replica 1 (asked at {now_s[0]:g} s)", limit_s, ended)
+    report_wait(lambda: f"replica 1 (asked at {now_s[0]:g} s)", limit_s, ended)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -56,7 +56,7 @@ def test_the_telling_ends_with_the_wait(caplog: pytest.LogCaptureFixture, monkey
 
 def test_a_command_tells_it_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOGGER, "handlers", [])
-    told_on_stderr()
-    told_on_stderr()
+    log_to_stderr()
+    log_to_stderr()
     LOGGER.warning("waiting for rank 1")
     assert capsys.readouterr().err == "diloco: waiting for rank 1\n"

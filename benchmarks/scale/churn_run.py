@@ -109,8 +109,8 @@ class ChurnRun:
         links = LinkArrays((left * self.bandwidth)[members], self.latency[members], self.half[members])
         up_s, down_s = self.up_free_s[members], self.down_free_s[members]
         times = round_times(links, ready_s, parcel.sent_bytes, parcel.received_bytes, up_s, down_s)
-        beside_s = float(self.cluster.beside_s(parcel, links).max())
-        until_s = float(times.committed_s.max()) + beside_s
+        overhead_s = float(self.cluster.overhead_s(parcel, links).max())
+        until_s = float(times.committed_s.max()) + overhead_s
         void_s = self._void_at_s(float(times.committed_s.max()))
         void = math.isfinite(void_s)
         # what a void round has not moved by then is dropped with its connections

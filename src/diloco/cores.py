@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 
-__all__ = ["choose_share", "choose_waiting", "share", "threads_are_chosen", "usable_cores"]
+__all__ = ["set_thread_share", "set_wait_policy", "share", "threads_are_chosen", "usable_cores"]
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")
@@ -21,14 +21,14 @@ the gap between most parallel regions, and far shorter than another program's ti
 (see benchmarks/cores)."""
 
 
-def choose_waiting(environment: MutableMapping[str, str]) -> None:
+def set_wait_policy(environment: MutableMapping[str, str]) -> None:
     """Make waiting OpenMP threads sleep soon, so that they don't occupy a core that another program could use.
 
     Call this before torch is loaded, and only in a process of this package. A choice that the user has made in
     ``environment`` stays.
 
     >>> environment = {"OMP_WAIT_POLICY": "ACTIVE"}
-    >>> choose_waiting(environment)
+    >>> set_wait_policy(environment)
     >>> environment
     {'OMP_WAIT_POLICY': 'ACTIVE'}
     """
@@ -36,7 +36,7 @@ def choose_waiting(environment: MutableMapping[str, str]) -> None:
         environment["GOMP_SPINCOUNT"] = str(_SPINS)
 
 
-def choose_share(environment: MutableMapping[str, str], processes: int) -> None:
+def set_thread_share(environment: MutableMapping[str, str], processes: int) -> None:
     """Set the number of OpenMP threads to the share of one of ``processes`` processes, unless the user has set it."""
     if not threads_are_chosen(environment):
         environment["OMP_NUM_THREADS"] = str(share(processes))

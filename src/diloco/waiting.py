@@ -1,4 +1,4 @@
-"""Reports of long waits: what a process is waiting for, for how long it has waited, and when it gives up."""
+"""Reports of long waits: what a process is waiting for, how long it has waited, and when the wait times out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 from diloco.units import format_bytes
 
-__all__ = ["FIRST_S", "LOGGER", "fetching", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
+__all__ = ["FIRST_S", "LOGGER", "fetching", "log_to_stderr", "report_times_s", "report_wait", "sentence", "waiting_for"]
 
 LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
@@ -23,45 +23,45 @@ FIRST_S = 2.0  # waits shorter than this are not reported
 _RAREST_S = 30.0  # longest pause between two reports
 
 
-def moments() -> Iterator[float]:
+def report_times_s() -> Iterator[float]:
     """Yield the seconds after the start of a wait at which to report it: first 2 s, then at intervals that double up
     to 30 s.
 
     >>> from itertools import islice
-    >>> list(islice(moments(), 8))
+    >>> list(islice(report_times_s(), 8))
     [2.0, 4.0, 8.0, 16.0, 32.0, 62.0, 92.0, 122.0]
     """
-    moment_s = pause_s = FIRST_S
+    report_at_s = pause_s = FIRST_S
     while True:
-        yield moment_s
-        moment_s += pause_s
+        yield report_at_s
+        report_at_s += pause_s
         pause_s = min(2 * pause_s, _RAREST_S)
 
 
-def sentence(what: str, waited_s: float, limit_s: float) -> str:
+def sentence(subject: str, waited_s: float, limit_s: float) -> str:
     """Return the report of a wait that times out after ``limit_s``; infinity stands for no time-out or an unknown one.
 
     >>> sentence("replica 1 at 10.0.0.1:29400", 35.2, 300)
     'waiting for replica 1 at 10.0.0.1:29400 for 35 s; gives up after 300 s'
     """
     until = f"; gives up after {limit_s:g} s" if math.isfinite(limit_s) else ""
-    return f"waiting for {what} for {waited_s:.0f} s{until}"
+    return f"waiting for {subject} for {waited_s:.0f} s{until}"
 
 
-def tell(what: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
-    """Report a wait at each of `moments`, until it has ended.
+def report_wait(subject: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
+    """Report a wait at each of `report_times_s`, until it has ended.
 
     Args:
-        what: returns what the process is currently waiting for; called in the thread of this function.
+        subject: returns what the process is currently waiting for; called in the thread of this function.
         limit_s: as for `sentence`.
         ended: blocks for at most the given number of seconds, and returns whether the wait has ended.
     """
     reported_s = 0.0
-    for moment_s in moments():
-        if ended(moment_s - reported_s):
+    for report_at_s in report_times_s():
+        if ended(report_at_s - reported_s):
             return
-        reported_s = moment_s
-        LOGGER.warning(sentence(what(), moment_s, limit_s))
+        reported_s = report_at_s
+        LOGGER.warning(sentence(subject(), report_at_s, limit_s))
 
 
 class _ToStderr(logging.Handler):
@@ -72,17 +72,19 @@ class _ToStderr(logging.Handler):
         sys.stderr.flush()
 
 
-def told_on_stderr() -> None:
+def log_to_stderr() -> None:
     """Print reports of waits to stderr as ``diloco: ...``, like the other messages of a command."""
     if not LOGGER.handlers:
         LOGGER.addHandler(_ToStderr())
 
 
 @contextmanager
-def waiting_for(what: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
-    """Report the enclosed block as a wait, from a thread that runs `tell`."""
+def waiting_for(subject: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
+    """Report the enclosed block as a wait, from a thread that runs `report_wait`."""
     ended = threading.Event()
-    thread = threading.Thread(target=tell, args=(what, limit_s, ended.wait), name="diloco-waiting", daemon=True)
+    thread = threading.Thread(
+        target=report_wait, args=(subject, limit_s, ended.wait), name="diloco-waiting", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -106,10 +108,10 @@ def fetching(place: str, kind: Literal["models", "datasets"]) -> Iterator[None]:
     cache = Path(constants.HF_HUB_CACHE, f"{kind}--{place.replace('/', '--')}", "blobs")
     before_bytes = _size_bytes(cache)
 
-    def what() -> str:
+    def subject() -> str:
         return f"{place} from {constants.ENDPOINT} ({format_bytes(_size_bytes(cache) - before_bytes)} received)"
 
-    with waiting_for(what):
+    with waiting_for(subject):
         yield
 
 

@@ -153,7 +153,7 @@ def test_replicas_agree_and_go_on_from_a_checkpoint_with_a_round_in_flight(rule:
     whole, first, second = make(), make(), make()
     whole.run(12, quadratic())
     first.run(5, quadratic())
-    second.go_on_from(first)
+    second.resume_from(first)
     second.run(7, quadratic())
     for m in range(3):
         assert torch.equal(second.global_params(m), whole.global_params(0))

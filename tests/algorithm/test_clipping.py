@@ -195,7 +195,7 @@ def test_what_is_in_flight_is_clipped_after_a_checkpoint_too() -> None:
     whole, first, second = make(), make(), make()
     whole.run(12, quadratic())
     first.run(5, quadratic())
-    second.go_on_from(first)
+    second.resume_from(first)
     second.run(7, quadratic())
     assert torch.equal(second.global_params(0), whole.global_params(0))
     assert {event.clipped for event in second.events if isinstance(event, RoundCommitted)} == {(0, 1)}

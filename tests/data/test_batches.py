@@ -94,7 +94,7 @@ def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, made: list[
         with pytest.raises(CheckpointError, match="not loaded"):
             batches.load_state_dict(cursor)
         with pytest.raises(CheckpointError, match="not loaded"):
-            batches.go_on_from(lambda _, cursor=cursor: cursor, 1)  # type: ignore[misc]
+            batches.resume_from(lambda _, cursor=cursor: cursor, 1)  # type: ignore[misc]
     assert batches.state_dict() == good
 
 
@@ -110,7 +110,7 @@ def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str
     for _ in range(2):
         after = make(kind, made, 2)
         for batches in after:
-            batches.go_on_from(cursors.__getitem__, 3)
+            batches.resume_from(cursors.__getitem__, 3)
         drawn.append([lists(batches.next_batch()) for batches in after for _ in range(3)])
     assert drawn[0] == drawn[1]
     rows = [tuple(row) for inputs, _ in drawn[0] for row in inputs]

@@ -140,7 +140,7 @@ def test_a_joiner_is_told_the_order_that_no_settings_say() -> None:
         before.next_batch()
     stayed, lost = make(0, 3), make(2, 3)
     for sampler in (stayed, lost):
-        sampler.go_on_from(lambda _: before.state_dict(), 2)
+        sampler.resume_from(lambda _: before.state_dict(), 2)
     for sampler in (stayed, lost):
         for _ in range(3):
             sampler.next_batch()

@@ -80,7 +80,7 @@ def test_no_document_is_read_twice_or_left_out_whatever_replicas_come_and_go(
         readers = [stream([records], m, replicas, sized=sized, block=block) for m in range(replicas)]
         for reader in readers:
             if cursors:
-                reader.go_on_from(cursors.__getitem__, len(cursors))
+                reader.resume_from(cursors.__getitem__, len(cursors))
             try:
                 counted.update(drawn(reader, steps))
             except DataError:  # a replica whose every block is held out
@@ -123,7 +123,7 @@ def test_what_was_begun_goes_on_at_its_next_token() -> None:
     for _ in range(20):
         cursor = again.state_dict()
         again = stream([records], 0, 1)
-        again.go_on_from([cursor].__getitem__, 1)
+        again.resume_from([cursor].__getitem__, 1)
         assert lists(whole.next_batch()) == lists(again.next_batch())
 
 

@@ -170,8 +170,8 @@ class Stuck:
     """A fake wandb whose service blocks until the test releases it, and then fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go_on = threading.Event()
-        monkeypatch.setattr("wandb.init", lambda **_: self.go_on.wait() and self)
+        self.answers = threading.Event()
+        monkeypatch.setattr("wandb.init", lambda **_: self.answers.wait() and self)
 
     def log(self, values: dict[str, float], step: int) -> None:
         raise OSError("the pipe is broken")
@@ -189,7 +189,7 @@ def test_a_service_that_takes_nothing_is_given_up_and_training_goes_on(
     for number in range(1, 6):
         sinks.handle(step(number, 1.0))
     sinks.close()
-    stuck.go_on.set()
+    stuck.answers.set()
     assert capsys.readouterr().err == (
         "W&B failed at step 4 and is no longer written (RuntimeError: the queue to wandb is full, with 3 points); "
         "training continues.\n"
@@ -203,7 +203,7 @@ def test_what_wandb_raises_in_its_thread_is_told_once(
     sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, config={})})
     sinks.handle(started())
     sinks.handle(step(1, 1.0))
-    stuck.go_on.set()
+    stuck.answers.set()
     sinks.close()
     assert capsys.readouterr().err.count("OSError: the pipe is broken") == 1
 

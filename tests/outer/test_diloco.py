@@ -68,7 +68,7 @@ class TestState:
         first = streaming(**arguments)
         first.run(stop_at, quadratic())
         second = streaming(**arguments)
-        second.go_on_from(first)
+        second.resume_from(first)
         assert [each.in_flight for each in second.replicas] == [each.in_flight for each in first.replicas]
         second.run(20 - stop_at, quadratic())
         for m in range(3):

@@ -139,7 +139,7 @@ def test_stopping_anywhere_and_going_on_is_never_stopping(stop_at: int) -> None:
     whole.run(20, quadratic())
     first, second = encoded(), encoded()
     first.run(stop_at, quadratic())
-    second.go_on_from(first)
+    second.resume_from(first)
     second.run(20 - stop_at, quadratic())
     for m in range(4):
         assert torch.equal(second.local(m), whole.local(m))

@@ -102,7 +102,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     steps = {number: rank(network, number).step for number in candidates}
     policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
-    def come_back(number: int, founded: View | None) -> None:
+    def rejoin(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(
             network, each, replicas, 1, policies, joining=founded is None, founded=founded, step=steps[each]
         )
@@ -113,7 +113,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
         going_on = [number for number in network.alive if not rank(network, number).left]
         waiting = sorted(candidates - network.alive)
         if going_on:
-            come_back(waiting[0], None)
+            rejoin(waiting[0], None)
             continue
         said = [Candidate(number, steps[number], last[number]) for number in waiting]
         founded = {
@@ -127,7 +127,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
             assert len(candidates) < replicas
             return
         (founder,) = founders
-        come_back(founder, founded[founder])
+        rejoin(founder, founded[founder])
     there = sorted(network.alive)
     assert set(there) >= candidates
     views = {rank(network, number).view for number in there}

@@ -38,7 +38,7 @@ class Others:
         self.asked.append(overlap_steps)
         return self.left_s
 
-    def tell_speed(self, steps_per_s: float) -> None:
+    def announce_speed(self, steps_per_s: float) -> None:
         self.told.append(steps_per_s)
 
     def speeds(self) -> Mapping[int, float]:
@@ -73,7 +73,7 @@ def test_every_step_is_trained_until_the_own_speed_is_known() -> None:
     pace = DynamicSteps(0, 10, others)
     for step in range(5):
         pace.trained(1.0)
-        pace.tell(step)
+        pace.announce(step)
         assert pace.trains(step)
     assert others.told == []
     pace.trained(1.0)
@@ -88,7 +88,7 @@ def test_speeds_are_told_once_in_h_steps_and_when_the_members_change() -> None:
         if step == 25:
             others.view = View(1, (0, 1, 2))
         before = len(others.told)
-        pace.tell(step)
+        pace.announce(step)
         if len(others.told) > before:
             told_at.append(step)
     assert told_at == [1, 11, 21, 25, 35]

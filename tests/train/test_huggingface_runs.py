@@ -135,8 +135,8 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     folder.mkdir()
     shutil.move(kept, folder / "tokenizer.json")  # the tokeniser of the data, which is read again
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
-    go_on = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
-    assert trained(tmp_path / "run", go_on)["global_params_digest"] == straight["global_params_digest"]
+    resumed = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
+    assert trained(tmp_path / "run", resumed)["global_params_digest"] == straight["global_params_digest"]
     shutil.rmtree(folder)
 
     run = str(tmp_path / "run")

@@ -68,7 +68,7 @@ def test_every_document_once_while_replicas_come_and_go(
     epochs = -(-max(cursor["sources"][0]["next"] for cursor in cursors) // cursors[0]["sources"][0]["blocks"])
     corpus = open_stream(DataSettings(paths=(data,), streaming=True, streaming_block=4, heldout_fraction=0.2))
     rest = corpus.batches(seed=0, sequence_length=16, batch_size=2, replica=0, num_replicas=1)
-    rest.go_on_from(cursors.__getitem__, 3)
+    rest.resume_from(cursors.__getitem__, 3)
     assert epochs >= 2
     while len(targets) < len(once) * epochs:
         rest.next_batch()

@@ -100,7 +100,7 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
         fleet.transport.step = step
     at_once([fleet.transport.close for fleet in fleets])
 
-    def come_back(fleet: SwarmFleet) -> int:
+    def rejoin(fleet: SwarmFleet) -> int:
         fleet.rejoin(LIMIT_S)
         fleet.close_to_joiners("")
         if fleet.joining:
@@ -108,7 +108,7 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
         fleet.gather(LIMIT_S)
         return -1
 
-    assert at_once([lambda fleet=fleet: come_back(fleet) for fleet in fleets]) == [30, -1]
+    assert at_once([lambda fleet=fleet: rejoin(fleet) for fleet in fleets]) == [30, -1]
     assert [fleet.connected.swarm for fleet in fleets] == [swarm] * 2
     assert [fleet.transport.view.members for fleet in fleets] == [(0, 1)] * 2
     assert fleets[1].transport.view.id > before

@@ -189,7 +189,7 @@ def test_stopping_anywhere_and_going_on_weighs_the_same(stop_at: int) -> None:
     whole, first, second = make(), make(), make()
     run(whole, 20, idle)
     run(first, stop_at, idle)
-    second.go_on_from(first)
+    second.resume_from(first)
     run(second, 20 - stop_at, idle)
     assert torch.equal(second.global_params(0), whole.global_params(0))
     for m in (0, 1):

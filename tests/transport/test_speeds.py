@@ -54,11 +54,11 @@ def next_view_of(transport: PeerTransport) -> threading.Event:
 def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> None:
     first, second, third = transports = wires.meet(3, continue_without_lost=True)
     for number, transport in enumerate(transports):
-        transport.tell_speed(1.5 + number)
+        transport.announce_speed(1.5 + number)
     hear_each_other(transports, "told")
     assert first.speeds() == {1: 2.5, 2: 3.5}
     assert second.speeds() == {0: 1.5, 2: 3.5}
-    third.tell_speed(0.25)
+    third.announce_speed(0.25)
     hear_each_other(transports, "told again")
     assert first.speeds() == {1: 2.5, 2: 0.25}
     adopted = next_view_of(first)
@@ -79,7 +79,7 @@ def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
 
 def test_who_is_behind_a_quorum_hears_how_much_time_is_left_until_it_has_contributed(wires: Wires) -> None:
     first, second, third = transports = wires.meet(3, continue_without_lost=True)
-    first.tell_speed(0.001)
+    first.announce_speed(0.001)
     hear_each_other(transports, "told")
     assert third.speeds() == {0: 0.001}
     pending = [first.average(contribution(0))]

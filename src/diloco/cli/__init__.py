@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from diloco import __version__
-from diloco.cores import choose_waiting
+from diloco.cores import set_wait_policy
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 
 __all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
-        choose_waiting(os.environ)
+        set_wait_policy(os.environ)
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
@@ -87,9 +87,9 @@ def _dispatch(given: Sequence[str]) -> int:
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)
         print(f"diloco: unknown {kind} {command!r}; {hint}", file=sys.stderr)
         return MISUSED
-    from diloco.waiting import told_on_stderr
+    from diloco.waiting import log_to_stderr
 
-    told_on_stderr()
+    log_to_stderr()
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"diloco.cli.{command}").run
     try:
         return run(rest)

@@ -60,7 +60,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
-        fleet.others_type = " ".join(join_command(typed, settings))
+        fleet.join_command = " ".join(join_command(typed, settings))
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)

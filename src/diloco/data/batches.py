@@ -48,7 +48,7 @@ class Batches(Protocol):
     def load_state_dict(self, state: Cursor) -> None:
         """Continue after the batch after which ``state`` was saved."""
 
-    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
         """Continue where another number of replicas stopped, all of them after the same number of batches.
 
         What they drew is not drawn again in this epoch, and the current replicas draw what they left.
@@ -236,9 +236,9 @@ class Prefetcher:
         with self._paused():
             self._batches.load_state_dict(state)
 
-    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
         with self._paused():
-            self._batches.go_on_from(cursor_of, before)
+            self._batches.resume_from(cursor_of, before)
 
     def join_at(self, step: int, order: str) -> None:
         with self._paused():

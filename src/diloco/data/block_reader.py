@@ -47,7 +47,7 @@ class BlockReader:
         self._next = 0
         self._check_blocks(source.size)
 
-    def go_on(self, blocks: int | None) -> None:
+    def restore_blocks(self, blocks: int | None) -> None:
         """Restore the number of blocks per epoch of a cursor; None: only what the source itself reports is known."""
         self.blocks = self._blocks_at_once if blocks is None else blocks
 

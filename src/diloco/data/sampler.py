@@ -194,8 +194,8 @@ class Sampler:
         assignments = self._assignments_of(state["assignments"], drawn)
         self._drawn, self._assignments = drawn, assignments
 
-    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue as `Batches.go_on_from` describes, where the earlier replicas stopped in the stream of positions.
+    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+        """Continue as `Batches.resume_from` describes, where the earlier replicas stopped in the stream of positions.
 
         Raises:
             CheckpointError: as `load_state_dict`, or sharding is contiguous, where no other replica can continue a

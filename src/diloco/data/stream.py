@@ -165,10 +165,10 @@ class DocumentStream:
             raise CheckpointError(
                 f"The data cursor is of {places[0].stride} replicas, not of {self._num_replicas}. It was not loaded."
             )
-        self._go_on(drawn, begun, places)
+        self._resume(drawn, begun, places)
 
-    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue as `Batches.go_on_from` describes; what all replicas left is redistributed by block or document."""
+    def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+        """Continue as `Batches.resume_from` describes; what all replicas left is redistributed by block or document."""
         parsed = [self._parsed(cursor_of(replica)) for replica in range(before)]
         drawn = [each[0] for each in parsed]
         if len(set(drawn)) > 1:
@@ -191,7 +191,7 @@ class DocumentStream:
                     blocks=next((place.blocks for place in each if place.blocks is not None), None),
                 )
             )
-        self._go_on(drawn[0], self._mine(begun), places)
+        self._resume(drawn[0], self._mine(begun), places)
 
     def close(self) -> None:
         """Do nothing: there is no background work."""
@@ -199,11 +199,11 @@ class DocumentStream:
     def _mine(self, entries: list[Any]) -> list[Any]:
         return entries[self._replica :: self._num_replicas]
 
-    def _go_on(self, drawn: int, begun: list[_Begun], places: list[_Place]) -> None:
+    def _resume(self, drawn: int, begun: list[_Begun], places: list[_Place]) -> None:
         self._drawn, self._begun, self._places = drawn, begun, places
         self._read.clear()
         for place, reader in zip(places, self._readers, strict=True):
-            reader.go_on(place.blocks)
+            reader.restore_blocks(place.blocks)
 
     def _parsed(self, state: Cursor) -> tuple[int, list[_Begun], list[_Place]]:
         check_cursor(state, self._origin, ("drawn", "begun", "sources"))

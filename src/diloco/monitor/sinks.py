@@ -13,7 +13,7 @@ from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import find
 
-__all__ = ["Sinks", "make_sinks", "say"]
+__all__ = ["Sinks", "make_sinks", "print_message"]
 
 
 class Sinks:
@@ -56,13 +56,15 @@ class Sinks:
             try:
                 sink.close()
             except Exception as error:
-                say(f"{name} could not be closed ({_described(error)}); its last lines may be missing.")
+                print_message(f"{name} could not be closed ({_described(error)}); its last lines may be missing.")
 
     def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
         del self._sinks[name]
         with contextlib.suppress(Exception):  # the sink has just failed, and would report the same error again
             sink.close()
-        say(f"{name} failed at step {step} and is no longer written ({_described(error)}); training continues.")
+        print_message(
+            f"{name} failed at step {step} and is no longer written ({_described(error)}); training continues."
+        )
 
 
 def make_sinks(
@@ -109,7 +111,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def say(message: str) -> None:
+def print_message(message: str) -> None:
     """Print ``message`` to stderr. It never raises, unlike `warnings` under ``-W error``."""
     with contextlib.suppress(Exception):
         print(message, file=sys.stderr, flush=True)

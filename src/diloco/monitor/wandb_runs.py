@@ -21,7 +21,7 @@ from diloco import events
 from diloco.errors import ConfigurationError, from_extra
 from diloco.monitor.files import Curves
 from diloco.monitor.settings import WandbSettings
-from diloco.monitor.sinks import say
+from diloco.monitor.sinks import print_message
 
 __all__ = ["WandbSink", "run_id"]
 
@@ -134,11 +134,11 @@ class WandbSink:
             return self._open("offline", started)
         try:
             run = self._open("online", started)
-            say(f"View this run on W&B: {run.url}")
+            print_message(f"View this run on W&B: {run.url}")
             return run
         except Exception as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            say(
+            print_message(
                 f"W&B can't be reached ({why}), so the run is written to {self._folder / 'wandb'} instead. Upload it "
                 "later with `wandb sync`. Training continues."
             )

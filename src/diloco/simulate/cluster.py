@@ -90,7 +90,7 @@ class Cluster:
             rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
         return LinkArrays(self.overheads.goodput * rates, self.latency_s, self.half_duplex)
 
-    def beside_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
+    def overhead_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
         """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.
 
         Args:
@@ -103,13 +103,13 @@ class Cluster:
         rates = links.bandwidth_bits_per_s
         # at most the transfer time of the payload: a payload that does not fill the link builds no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
-        beside_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
-        beside_s = beside_s + self.overheads.queue_trips * filling_s
-        beside_s = beside_s + self.overheads.average_s_per_value * parcel.numel
+        overhead_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
+        overhead_s = overhead_s + self.overheads.queue_trips * filling_s
+        overhead_s = overhead_s + self.overheads.average_s_per_value * parcel.numel
         if tcp is not None:
             start_s = tcp.start_s(parcel.sent_bytes, rates, round_trip_s)
-            beside_s = beside_s + start_s.max(-1, keepdims=True)
-        return beside_s
+            overhead_s = overhead_s + start_s.max(-1, keepdims=True)
+        return overhead_s
 
     @property
     def trained_steps(self) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ class _Run:
         self.measured_from: int | None = None
         self.in_flight: dict[int, SimulatedRound] = {}
         self.history: list[SimulatedRound] = []
-        self.beside_s = [cluster.beside_s(parcel, self.links) for parcel in traffic.parcels]
+        self.overhead_s = [cluster.overhead_s(parcel, self.links) for parcel in traffic.parcels]
 
     def totals(self) -> dict[str, Floats]:
         return {
@@ -229,7 +229,7 @@ class _Run:
             merged_s=NEVER_S,
         )
         if self.late_steps is not None:
-            self.late_steps.learn(fragment, (times.committed_s + self.beside_s[fragment]) - sent_at_s)
+            self.late_steps.learn(fragment, (times.committed_s + self.overhead_s[fragment]) - sent_at_s)
         self.sent_bytes = self.sent_bytes + parcel.sent_bytes
         self.received_bytes = self.received_bytes + parcel.received_bytes
 
@@ -237,7 +237,7 @@ class _Run:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
         sent = self.in_flight.pop(fragment)
         now_s = self.now_s(step)
-        waits_s = np.maximum(0.0, sent.times.committed_s + self.beside_s[fragment] - now_s)
+        waits_s = np.maximum(0.0, sent.times.committed_s + self.overhead_s[fragment] - now_s)
         self.waited_s = self.waited_s + waits_s
         self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
         merges_s = overheads.merge_s_per_value * parcel.numel

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.disk import write_whole
-from diloco.cores import choose_share
+from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.sweep.study import Run
 
@@ -95,7 +95,7 @@ def run_all(
 def _start(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     place = folder / run.name
     environment = dict(os.environ)
-    choose_share(environment, jobs)
+    set_thread_share(environment, jobs)
     if (place / "checkpoints" / "latest").exists():
         words = ["--resume", str(place)]
     else:

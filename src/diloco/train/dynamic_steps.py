@@ -79,14 +79,14 @@ class DynamicSteps:
         """Record a trained step that took ``compute_s`` seconds of pure compute."""
         self._rate.add(compute_s)
 
-    def tell(self, step: int) -> None:
+    def announce(self, step: int) -> None:
         """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
         speed, view = self._rate.steps_per_s, self._others.view
         if speed is None:
             return
         if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
             self._announced = step, view
-            self._others.tell_speed(speed)
+            self._others.announce_speed(speed)
             self._others.note(pace=self.fraction)
 
     def _trains(self, replica: int, step: int) -> bool:

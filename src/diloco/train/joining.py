@@ -22,7 +22,7 @@ from diloco.train.session_state import load_session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "come_back", "find_beginning", "follow_views", "join_run"]
+__all__ = ["OVER", "find_beginning", "follow_views", "join_run", "rejoin"]
 
 _GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
 _RETRY_S = 1.0
@@ -111,7 +111,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
         while True:
             try:
                 if lost:  # otherwise it has just joined a view that waits for more replicas
-                    come_back(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
+                    rejoin(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
                 lost = True  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():
                     fleet.gather(min(session.settings.transport.rendezvous_timeout_s, _GATHER_S))
@@ -134,7 +134,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
 
 
-def come_back(
+def rejoin(
     session: Session,
     fleet: PeerFleet,
     patience_s: float,

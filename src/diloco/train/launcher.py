@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from diloco.cores import choose_share
+from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
@@ -198,7 +198,7 @@ def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
     It runs in its own session, so that Ctrl-C reaches it only once, through the launcher.
     """
     environment = dict(os.environ)
-    choose_share(environment, processes)
+    set_thread_share(environment, processes)
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "diloco", *arguments],

@@ -92,7 +92,7 @@ def run_training(
     def emit(event: Event) -> None:
         sink.handle(event)
         if peers:
-            peers.tell(event)
+            peers.publish(event)
 
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, definition)
@@ -158,7 +158,7 @@ class _Run:
                 session.drain()
             if self.saved_at != self.step or finished:
                 self._save()
-            if (failure := fleet.failure) is not None and not (peers and peers.comes_back):
+            if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
                 raise failure
             interrupted = stop.signal or ("another replica" if stopped_by_others and not finished else None)
@@ -192,7 +192,7 @@ class _Run:
             return bool(every) and self.step % (every or 1) == 0 and self.step < last
 
         while self.step < last:
-            if peers and peers.comes_back:
+            if peers and peers.rejoins:
                 try:
                     follow_views(peers, self.session, stop, self.emit)
                 except TransportError:

@@ -125,7 +125,7 @@ class Session:
         if pace is not None:
             if trained:
                 pace.trained(compute_s)
-            pace.tell(self.totals.steps)
+            pace.announce(self.totals.steps)
         sent_bytes, received_bytes = self.traffic()
         step_s = time.perf_counter() - started_s
         return StepFinished(
@@ -267,7 +267,7 @@ class Session:
         else:
             computed_s = time.perf_counter()
             may_skip = self.replicas[0].inner.scaler.is_enabled()
-            may_lose = self.fleet.comes_back and self.settings.algorithm != "data-parallel"
+            may_lose = self.fleet.rejoins and self.settings.algorithm != "data-parallel"
             keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
             # queue the work of all replicas on the device and wait for it once, whatever their number

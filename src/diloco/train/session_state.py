@@ -96,7 +96,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         load = _load_whole if session.fleet.in_one_process else _load_shards
         void = load(session, replica, saved, state)
         if saved.differ:
-            replica.sampler.go_on_from(saved.cursor_of, saved.number)
+            replica.sampler.resume_from(saved.cursor_of, saved.number)
         else:
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:

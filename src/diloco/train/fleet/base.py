@@ -21,7 +21,7 @@ class Fleet(abc.ABC):
 
     in_one_process: bool = False  # whether this process trains all replicas of the run
     elastic: bool = False  # whether replicas may join and leave
-    comes_back: bool = False  # whether this process searches for the other replicas after losing them
+    rejoins: bool = False  # whether this process searches for the other replicas after losing them
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
 
     @property

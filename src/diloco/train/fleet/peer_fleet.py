@@ -124,9 +124,9 @@ class PeerFleet(Fleet):
         """The current view."""
         return self._endpoint.view
 
-    def tell_speed(self, steps_per_s: float) -> None:
+    def announce_speed(self, steps_per_s: float) -> None:
         """Announce to the other members how many inner steps per second this replica takes."""
-        self.transport.tell_speed(steps_per_s)
+        self.transport.announce_speed(steps_per_s)
 
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second of each other member that has announced its speed."""
@@ -140,7 +140,7 @@ class PeerFleet(Fleet):
         """Publish facts about this replica for the status page."""
         return None
 
-    def tell(self, event: Event) -> None:
+    def publish(self, event: Event) -> None:
         """Publish an event for the status page."""
         return None
 

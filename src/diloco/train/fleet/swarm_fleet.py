@@ -44,7 +44,7 @@ class SwarmFleet(PeerFleet):
     """
 
     elastic = True
-    comes_back = True
+    rejoins = True
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SwarmFleet(PeerFleet):
         self._taken: tuple[Assignment, ...] = ()
         self.threads = threads
         # the command with which others join, up to the addresses
-        self.others_type = f"diloco train --transport hivemind --run {place.admission.run} --join"
+        self.join_command = f"diloco train --transport hivemind --run {place.admission.run} --join"
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
@@ -144,7 +144,7 @@ class SwarmFleet(PeerFleet):
     def note(self, **seen: Any) -> None:
         self._place.status.seen.update(seen)
 
-    def tell(self, event: Event) -> None:
+    def publish(self, event: Event) -> None:
         self._place.status.add(event)
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
@@ -186,7 +186,7 @@ class SwarmFleet(PeerFleet):
                 f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} does not listen at any "
                 "address",
             )
-        return ("diloco: others join with", *(f"  {self.others_type} {address}" for address in found))
+        return ("diloco: others join with", *(f"  {self.join_command} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
         """Return lines about the use of the checkpoint from which this replica could resume; none without one."""
@@ -210,7 +210,7 @@ class SwarmFleet(PeerFleet):
         if abs(off_s) >= _CLOCK_OFF_S:
             side = "ahead of" if off_s > 0 else "behind"
             clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
-        join = f"{self.others_type} {addresses[0]}" if addresses else "(not possible)"
+        join = f"{self.join_command} {addresses[0]}" if addresses else "(not possible)"
         return {
             "replica": f"{transport.replica}, peer {transport.address}",
             "swarm": f"{self.connected.swarm} of run {run!r}, {self.num_members} replicas",

@@ -30,7 +30,7 @@ class TorchFleet(PeerFleet):
         self._place = place
         self._wire = wire
         self._listening: socket.socket | None = None
-        self.comes_back = wire.comes_back
+        self.rejoins = wire.comes_back
         super().__init__(connected, group, led=group is not None and group.size > place.ranks_per_replica)
 
     @property
@@ -57,7 +57,7 @@ class TorchFleet(PeerFleet):
 
     def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
         transport = self.transport
-        if wanted and self.comes_back and (transport.failure is not None or transport.last_view is None):
+        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
             return step  # no other replica is left to agree with
         if wanted:
             transport.ask_to_stop()
@@ -71,7 +71,7 @@ class TorchFleet(PeerFleet):
         entries = self.connected.table.entries
         streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
         others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
-        if self.comes_back:
+        if self.rejoins:
             others += ", and the lost replica rejoins them by itself"
         return {
             "replica": f"{rules.replica}, in its own process; {len(entries)} processes in total",

@@ -54,12 +54,12 @@ class ConnectionManager(ControlThread):
 
     Args:
         rank: The rank of this process; -1 for one that is not a member, such as a launcher.
-        tell: Called in the control thread when a connection is made or ends, when a message arrives, and once for each
-            rank that is lost. If it raises because of a message, the connection of that message ends.
+        on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
+            each rank that is lost. If it raises because of a message, the connection of that message ends.
     """
 
     def __init__(
-        self, rank: int, timing: Timing, streams: Streams, tell: Callable[[Event], object] = lambda event: None
+        self, rank: int, timing: Timing, streams: Streams, on_event: Callable[[Event], object] = lambda event: None
     ) -> None:
         super().__init__(rank)
         self.timing = timing
@@ -69,7 +69,7 @@ class ConnectionManager(ControlThread):
         self.arrived = asyncio.Event()  # set when a connection is made and when its first message arrives
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
-        self._tell = tell
+        self._on_event = on_event
         self._connections: dict[int, ControlConnection] = {}
         self._pending_hellos = PendingHellos(rank)
         self._members: frozenset[int] = frozenset()
@@ -158,10 +158,10 @@ class ConnectionManager(ControlThread):
         for connection in silent:
             connection.writer.write(pack({"kind": "given-up"}))  # in case the other process only stalled
             self.hang_up(connection.rank)
-            self._tell(ConnectionEnded(connection.rank))
+            self._on_event(ConnectionEnded(connection.rank))
         for connection in silent:
             text = f"nothing was received from {connection.address} for {self.timing.silence_s:g} s"
-            self._tell(Lost(connection.rank, Loss("silent", text)))
+            self._on_event(Lost(connection.rank, Loss("silent", text)))
 
     async def listen_at(self, *where: Any) -> Address:
         """Accept connections as `listen` does, from within the control thread."""
@@ -225,8 +225,10 @@ class ConnectionManager(ControlThread):
         if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
-            self._tell(ConnectionEnded(connection.rank))
-            self._tell(Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}")))
+            self._on_event(ConnectionEnded(connection.rank))
+            self._on_event(
+                Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}"))
+            )
 
     def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
         reader, writer = stream
@@ -237,7 +239,7 @@ class ConnectionManager(ControlThread):
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
         self._connections[rank] = connection
-        self._tell(ConnectionMade(rank, number, str(address)))
+        self._on_event(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()
 
@@ -248,17 +250,17 @@ class ConnectionManager(ControlThread):
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
         self._unknown_peers.leave(connection.rank)
         connection.writer.close()
-        self._tell(ConnectionEnded(connection.rank))
+        self._on_event(ConnectionEnded(connection.rank))
         was_suspended, longest_s = self.pulse.was_suspended(self.loop.time()), min(2.0, self.timing.silence_s)
         loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
-            self._tell(Lost(connection.rank, loss))
+            self._on_event(Lost(connection.rank, loss))
 
     def _deliver(self, received: Received) -> None:
         if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._tell, received)
+            self.loop.call_later(latency_s, self._on_event, received)
         else:
-            self._tell(received)
+            self._on_event(received)
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)

@@ -190,7 +190,7 @@ class PeerTransport(ProtocolRunner, Transport):
         """Refuse joiners for ``reason``; "" admits them again."""
         self._machine.ends.closed_to_joiners = reason
 
-    def tell_speed(self, steps_per_s: float) -> None:
+    def announce_speed(self, steps_per_s: float) -> None:
         """Report to the other members how many inner steps per second this replica takes."""
         self._post(events.Announce(speed_message(steps_per_s)))
 
@@ -217,8 +217,8 @@ class PeerTransport(ProtocolRunner, Transport):
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""
         self._post(events.Announce({"kind": "meet", "name": "finished", "value": self.step}))
-        self._met("finished", unless=self._others_go_on)
-        if self._others_go_on():
+        self._met("finished", unless=self._others_continue)
+        if self._others_continue():
             self.leave()
 
     def leave(self) -> None:
@@ -282,6 +282,6 @@ class PeerTransport(ProtocolRunner, Transport):
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
 
-    def _others_go_on(self) -> bool:
+    def _others_continue(self) -> bool:
         rounds = self._machine.views.contributions.rounds
         return rounds is not None and rounds.others_have_contributed()

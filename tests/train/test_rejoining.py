@@ -133,7 +133,7 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
     for fleet, step in zip(fleets, (10, 20, 30), strict=True):
         fleet.transport.step = step
 
-    def come_back(m: int) -> None:
+    def rejoin(m: int) -> None:
         fleets[m].rejoin(LIMIT_S)
         fleets[m].close_to_joiners("")
         if m == 2:
@@ -142,7 +142,7 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
             assert fleets[m].join(LIMIT_S) == 30
 
     with all_lost(fleets):
-        assert at_once([lambda m=m: come_back(m) for m in range(3)]) == [None] * 3
+        assert at_once([lambda m=m: rejoin(m) for m in range(3)]) == [None] * 3
     assert fleets[2].transport.view.id > 0
     for fleet in fleets:
         wait_for_members(fleet.transport, 3)  # the first replica to join is the last to learn of later joiners
