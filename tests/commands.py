@@ -26,21 +26,23 @@ class Command:
     Args:
         processes: the processes that it joins, and with which it ends.
         arguments: the arguments of `diloco`.
-        said: the file for its standard output and standard error.
+        output_file: the file for its standard output and standard error.
         module: the module to run, if not `diloco`.
     """
 
-    def __init__(self, processes: Processes, arguments: Sequence[object], said: Path, module: str = "diloco") -> None:
-        said.touch()
-        self.processes, self.said = processes, said
-        (self.rank,) = processes.start(1, run_module, module, [str(argument) for argument in arguments], said)
+    def __init__(
+        self, processes: Processes, arguments: Sequence[object], output_file: Path, module: str = "diloco"
+    ) -> None:
+        output_file.touch()
+        self.processes, self.output_file = processes, output_file
+        (self.rank,) = processes.start(1, run_module, module, [str(argument) for argument in arguments], output_file)
         self.pid = processes.pid(self.rank)
         """The number of the process and of its group."""
 
     @property
-    def words(self) -> str:
+    def output(self) -> str:
         """Its output so far."""
-        return self.said.read_text()
+        return self.output_file.read_text()
 
     def until(self, look: Callable[[], T], what: str) -> T:
         """Call ``look`` until it returns something true, and return that. Fail if the command ends before."""
@@ -49,13 +51,13 @@ class Command:
             runs = self.processes.is_running(self.rank)
             if found := look():
                 return found
-            assert runs, f"ended without {what}:\n{self.words}"
-            assert time.monotonic() < until_s, f"no {what} in time:\n{self.words}"
+            assert runs, f"ended without {what}:\n{self.output}"
+            assert time.monotonic() < until_s, f"no {what} in time:\n{self.output}"
             time.sleep(0.05)  # files can only be polled, and each look may read a whole file
 
     def end(self, code: int = 0, limit_s: float = LIMIT_S) -> None:
         """Wait for it to end with ``code``."""
-        assert self.wait(limit_s) == code, self.words
+        assert self.wait(limit_s) == code, self.output
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Wait for it to end, and return its exit code."""
@@ -66,10 +68,10 @@ class Command:
         return None if self.processes.is_running(self.rank) else self.wait()
 
 
-def run_module(rank: int, module: str, arguments: list[str], said: Path) -> None:
+def run_module(rank: int, module: str, arguments: list[str], output_file: Path) -> None:
     """Run ``python -m module`` in the process."""
     os.setsid()
-    with said.open("ab") as file:
+    with output_file.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.argv = [module, *arguments]

@@ -1,8 +1,8 @@
 """Functions in separate processes that a test can stop at exact points, kill and freeze.
 
 Processes are forked from a server that has already imported torch and the package, so each starts in milliseconds. A
-child exchanges values with the test through `report` and `told`, and the test with a child through `Processes.heard`
-and `Processes.tell`.
+child exchanges values with the test through `report` and `receive`, and the test with a child through
+`Processes.next_report` and `Processes.send`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Processes", "free_port", "report", "told"]
+__all__ = ["Processes", "free_port", "receive", "report"]
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 PRELOADED = [
@@ -54,14 +54,14 @@ _parent: Connection | None = None
 
 
 def report(value: Any) -> None:
-    """In a child, send ``value`` to the test, which receives it with `Processes.heard`."""
+    """In a child, send ``value`` to the test, which receives it with `Processes.next_report`."""
     assert _parent is not None, "only a function that Processes started can report"
     # pickled here, because multiprocessing would send tensors as shared memory, which ends with the process
     _parent.send_bytes(pickle.dumps(("report", value)))
 
 
-def told(timeout_s: float = 60.0) -> Any:
-    """In a child, wait for the value that the test sends with `Processes.tell`, and return it."""
+def receive(timeout_s: float = 60.0) -> Any:
+    """In a child, wait for the value that the test sends with `Processes.send`, and return it."""
     assert _parent is not None, "only a function that Processes started can receive values"
     assert _parent.poll(timeout_s), f"the test sent nothing within {timeout_s:g} s"
     return pickle.loads(_parent.recv_bytes())
@@ -158,11 +158,11 @@ class Processes:
             self.members.append(_Member(process, ours))
         return ranks
 
-    def tell(self, rank: int, value: Any) -> None:
-        """Send ``value`` to process ``rank``, where `told` returns it."""
+    def send(self, rank: int, value: Any) -> None:
+        """Send ``value`` to process ``rank``, where `receive` returns it."""
         self.members[rank].connection.send_bytes(pickle.dumps(value))
 
-    def heard(self, rank: int, timeout_s: float = 60.0) -> Any:
+    def next_report(self, rank: int, timeout_s: float = 60.0) -> Any:
         """Wait for the next `report` of process ``rank``, and return its value.
 
         Raises:

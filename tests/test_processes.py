@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 
 
 def doubled(rank: int, values: Tensor) -> tuple[int, int, Tensor]:
@@ -22,7 +22,7 @@ def obedient(rank: int) -> str:
     """Follow the test's instructions, and report them."""
     while True:
         report("ready")
-        match told():
+        match receive():
             case "leave":
                 os._exit(7)
             case "return":
@@ -58,32 +58,32 @@ def test_a_test_stops_kills_and_freezes_at_exact_points() -> None:
     with Processes() as processes:
         processes.start(4, obedient)
         for rank in range(4):
-            assert processes.heard(rank) == "ready"
+            assert processes.next_report(rank) == "ready"
         processes.kill(0)
         assert processes.exit_code(0) == -9
         with pytest.raises(AssertionError, match="rank 0 ended with -9 and without a report"):
-            processes.heard(0)
-        processes.tell(1, "leave")
+            processes.next_report(0)
+        processes.send(1, "leave")
         assert processes.exit_code(1) == 7
         processes.freeze(2)
         for rank in (2, 3):
-            processes.tell(rank, "hello")
-        assert processes.heard(3) == "hello"
+            processes.send(rank, "hello")
+        assert processes.next_report(3) == "hello"
         with pytest.raises(AssertionError, match=r"rank 2 has not reported within 0\.1 s"):
-            processes.heard(2, timeout_s=0.1)  # would wait forever
+            processes.next_report(2, timeout_s=0.1)  # would wait forever
         processes.thaw(2)
-        assert processes.heard(2) == "hello"
+        assert processes.next_report(2) == "hello"
         with pytest.raises(AssertionError, match="rank 1 ended with 7 and without a result"):
             processes.results()
         for rank in (2, 3):
-            processes.tell(rank, "return")
+            processes.send(rank, "return")
         assert processes.results(ranks=[2, 3]) == {2: "rank 2 returned", 3: "rank 3 returned"}
 
 
 def test_nobody_is_left_behind() -> None:
     with Processes() as waiting:
         waiting.start(2, obedient)
-        waiting.heard(0)
+        waiting.next_report(0)
         waiting.freeze(1)
         with pytest.raises(AssertionError, match="no result from rank 0, 1 within 0 s"):
             waiting.results(timeout_s=0)

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.doors import memory_bytes
 from tests.same import same_values
-from tests.transport.state_donors import Asker, Donor, lying, state
+from tests.transport.state_donors import Donor, Fetcher, lying, state
 from tests.transport.test_state_lies import LIES
 
 __all__ = ["ATTACKS"]
@@ -25,16 +25,16 @@ def beside_an_honest_one(
     """A joiner asks both, or one more honest one, for the state, and must get the honest one's."""
 
     def run() -> Outcome:
-        held, asker = state(numel=_NUMEL), Asker()
+        held, fetcher = state(numel=_NUMEL), Fetcher()
         made = [make(), *(Donor(state(numel=_NUMEL)) for _ in range(honest))]
         began_s, before_bytes, ended = time.monotonic(), memory_bytes(), 0
         try:
-            same = same_values(asker.fetch(dict(enumerate(made)), **fetch), {**held, "fragment": 0})
+            same = same_values(fetcher.fetch(dict(enumerate(made)), **fetch), {**held, "fragment": 0})
         except Exception as error:
             same, ended = not isinstance(error, AssertionError), 1
         finally:
             took_s = time.monotonic() - began_s
-            asker.close()
+            fetcher.close()
             for each in made:
                 each.connections.close()
         grown = max(0, memory_bytes() - before_bytes)

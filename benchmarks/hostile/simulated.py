@@ -42,7 +42,7 @@ class Talker:
                     self._network.send(self._rank, other, json.dumps(said))
         return said is not None
 
-    def heard(self, sender: int, message: Any) -> None: ...
+    def receive(self, sender: int, message: Any) -> None: ...
 
     def lose(self, rank: int, *, gone: bool) -> None: ...
 
@@ -63,7 +63,7 @@ class Member(Rank):
         """Step -> whether its round was committed here; also where it is told that it has diverged."""
         return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
 
-    def heard(self, sender: int, message: str) -> None:
+    def receive(self, sender: int, message: str) -> None:
         self.hear_garbage(sender, json.loads(message))
 
 

@@ -33,34 +33,36 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     assert main([str(word) for word in words]) == 0
     return capsys.readouterr().out
 
 
 def test_questions_are_answered_and_counted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(told(capsys, "evaluate", place / "run", "--questions", place / "mixed.jsonl", "--json"))
+    record = json.loads(output_of(capsys, "evaluate", place / "run", "--questions", place / "mixed.jsonl", "--json"))
     assert (record["questions"], record["right"], record["accuracy"]) == (4, 2, 0.5)
-    known = json.loads(told(capsys, "evaluate", place / "run", "--questions", place / "known.jsonl", "--json"))
+    known = json.loads(output_of(capsys, "evaluate", place / "run", "--questions", place / "known.jsonl", "--json"))
     assert known["accuracy"] == 1.0
     assert known["heldout_loss"] < 0.2 < record["heldout_loss"]
-    assert "right answers   0 of 2" in told(capsys, "evaluate", place / "base", "--questions", place / "known.jsonl")
-    heldout = json.loads(told(capsys, "evaluate", place / "run", "--json"))
+    assert "right answers   0 of 2" in output_of(
+        capsys, "evaluate", place / "base", "--questions", place / "known.jsonl"
+    )
+    heldout = json.loads(output_of(capsys, "evaluate", place / "run", "--json"))
     assert heldout["heldout_loss"] == json.loads((place / "run" / "summary.json").read_text())["heldout_loss"]
 
 
 def test_a_conversation_line_by_line(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told(capsys, "generate", place / "run", "--chat", "--prompt", "red?", "--temperature", "0") == "rot\n"
+    assert output_of(capsys, "generate", place / "run", "--chat", "--prompt", "red?", "--temperature", "0") == "rot\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("blue?\n"))
-    assert told(capsys, "generate", place / "run", "--chat", "--temperature", "0") == "blau\n"
+    assert output_of(capsys, "generate", place / "run", "--chat", "--temperature", "0") == "blau\n"
 
 
 def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "export", place / "run", place / "merged", "--merge")
-    record = json.loads(told(capsys, "evaluate", place / "merged", "--questions", place / "known.jsonl", "--json"))
+    output_of(capsys, "export", place / "run", place / "merged", "--merge")
+    record = json.loads(output_of(capsys, "evaluate", place / "merged", "--questions", place / "known.jsonl", "--json"))
     assert record["accuracy"] == 1.0
     generation = json.loads((place / "merged" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [256, 258]  # end of document, end of answer
@@ -68,7 +70,7 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
         tokens = torch.arange(20).unsqueeze(0) + 60
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    told(capsys, "export", place / "run", place / "exported", "--to", "adapter")
+    output_of(capsys, "export", place / "run", place / "exported", "--to", "adapter")
     left = place / "run" / "adapter" / "adapter_model.safetensors"
     assert (place / "exported" / "adapter_model.safetensors").read_bytes() == left.read_bytes()
     assert (place / "exported" / "chat_template.jinja").is_file()

@@ -33,18 +33,18 @@ BY_NUMBERS = "--parameters 1e9 --layers 24 --step-time 0.1s"
 LINK = "--bandwidth 500Mbit --latency 80ms"
 
 
-def said(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+def output_of(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
     capsys.readouterr()
     assert main(arguments.split()) == code, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 def read(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    return json.loads(said(f"{arguments} --json", capsys, code))
+    return json.loads(output_of(f"{arguments} --json", capsys, code))
 
 
 def test_the_papers_table_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    words = said("simulate --table streaming-diloco", capsys)
+    words = output_of("simulate --table streaming-diloco", capsys)
     assert "1B streaming-overlap" in words
     assert "16.0 (16.0)" in words
     assert "46 of 50 cells on the published point of the grid, 50 within one step" in words
@@ -83,7 +83,7 @@ def test_a_target_that_no_bandwidth_reaches(capsys: pytest.CaptureFixture[str]) 
     (row,) = read(arguments, capsys)
     assert row["bandwidth_gbit_per_s"] is None
     assert row["compute_utilization"] == pytest.approx(10 / 11, abs=2e-3)
-    assert "none (90." in said(arguments, capsys)
+    assert "none (90." in output_of(arguments, capsys)
 
 
 def test_what_happens_on_one_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +122,11 @@ def test_slow_replicas_that_leave_out_steps_keep_nobody_waiting(capsys: pytest.C
     assert dynamic["diloco"]["wall_s"] == pytest.approx(waiting["diloco"]["wall_s"] / 2, rel=1e-3)
     assert dynamic["diloco"]["trained_share"] == 0.75
     assert dynamic["data-parallel"] == waiting["data-parallel"], "data-parallel training is not affected"
-    assert "take every step while the others wait" in said(arguments, capsys)
-    assert "train 100, 50 of 100 steps (data-parallel: all), 75% of all" in said(f"{arguments} --dynamic-steps", capsys)
-    assert "slow replicas" not in said(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
+    assert "take every step while the others wait" in output_of(arguments, capsys)
+    assert "train 100, 50 of 100 steps (data-parallel: all), 75% of all" in output_of(
+        f"{arguments} --dynamic-steps", capsys
+    )
+    assert "slow replicas" not in output_of(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
 
 
 def test_grace_says_what_is_gained_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,9 +138,9 @@ def test_grace_says_what_is_gained_and_what_is_left_out(capsys: pytest.CaptureFi
     assert grace["diloco"]["trained_share"] == pytest.approx((2 + 0.91) / 3, abs=0.002)
     assert waiting["diloco"]["trained_share"] == 1
     assert grace["data-parallel"] == waiting["data-parallel"], "data-parallel training is not affected"
-    assert "steps trained" in said(f"{arguments} --grace", capsys)
-    assert "skip the steps for which the others would wait" in said(f"{arguments} --grace", capsys)
-    assert "steps trained" not in said(arguments, capsys)
+    assert "steps trained" in output_of(f"{arguments} --grace", capsys)
+    assert "skip the steps for which the others would wait" in output_of(f"{arguments} --grace", capsys)
+    assert "steps trained" not in output_of(arguments, capsys)
 
 
 def test_with_clipping_every_payload_goes_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +163,11 @@ def test_with_encoded_means_traffic_does_not_grow_with_the_replicas(capsys: pyte
         pytest.approx(63 / 64 * 1.024e6 * each, rel=0.01) for each in (2 * (0.5 + 1 / 256), 1.5 + 5 / 256)
     ], "the latter by itself, in int8"
     assert many[0] < plain / 4
-    assert "encoded as fp4" in said(f"{means} --replicas 64", capsys)
-    assert "encoded as int8 where contributions take less than 16 bits" in said(f"{arguments} --replicas 8", capsys)
-    assert "encoded as" not in said(f"{arguments} --replicas 7", capsys)
+    assert "encoded as fp4" in output_of(f"{means} --replicas 64", capsys)
+    assert "encoded as int8 where contributions take less than 16 bits" in output_of(
+        f"{arguments} --replicas 8", capsys
+    )
+    assert "encoded as" not in output_of(f"{arguments} --replicas 7", capsys)
     gradients = [
         f"{each} --replicas 4".replace("--method diloco", "--method data-parallel") for each in (arguments, means)
     ]
@@ -189,8 +193,10 @@ def test_a_plan_reckons_with_encoded_means_and_writes_them_down(
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other file types are tested with the functions that draw the pictures."""
     plot, line = tmp_path / "plot.svg", tmp_path / "line.svg"
-    said(f"simulate {BY_NUMBERS} --plot {plot}", capsys)
-    words = said(f"simulate {BY_NUMBERS} --inner-steps 20 --method streaming-overlap {LINK} --timeline {line}", capsys)
+    output_of(f"simulate {BY_NUMBERS} --plot {plot}", capsys)
+    words = output_of(
+        f"simulate {BY_NUMBERS} --inner-steps 20 --method streaming-overlap {LINK} --timeline {line}", capsys
+    )
     assert plot.stat().st_size > 5000
     assert line.stat().st_size > 5000
     assert f"drawn: {line}" in words
@@ -251,7 +257,7 @@ def test_a_plan_reaches_its_target_and_says_why(capsys: pytest.CaptureFixture[st
     assert sum(part["cost"] for part in choice["loss_cost_parts"]) == pytest.approx(choice["loss_cost"])
     assert all(part["source"] for part in choice["loss_cost_parts"])
     assert len({other["why_not"] for other in record["others"]}) >= 3
-    words = said(f"{PLAN} --target-utilization 95%", capsys)
+    words = output_of(f"{PLAN} --target-utilization 95%", capsys)
     assert "\nchosen\n" in words
     assert "2501.18512" in words
     assert "\nnot chosen\n" in words
@@ -266,7 +272,7 @@ def test_a_plan_is_made_for_a_congestion_control_a_loss_and_a_wire(capsys: pytes
     reached = [read(f"{SMALL_PLAN} {way} --target-utilization 40%", capsys)["choice"] for way in ways]
     steps = [choice["inner_steps"] / (1 + choice["overlap_steps"]) for choice in reached]
     assert steps[0] <= steps[1] < steps[2], "a slower link needs a larger H"
-    words = said(f"{SMALL_PLAN} --loss 0.5% --target-utilization 40%", capsys)
+    words = output_of(f"{SMALL_PLAN} --loss 0.5% --target-utilization 40%", capsys)
     assert "0.5% packet loss, cubic, over torch" in words
     assert "if every round took as long as the slowest tenth" in words
     assert accuracy("torch") in words
@@ -293,7 +299,7 @@ def test_a_plan_says_which_settings_it_does_not_know_of(capsys: pytest.CaptureFi
 def test_a_plan_that_reaches_nothing_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.toml"
     slow = f"plan --preset 1b --bandwidth 1Mbit --step-time 0.8s --config {file}"
-    words = said(slow, capsys, code=1)
+    words = output_of(slow, capsys, code=1)
     assert "No settings reach 95.0%." in words
     assert "in each direction" in words
     assert not file.exists()
@@ -351,7 +357,7 @@ def test_measuring_the_step_and_the_link(peer: str, capsys: pytest.CaptureFixtur
     assert 0 < step["send_s_per_value"] < 1e-3
     assert link["bandwidth_bits_per_s"] > 1e6
     assert 0 <= link["latency_s"] < 1
-    words = said(f"{arguments} --step-time 0.2s", capsys)
+    words = output_of(f"{arguments} --step-time 0.2s", capsys)
     assert f"to {peer}" in words
 
 

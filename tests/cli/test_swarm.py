@@ -42,7 +42,7 @@ class Peer(Command):
 
     def address(self) -> str:
         """Return the address that other peers give as --join."""
-        return self.until(lambda: re.search(r"--join (/ip4/127\S+)", self.words), "an address")[1]
+        return self.until(lambda: re.search(r"--join (/ip4/127\S+)", self.output), "an address")[1]
 
     def metrics(self, event: str) -> list[dict[str, Any]]:
         path = self.out / "metrics.jsonl"

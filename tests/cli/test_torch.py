@@ -95,8 +95,8 @@ def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Repl
     """One of two replicas has another codec. Neither leaves any files behind."""
     for command in replicas.by_hand("", "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
-        assert "has codec = fp4 (block_size 256) and replica 1" in command.words
-        assert "has codec = int8 (block_size 256); both sides need the same" in command.words
+        assert "has codec = fp4 (block_size 256) and replica 1" in command.output
+        assert "has codec = int8 (block_size 256); both sides need the same" in command.output
     assert not [path for path in replicas.out.rglob("*") if path.is_file()]
 
 

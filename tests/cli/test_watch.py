@@ -64,7 +64,7 @@ def test_a_page_is_exported(run_folder: Path, tmp_path: Path, capsys: pytest.Cap
 def test_it_serves_until_ctrl_c_also_while_a_page_is_open(run_folder: Path, tmp_path: Path) -> None:
     with Processes() as processes:
         command = Command(processes, ["watch", run_folder, "--every-s", "0.05"], tmp_path / "said.txt")
-        address = command.until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", command.words), "an address")[0]
+        address = command.until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", command.output), "an address")[0]
         with urllib.request.urlopen(address + "events") as events:
             while not (told := json.loads(events.readline().partition(b"data: ")[2] or b"{}")).get("runs"):
                 pass
@@ -82,14 +82,14 @@ def test_who_comes_from_elsewhere_needs_the_token_and_the_owner_is_told_what_is_
 ) -> None:
     with Processes() as processes:
         command = Command(processes, ["watch", run_folder, "--host", "0.0.0.0", "--port", "0"], tmp_path / "said.txt")
-        found = command.until(lambda: re.search(r"http://\S+:(\d+)/\?token=(\S+)", command.words), "an address")
+        found = command.until(lambda: re.search(r"http://\S+:(\d+)/\?token=(\S+)", command.output), "an address")
         address = f"http://127.0.0.1:{found[1]}/data.json"
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(address)
         cookie = {"Cookie": f"diloco-watch={found[2]}"}
         with urllib.request.urlopen(urllib.request.Request(address, headers=cookie)) as answer:
             assert json.load(answer) is not None
-        assert "can change nothing" in command.words
-        assert "not encrypted" in command.words
+        assert "can change nothing" in command.output
+        assert "not encrypted" in command.output
         os.kill(command.pid, signal.SIGINT)
         command.end(0, limit_s=30)

@@ -24,7 +24,7 @@ class Node(Protocol):
     def act(self) -> bool:
         """Do the node's next pending thing; return False if there is none."""
 
-    def heard(self, sender: int, message: Any) -> None:
+    def receive(self, sender: int, message: Any) -> None:
         """Receive a message."""
 
     def lose(self, rank: int, *, gone: bool) -> None:
@@ -150,7 +150,7 @@ class Network:
     def happen(self, what: str, a: int, b: int, number: int) -> None:
         """Let one of the choices happen; ``number`` decides open details."""
         if what == "deliver":
-            self.nodes[b].heard(a, self.on_the_way[a, b].popleft())
+            self.nodes[b].receive(a, self.on_the_way[a, b].popleft())
         elif what == "notice":
             self.hang_up(a, b)
             self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)

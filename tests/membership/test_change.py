@@ -15,7 +15,7 @@ from diloco.membership.reports import Report
 from diloco.membership.view import View
 
 
-def told(rank: int, **known: Any) -> Report:
+def report_of(rank: int, **known: Any) -> Report:
     """Return the report of a rank that knows replica 2 to have ended, unless other knowledge is given."""
     something = known.keys() & {"unheard", "left", "joining"}
     return Report(rank, 0, **({} if something else {"gone": frozenset({2})}), **known)
@@ -31,7 +31,7 @@ def change(
     **known: Any,
 ) -> Change:
     view = View(0, tuple(range(replicas)), order)
-    return Change(told(rank, **known), view, size, policy or Policy(), "replica 2 is lost")
+    return Change(report_of(rank, **known), view, size, policy or Policy(), "replica 2 is lost")
 
 
 def agree(ours: Change, *reports: Report) -> bool:
@@ -52,12 +52,12 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
     ours = change(step=4)
     assert ours.staying == (0, 1)
     assert ours.outcome() is None
-    assert not ours.absorb(told(1, unheard=frozenset(), step=7)), "it holds nothing new"
+    assert not ours.absorb(report_of(1, unheard=frozenset(), step=7)), "it holds nothing new"
     assert not ours.mine.ready, "replica 1 does not know yet that 2 has ended"
-    assert ours.absorb(told(1, step=7)), "this rank is ready now"
+    assert ours.absorb(report_of(1, step=7)), "this rank is ready now"
     assert ours.mine.ready
     assert ours.outcome() is None, "replica 1 may not have received the report"
-    assert not agree(ours, told(1, step=7))
+    assert not agree(ours, report_of(1, step=7))
     following = ours.outcome()
     assert following is not None
     assert (following.view, following.from_step) == (View(1, (0, 1)), 8)
@@ -68,10 +68,10 @@ def test_what_was_agreed_before_stands_for_those_who_may_go_on(replicas: int) ->
     """A smaller side can't know whether the others, some of which have ended since, agreed on something else."""
     ours, others = change(replicas=replicas), range(replicas)
     stays = [other for other in others if other != 2]
-    agree(ours, *(told(other) for other in stays[1:]))
+    agree(ours, *(report_of(other) for other in stays[1:]))
     agreed = ours.outcome()
     assert agreed is not None
-    assert ours.absorb(told(1, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news for all"
+    assert ours.absorb(report_of(1, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news for all"
     assert ours.staying == tuple(other for other in stays if other != 1)
     agree(ours, *(replace(ours.mine, rank=other) for other in ours.staying[1:]))
     following = ours.outcome()
@@ -84,9 +84,9 @@ def test_every_rank_of_a_replica_that_stays_must_report() -> None:
     ours = change(size=2, voted=voted)
     assert ours.audience == (1, 2, 3)
     for rank in (1, 2):
-        ours.absorb(told(rank, ready=True))
+        ours.absorb(report_of(rank, ready=True))
         assert ours.outcome() is None
-    agree(ours, told(1, voted=voted), told(2, voted=voted), told(3, commits={(1, 2): "digest"}))
+    agree(ours, report_of(1, voted=voted), report_of(2, voted=voted), report_of(3, commits={(1, 2): "digest"}))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(1, 2): "digest"}
@@ -96,7 +96,7 @@ def test_what_any_survivor_committed_is_committed_and_what_only_the_lost_one_did
     voted = {(0, 1): "a", (1, 1): "b", (2, 1): "c"}
     ours = change(commits={(0, 1): "a"}, voted=voted)
     ours.absorb(Report(2, 0, commits={(2, 1): "c"}))
-    agree(ours, told(1, commits={(1, 1): "b"}, voted=voted))
+    agree(ours, report_of(1, commits={(1, 1): "b"}, voted=voted))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
@@ -104,19 +104,19 @@ def test_what_any_survivor_committed_is_committed_and_what_only_the_lost_one_did
 
 def test_a_joiner_that_is_lost_again_neither_joins_nor_counts_as_a_loss() -> None:
     ours = change(joining=frozenset({3}))
-    agree(ours, *(told(rank, joining=frozenset({3})) for rank in (1, 2)))
+    agree(ours, *(report_of(rank, joining=frozenset({3})) for rank in (1, 2)))
     assert members_of(ours) == (0, 1, 2, 3)
     ours = change(joining=frozenset({3}))
     assert ours.extend(unheard=frozenset({3})), "the others must be told"
     assert ours.outcome() is None
-    agree(ours, *(told(rank, joining=frozenset({3}), unheard=frozenset({(0, 3)})) for rank in (1, 2)))
+    agree(ours, *(report_of(rank, joining=frozenset({3}), unheard=frozenset({(0, 3)})) for rank in (1, 2)))
     assert members_of(ours) == (0, 1, 2)
 
 
 def test_whoever_is_left_out_itself_adopts_nothing() -> None:
     ours = change(rank=2)
     for rank in (0, 1):
-        ours.absorb(told(rank, ready=True))
+        ours.absorb(report_of(rank, ready=True))
     assert ours.is_left_out
     assert ours.outcome() is None
     assert ours.alone().view is None
@@ -170,11 +170,11 @@ def test_who_is_behind_goes_where_the_others_are_enough() -> None:
         ours = change(unheard=frozenset())
         ours.extend(behind=frozenset(behind))
         assert ours.staying == (0, 1, 2), "only one of three reports it"
-        ours.absorb(told(1, unheard=frozenset(), behind=frozenset((1, other) for other in behind)))
+        ours.absorb(report_of(1, unheard=frozenset(), behind=frozenset((1, other) for other in behind)))
         assert ours.staying == staying
     ours = change(unheard=frozenset(), policy=Policy(1, split="go-on"))
     ours.extend(behind=frozenset({1, 2}))
-    ours.absorb(told(1, unheard=frozenset(), behind=frozenset({(1, 2), (2, 1)})))
+    ours.absorb(report_of(1, unheard=frozenset(), behind=frozenset({(1, 2), (2, 1)})))
     assert ours.staying == (0,)
 
 
@@ -183,12 +183,12 @@ def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     voted = {(1, 1): "a", (3, 1): "a"}
     ours = change(replicas=4, unheard=frozenset({(0, 2), (1, 2)}), voted=voted)
     for rank in (1, 3):
-        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(rank, 1): "a"}, voted=voted))
+        ours.absorb(report_of(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(rank, 1): "a"}, voted=voted))
     assert ours.mine.ready
     assert ours.outcome() is None, "replica 1 does not report that it is ready"
     ours.extend(unheard=frozenset({3}))
     assert ours.staying == (0, 1)
-    agree(ours, told(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(1, 1): "a"}))
+    agree(ours, report_of(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(1, 1): "a"}))
     following = ours.outcome()
     assert following is not None
     assert following.view == View(1, (0, 1, 3))
@@ -205,21 +205,21 @@ def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
     ours = change(unheard=frozenset(), voted=voted)
     assert ours.extend(left=left, left_commits=commits)
     gone = frozenset({2})
-    ours.absorb(told(1, gone=gone, left=left, ready=True))
+    ours.absorb(report_of(1, gone=gone, left=left, ready=True))
     assert ours.outcome() is None
-    agree(ours, told(1, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}, voted=voted))
+    agree(ours, report_of(1, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}, voted=voted))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
     theirs = change(rank=1, unheard=frozenset())
-    assert theirs.absorb(told(0, gone=gone, left=left, left_commits=commits))
+    assert theirs.absorb(report_of(0, gone=gone, left=left, left_commits=commits))
     assert theirs.mine.left_commits == commits
 
 
 def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unless_somebody_joins() -> None:
     ours = change(void=frozenset({(0, 1)}))
     ours.absorb(Report(2, 0, void=frozenset({(2, 1)})))
-    agree(ours, told(1, void=frozenset({(1, 1)})))
+    agree(ours, report_of(1, void=frozenset({(1, 1)})))
     following = ours.outcome()
     assert following is not None
     assert following.void == {(0, 1), (1, 1)}
@@ -236,9 +236,9 @@ def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     assert members_of(ours) == (0,), "as agreed before the other rank left"
     three = change()
     three.extend(left=frozenset({(2, 7)}))
-    three.absorb(told(1, ready=True))
+    three.absorb(report_of(1, ready=True))
     assert three.outcome() is None, "replica 1 does not know yet that 2 has left"
-    agree(three, told(1, gone=frozenset({2}), left=frozenset({(2, 7)})))
+    agree(three, report_of(1, gone=frozenset({2}), left=frozenset({(2, 7)})))
     following = three.outcome()
     assert following is not None
     assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 continue")
@@ -253,12 +253,12 @@ def test_nobody_is_ready_before_it_is_known_that_all_have_voted_for_what_one_has
     """Rank 1 does not report its vote; its signature shows it."""
     known: dict[str, Any] = {"joining": frozenset({9})}
     ours, last = change(replicas=replicas, voted=MEAN, **known), replicas - 1
-    others = [told(rank, voted=MEAN, **known) for rank in range(2, last)]
-    agree(ours, told(1, **known), *others, told(last, commits=MEAN, **known))
+    others = [report_of(rank, voted=MEAN, **known) for rank in range(2, last)]
+    agree(ours, report_of(1, **known), *others, report_of(last, commits=MEAN, **known))
     assert (ours.outcome(), ours.unproven) == (None, {last})
     known["shown"] = frozenset({SignedVote(1, KEY, True, "a", "its signature")})
-    others = [told(rank, voted=MEAN, **known) for rank in range(2, last)]
-    agree(ours, told(1, **known), *others, told(last, commits=MEAN, **known))
+    others = [report_of(rank, voted=MEAN, **known) for rank in range(2, last)]
+    agree(ours, report_of(1, **known), *others, report_of(last, commits=MEAN, **known))
     following = ours.outcome()
     assert following is not None
     assert following.commits == MEAN

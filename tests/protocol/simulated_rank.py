@@ -151,7 +151,7 @@ class Rank:
         """Whether it has something pending that needs no other rank."""
         return bool(self._todo)
 
-    def said(self, kind: str) -> list[Mapping[str, Any]]:
+    def sent_of(self, kind: str) -> list[Mapping[str, Any]]:
         """Return the messages of one kind that it sent."""
         return [message for message in self.sent if message["kind"] == kind]
 
@@ -165,14 +165,14 @@ class Rank:
         elif ready := next((key for key, verdict in self._exchanges.items() if verdict is not None), None):
             self._finish(*ready)
         elif self.failure is None and (again := self._to_hand_in_again()):
-            self._hand_in(again)
+            self._submit(again)
         elif self.step < self.STEPS and self.failure is None and self._may_step():
             self._step()
         else:
             return False
         return True
 
-    def heard(self, sender: int, message: str) -> None:
+    def receive(self, sender: int, message: str) -> None:
         self.handle(events.Received(sender, json.loads(message), num_bytes=len(message)))
 
     def lose(self, rank: int, *, gone: bool) -> None:
@@ -335,9 +335,9 @@ class Rank:
             digest=self.digest,
             weight=weight_of(self.replica, step),
         )
-        self._hand_in(step)
+        self._submit(step)
 
-    def _hand_in(self, step: int) -> None:
+    def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
         self._todo.append(events.Submitted(given, step, self.now_s))

@@ -29,7 +29,7 @@ ROUND = RoundId(1, 0)
 Message = Mapping[str, Any]
 
 
-def tell(network: Network, liar: int, *messages: Message, to: Sequence[int] = ()) -> None:
+def send(network: Network, liar: int, *messages: Message, to: Sequence[int] = ()) -> None:
     """Send messages from the liar to all others, or to some of them."""
     for other in to or [each for each in network.ranks if each != liar]:
         for message in messages:
@@ -101,7 +101,7 @@ def test_what_one_says_of_all_others_ends_none_of_them(name: str, replicas: int,
     liar = 0 if place == "first" else replicas - 1
     network = simulated(replicas)
     begin(network, *range(replicas))
-    tell(network, liar, *lies_about(liar, replicas)[name])
+    send(network, liar, *lies_about(liar, replicas)[name])
     settle_with_time(network, liar)
     check_honest(network, liar)
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
@@ -117,7 +117,7 @@ def test_lies_at_any_moment_make_no_two_histories(numbers: list[int], replicas: 
 
     def lie(name: str, to: list[int]) -> None:
         misled.update(to)
-        tell(network, liar, *lies_about(liar, replicas)[name], to=to)
+        send(network, liar, *lies_about(liar, replicas)[name], to=to)
 
     for number in numbers[:20]:
         possible: list[Callable[[], object]] = [
@@ -143,7 +143,7 @@ def test_of_two_members_each_has_to_believe_the_other() -> None:
     """With n = 2 no third member can be asked: the other one can end the run, as it could by leaving."""
     network = simulated(2)
     begin(network, 0, 1)
-    tell(network, 1, {"kind": "excluded", "view": 0, "reason": "late"})
+    send(network, 1, {"kind": "excluded", "view": 0, "reason": "late"})
     settle(network)
     assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
@@ -154,10 +154,10 @@ def test_as_many_as_could_lie_exclude_nobody_and_one_more_does(replicas: int, to
     begin(network, *range(replicas))
     excluded = {"kind": "excluded", "view": 0, "reason": "late"}
     for liar in range(1, told + 1):
-        tell(network, liar, excluded, to=[0])
+        send(network, liar, excluded, to=[0])
     settle(network)
     assert not rank(network, 0).left
-    tell(network, told + 1, excluded, to=[0])
+    send(network, told + 1, excluded, to=[0])
     settle(network)
     assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
@@ -169,7 +169,7 @@ def test_nobody_takes_a_state_over_because_another_one_says_that_it_should(repli
     begin(network, *range(replicas))
     others = tuple(each for each in range(replicas) if each != liar)
     lie = RoundVote(ROUND, Vote(False, reason="all others have diverged"), others, liar).to_message(0)
-    tell(network, liar, lie)
+    send(network, liar, lie)
     explore(network, [])
     for each in honest(network, liar):
         assert not any(isinstance(error, DivergedError) for error in each.errors.values())
@@ -270,7 +270,7 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     rank(network, 1).lie = withholds("vote", of=[0, 2])
     explore(network, [])
     rank(network, 0).now_s = TIMEOUT_S / 2 - 1
-    tell(network, 2, change(2, behind=frozenset({(2, 1)})))
+    send(network, 2, change(2, behind=frozenset({(2, 1)})))
     explore(network, [])
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
 
@@ -477,7 +477,7 @@ def test_who_claims_to_have_committed_what_an_honest_one_voted_against_goes(repl
     ]
     begin(network, *range(replicas))
     for each in honest(network, against):
-        while not each.said("vote"):
+        while not each.sent_of("vote"):
             assert each.act()
     rank(network, against).handle(ExchangeEnded(0, ROUND, "it came to no mean"))
     settle_with_time(network, liar)
@@ -496,7 +496,7 @@ def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: 
     liar = replicas - 1
     network = simulated(replicas)
     begin(network, *range(replicas))
-    tell(network, liar, {**LEAVING, "commits": commits})
+    send(network, liar, {**LEAVING, "commits": commits})
     settle_with_time(network, liar, times=0)
     check_honest(network, liar)
     assert all(liar not in each.view.members for each in honest(network, liar))
@@ -509,10 +509,10 @@ def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all(replicas: in
     liar = replicas - 1
     network = simulated(replicas)
     begin(network, *range(replicas))
-    while not rank(network, 0).said("vote"):
+    while not rank(network, 0).sent_of("vote"):
         assert rank(network, 0).act()
     lie = {**LEAVING, "commits": [[1, 0, "x"]]} if leaves else change(liar, commits={(1, 0): "x"})
-    tell(network, liar, lie)
+    send(network, liar, lie)
     settle_with_time(network, liar, times=0 if leaves else 6)
     check_honest(network, liar)
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
@@ -526,7 +526,7 @@ def test_who_forgets_what_a_leaver_has_committed_is_the_one_to_blame() -> None:
     rank(network, 2).lie = lambda receiver, message: [
         {**each, "left_commits": []} if each["kind"] == "change" else each for each in forgets(receiver, message)
     ]
-    tell(network, 3, {**LEAVING, "commits": [[1, 0, "x"]]})
+    send(network, 3, {**LEAVING, "commits": [[1, 0, "x"]]})
     settle_with_time(network, 2)
     others = [rank(network, 0), rank(network, 1)]
     assert [each.left for each in others] == ["", ""]

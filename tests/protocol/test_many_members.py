@@ -33,7 +33,7 @@ def test_every_round_is_committed_with_one_header_and_one_vote_to_each_other(
     for rank in ranks:
         for kind in ("header", "vote"):
             # `sent` has a message once for each receiver
-            assert len(rank.said(kind)) == rank.STEPS * (replicas - 1), kind
+            assert len(rank.sent_of(kind)) == rank.STEPS * (replicas - 1), kind
         assert len(rank.sent) == 2 * rank.STEPS * (replicas - 1), "no other message is needed"
 
 

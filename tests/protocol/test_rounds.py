@@ -97,7 +97,7 @@ def of(kind: type[A], actions: list[Action]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def said(kind: str, actions: list[Action]) -> dict[int, Any]:
+def messages(kind: str, actions: list[Action]) -> dict[int, Any]:
     return {each.rank: each.message for each in of(SendMessage, actions) if each.message["kind"] == kind}
 
 
@@ -113,7 +113,7 @@ def member() -> Member:
 
 
 def test_a_round_is_committed_once_all_votes_are_there(member: Member) -> None:
-    assert said("vote", member.compute()).keys() == {1, 2}
+    assert messages("vote", member.compute()).keys() == {1, 2}
     assert not of(Commit, member.vote(1))
     (commit,) = of(Commit, member.vote(2))
     assert (commit.average.round, commit.average.contributors) == (ROUND, (0, 1, 2))
@@ -141,10 +141,10 @@ def test_only_the_first_vote_of_a_rank_counts(member: Member) -> None:
 @pytest.mark.parametrize("failure", ["", "it was too large"])
 def test_once_a_view_ends_nothing_is_voted_for_any_more(member: Member, failure: str) -> None:
     """The rank must keep to its report: the survivors may find the round void, so a lost rank must not commit it."""
-    ends = said("change", member.handle(Lost(2, Loss("silent", "nothing came"))))
+    ends = messages("change", member.handle(Lost(2, Loss("silent", "nothing came"))))
     assert ends.keys() >= {1}
     late = member.handle(ExchangeEnded(VIEW.id, ROUND, failure)) if failure else member.compute()
-    assert not said("vote", late)
+    assert not messages("vote", late)
     member.vote(1)
     assert not of(Commit, member.vote(2))
 
@@ -168,19 +168,19 @@ def test_averages_that_differ_end_the_view(member: Member) -> None:
     member.vote(1)
     ended = member.vote(2, digest="another")
     assert not of(Commit, ended)
-    (report,) = {each["why"] for each in said("change", ended).values()}
+    (report,) = {each["why"] for each in messages("change", ended).values()}
     assert report == "fragment 0, outer step 4 is disputed: rank 2 holds a different average than rank 0"
 
 
 @pytest.mark.parametrize("others", ["d", "another"])
 def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others(others: str) -> None:
     member = Member(joins=True)
-    assert said("header", member.submit())[1]["taking_over"]
+    assert messages("header", member.submit())[1]["taking_over"]
     for rank in (1, 2):
         member.header(rank, digest=others)
-    again = said("header", member.submit(RoundId(0, 5)))[1]
+    again = messages("header", member.submit(RoundId(0, 5)))[1]
     assert again["taking_over"] == (others != "d")
-    assert said("header", member.submit(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
+    assert messages("header", member.submit(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
 
 
 def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_view_ends() -> None:

@@ -91,7 +91,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
     rank(network, 0).suffer("timers", 1)
     settle(network)
     if heard:
-        assert not rank(network, 0).said("change")
+        assert not rank(network, 0).sent_of("change")
         explore(network, [])
         assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
     else:
@@ -119,13 +119,13 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
         settle(network)
     look()
     if says == "nothing":
-        late = mine.said("change")[-1]
+        late = mine.sent_of("change")[-1]
         assert late["unheard"] == [[0, 2]]
         assert (
             late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else arrived within 5 s"
         )
     else:
-        assert not mine.said("change")
+        assert not mine.sent_of("change")
     explore(network, [])
     check_agreement([rank(network, number) for number in network.ranks], whole=True)
 
@@ -155,10 +155,10 @@ def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
     network = simulated(2, size=2)
     begin(network, 0, 2, 3)
     rank(network, 0).suffer("timers", 1)
-    assert not rank(network, 0).said("change")
+    assert not rank(network, 0).sent_of("change")
     hear_beats(network, 2, 0, 1)
     rank(network, 2).suffer("timers", 1)
-    assert rank(network, 2).said("change") == [], "it is the smaller side"
+    assert rank(network, 2).sent_of("change") == [], "it is the smaller side"
     explore(network, [])
     assert [rank(network, number).view.members for number in range(4)] == [(0, 1)] * 4
 
@@ -226,7 +226,7 @@ def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> N
     network = simulated(3)
     network.hang_up(0, 2)
     rank(network, 0).handle(Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
-    assert rank(network, 0).said("change")[-1]["left"] == [[2, 3]]
+    assert rank(network, 0).sent_of("change")[-1]["left"] == [[2, 3]]
 
 
 def test_the_last_one_goes_on_when_all_others_leave() -> None:

@@ -169,7 +169,7 @@ def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
     assert asking.changes == []
     (following,) = through.changes
     assert (following.view and following.view.members) == members
-    answers = through.machine.handle(Received(asking.rank, asking.said("change")[-1]), 0.0)
+    answers = through.machine.handle(Received(asking.rank, asking.sent_of("change")[-1]), 0.0)
     assert answers == [SendMessage(asking.rank, adopted_message(following))]
     done = asking.machine.handle(Received(through.rank, answers[0].message), 0.0)
     assert [action.following.view for action in done if isinstance(action, Adopt)] == [following.view]
@@ -191,7 +191,7 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     for _ in range(1000):
         assert not rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
     rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
-    assert "rank 2 exceeded the hold-back limit" in rank(network, 0).said("change")[0]["why"]
+    assert "rank 2 exceeded the hold-back limit" in rank(network, 0).sent_of("change")[0]["why"]
     explore(network, [])
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
 

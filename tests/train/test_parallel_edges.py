@@ -18,7 +18,7 @@ from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import parallelise
 from diloco.train.settings import InnerSettings
 from diloco.transport.replica_group import ReplicaGroup
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 from tests.train.ranks import CPU, MODEL, Rank, Setup, open_group, whole
 
 
@@ -74,7 +74,7 @@ def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:
     rank = Rank(setup, group)
     rank.step()
     report("ready")
-    told(timeout_s=300)
+    receive(timeout_s=300)
     try:
         while True:
             rank.step()
@@ -86,8 +86,8 @@ def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:
 def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(2, rank_that_dies, Setup(strategy=strategy, size=2), tmp_path)
-        assert [processes.heard(rank, timeout_s=300) for rank in (0, 1)] == ["ready", "ready"]
+        assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["ready", "ready"]
         processes.kill(1)
-        processes.tell(0, "go on")
+        processes.send(0, "go on")
         words = processes.results(timeout_s=300)[0]
     assert words.startswith("(3,) A rank of replica 3 has ended or does not respond, so its position 0 can't continue")

@@ -222,12 +222,12 @@ def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> N
     data, run = write_text(tmp_path), tmp_path / "run"
     train(data, run, "--stop-after 3")
     session = resumed(data, run, "")
-    donor, asker = session.replicas[0].diloco, session.replicas[2].diloco
+    donor, fetcher = session.replicas[0].diloco, session.replicas[2].diloco
     assert donor is not None
-    assert asker is not None
-    asker.shared.data_order = ""
-    asker.take_over([0])
-    assert donor.shared.data_order == asker.shared.data_order == "[3, [0, 1, 2], 12, []]"
+    assert fetcher is not None
+    fetcher.shared.data_order = ""
+    fetcher.take_over([0])
+    assert donor.shared.data_order == fetcher.shared.data_order == "[3, [0, 1, 2], 12, []]"
 
 
 STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0.2 --data-parallel-steps 3"

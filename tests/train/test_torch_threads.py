@@ -26,7 +26,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.settings import TransportSettings
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +60,14 @@ def sit(rank: int, folder: Path) -> None:
     """Hold a seat for the lifetime of this process."""
     seats = Seats(folder)
     report(seats.taken())
-    told()
+    receive()
 
 
 def test_a_seat_is_free_when_its_process_was_killed(tmp_path: Path) -> None:
     mine = Seats(tmp_path)
     with Processes() as processes:
         processes.start(1, sit, tmp_path)
-        assert processes.heard(0) == 2
+        assert processes.next_report(0) == 2
         assert mine.taken() == 2
         processes.kill(0)
     assert mine.taken() == 1

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.transport.connections.connection_manager import ConnectionManager
 from tests.transport.connection_managers import MakeRank, Rank, makes
-from tests.transport.state_donors import Asker, Donor, MakeDonor
+from tests.transport.state_donors import Donor, Fetcher, MakeDonor
 from tests.transport.swarms import Swarms
 from tests.transport.wires import Wires, deaf_manager
 
@@ -46,9 +46,9 @@ def swarms(keys: Path) -> Iterator[Swarms]:
 
 
 @pytest.fixture
-def asker() -> Iterator[Asker]:
+def fetcher() -> Iterator[Fetcher]:
     """A replica that fetches a state."""
-    made = Asker()
+    made = Fetcher()
     yield made
     made.close()
 

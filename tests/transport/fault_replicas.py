@@ -30,7 +30,7 @@ from diloco.transport.peers.connected import join
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
 from diloco.transport.torch_distributed.connect import Place, connect
-from tests.processes import PRELOADED, report, told
+from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 from tests.transport.cut import Cut
 from tests.transport.fault_scenarios import (
@@ -119,7 +119,7 @@ class Words:
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # the test has ended
             while True:
-                word, *ranks = told(NEVER_S)
+                word, *ranks = receive(NEVER_S)
                 if word == "silent":
                     assert self.connections is not None
                     self.connections.post(self._give_up, self.connections, ranks)

@@ -102,7 +102,7 @@ class Counting(TcpStreams):
         return reader, writer
 
 
-class Asker:
+class Fetcher:
     def __init__(self) -> None:
         self.streams = Counting()
         self.connections = ConnectionManager(9, Timing(), self.streams)
@@ -139,20 +139,20 @@ def size_of(held: Mapping[str, Any]) -> int:
 class Conversation:
     """One raw connection to a donor."""
 
-    def __init__(self, asker: Asker, donor: Donor) -> None:
-        self.asker = asker
-        self.stream = asker.connections.call(asker.streams.open(donor.address), LIMIT_S)
-        asker.talks.append(self)
+    def __init__(self, fetcher: Fetcher, donor: Donor) -> None:
+        self.fetcher = fetcher
+        self.stream = fetcher.connections.call(fetcher.streams.open(donor.address), LIMIT_S)
+        fetcher.talks.append(self)
 
     def say(self, fragment: Any = 0, snapshot: Any = "", **more: Any) -> None:
         message = {"kind": "fetch", "fragment": fragment, "after": 0, "snapshot": snapshot, **more}
-        self.asker.connections.post(self.stream[1].write, pack(message))
+        self.fetcher.connections.post(self.stream[1].write, pack(message))
 
     def hear(self) -> dict[str, Any]:
-        return self.asker.connections.call(read_frame(self.stream[0]), LIMIT_S)[0]
+        return self.fetcher.connections.call(read_frame(self.stream[0]), LIMIT_S)[0]
 
     def end(self) -> None:
-        self.asker.connections.post(self.stream[1].close)
+        self.fetcher.connections.post(self.stream[1].close)
 
 
 def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> Donor:

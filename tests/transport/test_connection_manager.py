@@ -17,7 +17,7 @@ from diloco.transport.connections import control_thread
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import MAX_BLOB_BYTES, Stream, pack
 from diloco.transport.connections.tcp_streams import TcpStreams
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair, stranger_at
 from tests.transport.wires import at_once
 
@@ -144,14 +144,14 @@ def member(rank: int, address: Address) -> None:
     other = Rank(1)
     other.connections.call(other.connections.connect(0, address), LIMIT_S)
     report(str(other.address))
-    told(600.0)
+    receive(600.0)
 
 
 def test_a_process_that_is_killed_is_gone(make_rank: MakeRank) -> None:
     first = make_rank(0)
     with Processes() as processes:
         processes.start(1, member, first.address)
-        address = processes.heard(0)
+        address = processes.next_report(0)
         processes.kill(0)
         assert first.losses.get(timeout=LIMIT_S) == (1, Loss("gone", f"its process at {address} has ended"))
 
@@ -160,7 +160,7 @@ def test_a_process_that_stands_still_is_silent_and_its_connection_still_stands(m
     first = make_rank(0)
     with Processes() as processes:
         processes.start(1, member, first.address)
-        address = processes.heard(0)
+        address = processes.next_report(0)
         processes.freeze(0)
         rank, loss = first.losses.get(timeout=LIMIT_S)
         assert (rank, loss) == (1, Loss("silent", f"nothing was received from {address} for 1 s"))

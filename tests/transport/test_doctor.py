@@ -75,10 +75,10 @@ def test_something_that_is_no_diloco() -> None:
 
 
 def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
-    with answering_probes() as address, socket.create_connection((address.host, address.port)) as asker:
-        asker.settimeout(20)
-        asker.sendall(pack({"kind": "probe", "ask": "give", "bytes": MOST_BYTES + 1}))
-        assert asker.recv(1) == b"", "the connection is closed without an answer"
+    with answering_probes() as address, socket.create_connection((address.host, address.port)) as fetcher:
+        fetcher.settimeout(20)
+        fetcher.sendall(pack({"kind": "probe", "ask": "give", "bytes": MOST_BYTES + 1}))
+        assert fetcher.recv(1) == b"", "the connection is closed without an answer"
 
 
 def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:

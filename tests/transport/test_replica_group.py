@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from diloco.errors import CheckpointError, ConfigurationError, RendezvousError, ReplicaLostError
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_a_batch_of_fewer_rows_than_ranks_is_refused() -> None:
 def rank_waits(position: int, folder: Path) -> str:
     group = open_group(position, 2, folder, replica=4)
     report("met")
-    told(timeout_s=300)
+    receive(timeout_s=300)
     try:
         group.share({"nobody": "there"})
         group.gather(torch.ones(1))
@@ -112,9 +112,9 @@ def rank_waits(position: int, folder: Path) -> str:
 def test_the_loss_of_a_rank_is_an_error_that_names_the_replica(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(2, rank_waits, tmp_path)
-        assert [processes.heard(rank, timeout_s=300) for rank in (0, 1)] == ["met", "met"]
+        assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["met", "met"]
         processes.kill(1)
-        processes.tell(0, "go on")
+        processes.send(0, "go on")
         words = processes.results(timeout_s=300)[0]
     assert words.startswith("(4,) A rank of replica 4 has ended or does not respond")
 

@@ -9,7 +9,7 @@ import xxhash
 
 from diloco.errors import TransportError
 from tests.same import same_values
-from tests.transport.state_donors import Asker, MakeDonor, lying, size_of, state
+from tests.transport.state_donors import Fetcher, MakeDonor, lying, size_of, state
 
 
 def wrong_bytes(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
@@ -61,15 +61,15 @@ LIES = [
 
 
 @pytest.mark.parametrize(("lie", "words"), LIES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make_donor: MakeDonor, lie: Any, words: str) -> None:
+def test_a_donor_that_lies_is_survived_and_named(fetcher: Fetcher, make_donor: MakeDonor, lie: Any, words: str) -> None:
     liar, honest = lying(make_donor(state()), lie), make_donor(state())
-    assert same_values(asker.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
+    assert same_values(fetcher.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
     with pytest.raises(TransportError, match=f"replica 0: .*{words}"):
-        asker.fetch({0: liar})
+        fetcher.fetch({0: liar})
 
 
 def test_who_offers_another_state_of_more_rounds_is_not_believed_beside_two(
-    asker: Asker, make_donor: MakeDonor
+    fetcher: Fetcher, make_donor: MakeDonor
 ) -> None:
     """Also if these two end a round one after the other: they are asked until they offer the same snapshot."""
     liar, behind, ahead = (make_donor(state(seed, finished=n)) for seed, n in ((7, 1 << 50), (1, 1), (1, 2)))
@@ -80,13 +80,13 @@ def test_who_offers_another_state_of_more_rounds_is_not_believed_beside_two(
         return behind.changes
 
     behind.service.version = version
-    fetched = asker.fetch({0: liar, 1: behind, 2: ahead})
+    fetched = fetcher.fetch({0: liar, 1: behind, 2: ahead})
     assert same_values(fetched, {**state(1, finished=2), "fragment": 0})
-    assert not asker.received_from(liar)
+    assert not fetcher.received_from(liar)
 
 
 def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
-    asker: Asker, make_donor: MakeDonor
+    fetcher: Fetcher, make_donor: MakeDonor
 ) -> None:
     """The faulty donor sends the first chunk of a block and is cut. The honest one sends the rest, then all of it."""
     held = state()
@@ -99,27 +99,29 @@ def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
                 raise ConnectionResetError("cut")
         return data
 
-    asker.streams.hook = cut
-    assert same_values(asker.fetch({0: liar, 1: honest}), {**held, "fragment": 0})
-    assert asker.received_from(honest) >= size_of(held)
+    fetcher.streams.hook = cut
+    assert same_values(fetcher.fetch({0: liar, 1: honest}), {**held, "fragment": 0})
+    assert fetcher.received_from(honest) >= size_of(held)
 
 
 @pytest.mark.parametrize("place", ["global_params", "momentum"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_is_not_finite_is_refused_and_named(asker: Asker, make_donor: MakeDonor, place: str, value: float) -> None:
+def test_what_is_not_finite_is_refused_and_named(
+    fetcher: Fetcher, make_donor: MakeDonor, place: str, value: float
+) -> None:
     held = state(numel=5)
     {**held, **held["slots"]}[place][3] = value
     with pytest.raises(TransportError, match=rf"replica 0: its .*{place} hold NaN or infinity"):
-        asker.fetch({0: make_donor(held)})
+        fetcher.fetch({0: make_donor(held)})
     assert same_values(
-        asker.fetch({0: make_donor(held), 1: make_donor(held), 2: make_donor(state())}), {**state(), "fragment": 0}
+        fetcher.fetch({0: make_donor(held), 1: make_donor(held), 2: make_donor(state())}), {**state(), "fragment": 0}
     )
 
 
-def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make_donor: MakeDonor) -> None:
+def test_more_than_expected_is_refused_before_it_comes(fetcher: Fetcher, make_donor: MakeDonor) -> None:
     donor = make_donor(state())
-    assert asker.fetch({0: donor}, expected_bytes=size_of(state()))
-    asker.streams.received.clear()
+    assert fetcher.fetch({0: donor}, expected_bytes=size_of(state()))
+    fetcher.streams.received.clear()
     with pytest.raises(TransportError, match="at most 12799999 bytes are expected"):
-        asker.fetch({0: donor}, expected_bytes=size_of(state()) - 1)
-    assert not asker.streams.received
+        fetcher.fetch({0: donor}, expected_bytes=size_of(state()) - 1)
+    assert not fetcher.streams.received

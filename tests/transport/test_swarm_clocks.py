@@ -12,7 +12,7 @@ import pytest
 from diloco.transport.hivemind import node
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.peers.connected import join
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
 
 HOUR_S = 3600.0
@@ -28,7 +28,7 @@ def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, 
         join(connected, LIMIT_S)
     wait_for_members(connected.transport, among)
     report(swarms.addresses_of(connected.transport))
-    while (by_s := told(LIMIT_S)) is not None:
+    while (by_s := receive(LIMIT_S)) is not None:
         off[0] += by_s
         report(connected.transport.view.members)
     connected.transport.leave()
@@ -40,47 +40,47 @@ def moved(rank: int, keys: Path, number: int, at: Sequence[str], by_s: float) ->
     node.KEEP_UP_EVERY_S = 0.2
     swarms, clock = Swarms(keys), load_engine().clock
     report(swarms.addresses_of(swarms.peer(number, at=at).transport))
-    clock.enter([told(LIMIT_S)])
+    clock.enter([receive(LIMIT_S)])
     while abs(clock.off_s() - by_s) > 2.0:
         threading.Event().wait(0.1)
     report("there")
-    told(LIMIT_S)
+    receive(LIMIT_S)
 
 
 def test_two_times_of_one_network_become_the_later_one(keys: Path) -> None:
     with Processes() as processes:
         processes.start(1, moved, keys, 0, (), -HOUR_S)
-        processes.start(1, moved, keys, 1, processes.heard(0), -HOUR_S)
-        processes.heard(1)
-        processes.tell(1, HOUR_S)
-        assert processes.heard(1) == "there"
-        processes.tell(0, 0.0)
-        assert processes.heard(0) == "there"
+        processes.start(1, moved, keys, 1, processes.next_report(0), -HOUR_S)
+        processes.next_report(1)
+        processes.send(1, HOUR_S)
+        assert processes.next_report(1) == "there"
+        processes.send(0, 0.0)
+        assert processes.next_report(0) == "there"
 
 
 @pytest.mark.parametrize("off_s", [HOUR_S, -HOUR_S, 10.0])
 def test_who_joins_may_have_any_clock(keys: Path, off_s: float) -> None:
     with Processes() as processes:
         processes.start(1, member, keys, 0, (), 0.0, 1)
-        at = processes.heard(0)
+        at = processes.next_report(0)
         processes.start(1, member, keys, 1, at, off_s, 2)
-        through_it = processes.heard(1)
+        through_it = processes.next_report(1)
         processes.start(1, member, keys, 2, through_it, 0.0, 3)
-        processes.heard(2)
+        processes.next_report(2)
 
 
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
 def test_a_member_whose_clock_is_set_lets_others_come_back(keys: Path, step_s: float) -> None:
     with Processes() as processes:
         processes.start(1, member, keys, 0, (), 0.0, 1)
-        at = processes.heard(0)
+        at = processes.next_report(0)
         processes.start(1, member, keys, 1, at, 0.0, 2)
-        processes.heard(1)
-        processes.tell(0, step_s)
-        assert processes.heard(0) == (0, 1)
-        processes.tell(1, None)
+        processes.next_report(1)
+        processes.send(0, step_s)
+        assert processes.next_report(0) == (0, 1)
+        processes.send(1, None)
         processes.results(LIMIT_S, [1])
         processes.start(1, member, keys, 1, at, 0.0, 2)
-        processes.heard(2)
-        processes.tell(0, 0.0)
-        assert processes.heard(0) == (0, 1)
+        processes.next_report(2)
+        processes.send(0, 0.0)
+        assert processes.next_report(0) == (0, 1)

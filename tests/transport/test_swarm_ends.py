@@ -12,7 +12,7 @@ import pytest
 
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.transport import PeerTransport
-from tests.processes import Processes, report, told
+from tests.processes import Processes, receive, report
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -48,13 +48,13 @@ def peer(rank: int, keys: Path) -> None:
     """The main function of a process: a peer that runs until the test ends it."""
     transport = Swarms(keys).peer(0).transport
     report(daemon_of(transport))
-    told()
+    receive()
 
 
 def test_the_daemon_has_a_session_of_its_own_and_ends_with_a_peer_that_is_killed(keys: Path) -> None:
     with Processes() as processes:
         processes.start(1, peer, keys)
-        daemon = processes.heard(0)
+        daemon = processes.next_report(0)
         assert os.getsid(daemon) == daemon, "Ctrl-C in the peer's terminal does not reach the daemon"
         exited = os.pidfd_open(daemon)
         processes.kill(0)

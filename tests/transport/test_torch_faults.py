@@ -63,12 +63,12 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
             silent = scenario.others if scenario.victim in numbers else (scenario.victim,)
             if scenario.fault in ("freeze", "cut") and scenario.silence_s == NEVER_S:
                 for number in numbers:
-                    processes.tell(number, ("silent", *silent))
+                    processes.send(number, ("silent", *silent))
             hear(*numbers)
 
         def hear(*numbers: int) -> None:
             for number in numbers:
-                word = processes.heard(number, LIMIT_S)
+                word = processes.next_report(number, LIMIT_S)
                 if number in scenario.goes_on:
                     assert word == "went on", word
                 else:
@@ -76,7 +76,7 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
 
         if scenario.heals == "early":
             draw_conclusions(scenario.victim)
-            processes.tell(scenario.victim, ("heal",))
+            processes.send(scenario.victim, ("heal",))
             hear(*scenario.others)
         else:
             draw_conclusions(*scenario.others)
@@ -84,14 +84,14 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
                 processes.thaw(scenario.victim)
                 hear(scenario.victim)
             elif scenario.heals:
-                processes.tell(scenario.victim, ("heal",))
+                processes.send(scenario.victim, ("heal",))
                 hear(scenario.victim)
             elif scenario.fault != "kill":
                 draw_conclusions(scenario.victim)
         for number in scenario.goes_on:
-            processes.tell(number, ("go on",))
+            processes.send(number, ("go on",))
         for number in scenario.goes_on:
-            outcomes[number] = processes.heard(number, LIMIT_S)
+            outcomes[number] = processes.next_report(number, LIMIT_S)
         end(processes, outcomes)
     return outcomes
 
@@ -100,24 +100,24 @@ def strike(processes: Processes, scenario: Scenario) -> None:
     """Wait until the victim reaches the stage of the fault, and inject it."""
     victim = scenario.victim
     if scenario.stage == "vote":
-        assert processes.heard(victim, LIMIT_S) == "summed"
+        assert processes.next_report(victim, LIMIT_S) == "summed"
         for number in scenario.others:
-            assert processes.heard(number, LIMIT_S) == "voted"
-        processes.tell(victim, ("vote",))
-    assert processes.heard(victim, LIMIT_S) == "held"
+            assert processes.next_report(number, LIMIT_S) == "voted"
+        processes.send(victim, ("vote",))
+    assert processes.next_report(victim, LIMIT_S) == "held"
     if scenario.fault == "kill":
         processes.kill(victim)
     elif scenario.fault == "freeze":
         processes.freeze(victim)
-        processes.tell(victim, ("go on",))  # received when it is thawed
+        processes.send(victim, ("go on",))  # received when it is thawed
     else:
-        processes.tell(victim, (scenario.fault,))
+        processes.send(victim, (scenario.fault,))
 
 
 def end(processes: Processes, ranks: Any) -> None:
     """Every process closes its transport and ends; none hangs."""
     for rank in ranks:
-        processes.tell(rank, ("end",))
+        processes.send(rank, ("end",))
     processes.results(LIMIT_S, ranks)
 
 

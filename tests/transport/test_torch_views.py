@@ -33,7 +33,7 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario
         strike(processes, scenario)
         continue_training(processes, scenario)
         (new,) = processes.start(1, replica, scenario, address)
-        assert processes.heard(new, LIMIT_S) == "joined"
+        assert processes.next_report(new, LIMIT_S) == "joined"
         are_one(scenario, outcomes(processes, (*scenario.others, new)), joins=1)
 
 
@@ -44,10 +44,10 @@ def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
         strike(processes, scenario)
         continue_training(processes, scenario)
         (second,) = processes.start(1, replica, scenario, address)
-        assert processes.heard(second, LIMIT_S) == "joined"
+        assert processes.next_report(second, LIMIT_S) == "joined"
         processes.kill(second)  # perhaps before its first contribution, perhaps after many
         (third,) = processes.start(1, replica, scenario, address)
-        assert processes.heard(third, LIMIT_S) == "joined"
+        assert processes.next_report(third, LIMIT_S) == "joined"
         are_one(scenario, outcomes(processes, (*scenario.others, third)), joins=2)
 
 
@@ -59,12 +59,12 @@ def test_a_new_process_replaces_one_that_stands_still(stage: str) -> None:
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
         (new,) = processes.start(1, replica, scenario, address)
-        assert processes.heard(new, LIMIT_S) == "joined"
+        assert processes.next_report(new, LIMIT_S) == "joined"
         continue_training(processes, scenario)
-        found = [processes.heard(rank, LIMIT_S) for rank in (*scenario.others, new)]
+        found = [processes.next_report(rank, LIMIT_S) for rank in (*scenario.others, new)]
         are_one(scenario, found, joins=1)
         processes.thaw(scenario.victim)
-        left: Outcome = processes.heard(scenario.victim, LIMIT_S)
+        left: Outcome = processes.next_report(scenario.victim, LIMIT_S)
         end(processes, (*scenario.others, new, scenario.victim))
         assert left.error is not None
         assert left.error[0] == "ReplicaLostError"
@@ -78,13 +78,13 @@ def test_who_wakes_up_when_the_others_have_finished_does_not_go_on_alone() -> No
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
         for number in scenario.others:
-            processes.tell(number, ("silent", scenario.victim))
+            processes.send(number, ("silent", scenario.victim))
         continue_training(processes, scenario)
         finished = outcomes(processes, scenario.others)
         assert all(outcome.error is None for outcome in finished)
         assert [processes.exit_code(number, LIMIT_S) for number in scenario.others] == [0, 0]
         processes.thaw(scenario.victim)
-        left: Outcome = processes.heard(scenario.victim, LIMIT_S)
+        left: Outcome = processes.next_report(scenario.victim, LIMIT_S)
         assert left.error is not None
         assert left.steps < PAUSE
         end(processes, [scenario.victim])
@@ -97,9 +97,9 @@ def test_the_last_of_three_goes_on_alone() -> None:
         processes.start(3, replica, scenario, address)
         strike(processes, scenario)
         processes.kill(2)
-        assert processes.heard(0, LIMIT_S) == "went on"
-        processes.tell(0, ("go on",))
-        outcome: Outcome = processes.heard(0, LIMIT_S)
+        assert processes.next_report(0, LIMIT_S) == "went on"
+        processes.send(0, ("go on",))
+        outcome: Outcome = processes.next_report(0, LIMIT_S)
         end(processes, [0])
     assert outcome.error is None
     assert outcome.members == (0,)
@@ -109,14 +109,14 @@ def test_the_last_of_three_goes_on_alone() -> None:
 
 def continue_training(processes: Processes, scenario: Scenario) -> None:
     for number in scenario.others:
-        assert processes.heard(number, LIMIT_S) == "went on"
+        assert processes.next_report(number, LIMIT_S) == "went on"
     for number in scenario.others:
-        processes.tell(number, ("go on",))
+        processes.send(number, ("go on",))
 
 
 def outcomes(processes: Processes, ranks: tuple[int, ...]) -> list[Outcome]:
     """Return the outcomes of all processes, which have closed their connections by then."""
-    found = [processes.heard(rank, LIMIT_S) for rank in ranks]
+    found = [processes.next_report(rank, LIMIT_S) for rank in ranks]
     end(processes, ranks)
     return found
 
