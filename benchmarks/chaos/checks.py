@@ -24,10 +24,10 @@ __all__ = [
 Record = Mapping[str, Any]
 Round = tuple[int, int]
 
-LOOKS_FOR_OTHERS = "It looks for the others"
+LOOKS_FOR_OTHERS = "It is searching for the other replicas"
 GONE_ON = "the others continued without replica"
-IS_BACK = "is a member again"
-TAKING_OVER = "is still taking over the state"
+IS_BACK = "has rejoined"
+TAKING_OVER = "is still fetching the state"
 DIFFERS = "global parameters or outer state of replica"
 
 

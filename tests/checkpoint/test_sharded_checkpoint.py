@@ -47,9 +47,9 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
     saved, common = rank.values(), rank.state.common()
     save(rank, folder / "checkpoints")
     ran = {"void": (), "loaded": saved, "common": common, **train(rank)}
-    went_on = take_over(Rank(setup, group), folder)
+    continued = take_over(Rank(setup, group), folder)
     group.close()
-    return {"ran": ran, "went on": went_on}
+    return {"ran": ran, "continued": continued}
 
 
 def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
@@ -58,11 +58,11 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
         processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, **LOSSY), tmp_path)
         ranks = processes.results(timeout_s=300)
     for rank in ranks.values():
-        ran, went_on = rank["ran"], rank["went on"]
+        ran, continued = rank["ran"], rank["continued"]
         for kind in ("loaded", "values"):
-            assert unequal(went_on.pop(kind), ran[kind]) == []
-        assert same(went_on.pop("common"), ran["common"])
-        assert went_on == {name: ran[name] for name in went_on}
+            assert unequal(continued.pop(kind), ran[kind]) == []
+        assert same(continued.pop("common"), ran["common"])
+        assert continued == {name: ran[name] for name in continued}
     checkpoint = open_checkpoint(tmp_path)
     shards = [f"replica-0-{kind}-{position}" for position in (0, 1) for kind in ("shard", "rank")]
     assert [*checkpoint.parts] == ["replica-0", *shards, "global"]

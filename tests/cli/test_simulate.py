@@ -230,7 +230,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"plan --preset 1b --step-time 1s {LINK} --config no/such/folder/x.toml", "no folder"),
         (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
         (f"plan --preset 1b --step-time 1s {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
-        (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour -1", "0 or more"),
+        (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour -1", "at least 0"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(

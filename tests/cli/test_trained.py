@@ -48,7 +48,7 @@ def test_evaluate_slides_over_all_tokens_or_takes_each_document(
         assert found["bits_per_byte"] * found["bytes"] == pytest.approx(found["bits_per_token"] * found["tokens"])
     # packed: 46 bytes and 2 end tokens, of which the first byte is not predicted; by document: all bytes, no end tokens
     assert list(counts.values()) == [(47, 45, 2), (46, 46, 2), (46, 46, 2)]
-    assert "--sequence-length must be between 1 and 1024 tokens for this model, not 2000" in refused(
+    assert "--sequence-length must be between 1 and 1024 tokens for this model, got 2000" in refused(
         [*arguments, "--sequence-length", "2000"], capsys
     )
 

@@ -157,10 +157,10 @@ def test_the_standard_library_is_the_default_corpus() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heldout_fraction": 0.0}, r"between 0 and 1, not 0\.0"),
-        ({"heldout_fraction": 1.0}, r"between 0 and 1, not 1\.0"),
+        ({"heldout_fraction": 0.0}, r"between 0 and 1, got 0\.0"),
+        ({"heldout_fraction": 1.0}, r"between 0 and 1, got 1\.0"),
         ({"bpe_vocab_size": 256}, r"at least 257"),
-        ({"max_documents": 1}, r"at least 2, not 1"),
+        ({"max_documents": 1}, r"at least 2, got 1"),
         ({"document_separator": ""}, r"data\.document_separator"),
     ],
 )

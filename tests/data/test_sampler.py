@@ -134,7 +134,7 @@ def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: 
 @pytest.mark.parametrize("drawn", [-1, 1.5, "3", True])
 def test_a_cursor_that_counts_no_batches_is_refused(drawn: object) -> None:
     (sampler,) = samplers(4, 1, 1)
-    with pytest.raises(CheckpointError, match=r"an integer of at least 0, not"):
+    with pytest.raises(CheckpointError, match=r"an integer of at least 0, got"):
         sampler.load_state_dict({**sampler.state_dict(), "drawn": drawn})
 
 
@@ -159,12 +159,12 @@ def test_too_few_tokens_say_how_many_would_do(sharding: Sharding) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"replica": 2}, r"replica must be from 0 to 1, not 2"),
-        ({"replica": -1}, r"replica must be from 0 to 1, not -1"),
-        ({"batch_size": 0}, r"batch_size must be at least 1, not 0"),
-        ({"sequence_length": 0}, r"sequence_length must be at least 1, not 0"),
-        ({"num_replicas": 0}, r"num_replicas must be at least 1, not 0"),
-        ({"num_replicas": None, "replica": -1}, r"replica must be 0 or more, not -1"),
+        ({"replica": 2}, r"replica must be from 0 to 1, got 2"),
+        ({"replica": -1}, r"replica must be from 0 to 1, got -1"),
+        ({"batch_size": 0}, r"batch_size must be at least 1, got 0"),
+        ({"sequence_length": 0}, r"sequence_length must be at least 1, got 0"),
+        ({"num_replicas": 0}, r"num_replicas must be at least 1, got 0"),
+        ({"num_replicas": None, "replica": -1}, r"replica must be at least 0, got -1"),
         ({"num_replicas": None, "sharding": "contiguous"}, r"'contiguous' needs a fixed number of replicas"),
         ({"sharding": "shufled"}, r"did you mean 'shuffled'\?"),
     ],

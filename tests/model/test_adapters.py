@@ -153,7 +153,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"source": None}, "needs a model of transformers"),
     ({"source": "nets.py:build"}, "needs a model of transformers"),
     ({"weights": "fresh"}, "adapts stored weights"),
-    ({"lora_rank": -1}, "lora_rank must be 0 or more"),
+    ({"lora_rank": -1}, "lora_rank must be at least 0"),
     ({"lora_dropout": 1.0}, "dropout at least 0 and below 1"),
     (
         {"lora_rank": 0, "lora_targets": ("q_proj",)},

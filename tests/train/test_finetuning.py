@@ -216,7 +216,7 @@ REFUSED: tuple[tuple[list[str], str], ...] = (
     (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
     (["llama", "--resume", "runs/a"], "resumes the run with its own model"),
     (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
-    (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs 0 must be a positive number"),
+    (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs must be a positive number, got 0"),
     (["llama", "--data", "a.jsonl", "--epochs"], "--epochs needs a value"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
 )

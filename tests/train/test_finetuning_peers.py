@@ -130,7 +130,7 @@ class Peer:
 
 
 def looks(event: Event) -> bool:
-    return isinstance(event, Note) and "looks for the others" in event.text
+    return isinstance(event, Note) and "searching for the other replicas" in event.text
 
 
 class Peers:

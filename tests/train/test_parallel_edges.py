@@ -88,6 +88,6 @@ def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
         processes.start(2, rank_that_dies, Setup(strategy=strategy, size=2), tmp_path)
         assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["ready", "ready"]
         processes.kill(1)
-        processes.send(0, "go on")
+        processes.send(0, "continue")
         words = processes.results(timeout_s=300)[0]
     assert words.startswith("(3,) A rank of replica 3 has ended or does not respond, so its position 0 can't continue")

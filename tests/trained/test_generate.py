@@ -144,7 +144,7 @@ def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> No
     begun.close()  # type: ignore[attr-defined]  # of generators
     assert model.training
     with pytest.raises(
-        ConfigurationError, match="max_new_tokens must be at least 0, not -1"
+        ConfigurationError, match="max_new_tokens must be at least 0, got -1"
     ):  # at once, not at the first token
         generate(model, PROMPT, seeded(), max_new_tokens=-1)
 
@@ -235,17 +235,17 @@ def test_bfloat16_autocast() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
-        ({"temperature": -0.1}, "temperature must be .*, not -0.1"),
-        ({"temperature": float("nan")}, "temperature must be .*, not nan"),
-        ({"temperature": float("inf")}, "temperature must be .*, not inf"),
-        ({"top_k": 0}, "top_k must be .*, not 0"),
-        ({"top_p": 0.0}, r"top_p must be .*, not 0\.0"),
-        ({"top_p": 1.1}, r"top_p must be .*, not 1\.1"),
-        ({"min_p": 0.0}, r"min_p must be .*, not 0\.0"),
-        ({"min_p": 1.5}, r"min_p must be .*, not 1\.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be .*, not 0\.0"),
-        ({"window": 0}, "window must be .*, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+        ({"temperature": -0.1}, "temperature must be .*, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be .*, got nan"),
+        ({"temperature": float("inf")}, "temperature must be .*, got inf"),
+        ({"top_k": 0}, "top_k must be .*, got 0"),
+        ({"top_p": 0.0}, r"top_p must be .*, got 0\.0"),
+        ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
+        ({"min_p": 0.0}, r"min_p must be .*, got 0\.0"),
+        ({"min_p": 1.5}, r"min_p must be .*, got 1\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be .*, got 0\.0"),
+        ({"window": 0}, "window must be .*, got 0"),
         ({"window": 13}, "max_sequence_length=12"),
         ({"prompt_tokens": []}, "The prompt is empty"),
         ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),

@@ -225,7 +225,7 @@ def _tell_of_votes(last: int) -> None:
 
 
 def replica(index: int, scenario: Scenario, address: Address) -> None:
-    """The main function of a process: train, report ``went on``, wait at `PAUSE`, report the `Outcome`, wait to end.
+    """The main function of a process: train, report ``continued``, wait at `PAUSE`, report the `Outcome`, wait to end.
 
     Processes beyond the first M replace the victim.
     """
@@ -257,7 +257,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
             _step(diloco, victim)
             outcome.digests[diloco.steps] = digests(diloco)
             if diloco.steps == PAUSE and number in scenario.goes_on and not connected.joining:
-                report("went on")
+                report("continued")
                 words.next()
     except TransportError as error:
         outcome.error, outcome.lost = (type(error).__name__, str(error)), error.replicas

@@ -114,7 +114,7 @@ def test_the_loss_of_a_rank_is_an_error_that_names_the_replica(tmp_path: Path) -
         processes.start(2, rank_waits, tmp_path)
         assert [processes.next_report(rank, timeout_s=300) for rank in (0, 1)] == ["met", "met"]
         processes.kill(1)
-        processes.send(0, "go on")
+        processes.send(0, "continue")
         words = processes.results(timeout_s=300)[0]
     assert words.startswith("(4,) A rank of replica 4 has ended or does not respond")
 

@@ -70,7 +70,7 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
             for number in numbers:
                 word = processes.next_report(number, LIMIT_S)
                 if number in scenario.goes_on:
-                    assert word == "went on", word
+                    assert word == "continued", word
                 else:
                     outcomes[number] = word
 
@@ -89,7 +89,7 @@ def play(scenario: Scenario) -> dict[int, Outcome]:
             elif scenario.fault != "kill":
                 draw_conclusions(scenario.victim)
         for number in scenario.goes_on:
-            processes.send(number, ("go on",))
+            processes.send(number, ("continue",))
         for number in scenario.goes_on:
             outcomes[number] = processes.next_report(number, LIMIT_S)
         end(processes, outcomes)
@@ -109,7 +109,7 @@ def strike(processes: Processes, scenario: Scenario) -> None:
         processes.kill(victim)
     elif scenario.fault == "freeze":
         processes.freeze(victim)
-        processes.send(victim, ("go on",))  # received when it is thawed
+        processes.send(victim, ("continue",))  # received when it is thawed
     else:
         processes.send(victim, (scenario.fault,))
 

@@ -97,8 +97,8 @@ def test_the_last_of_three_goes_on_alone() -> None:
         processes.start(3, replica, scenario, address)
         strike(processes, scenario)
         processes.kill(2)
-        assert processes.next_report(0, LIMIT_S) == "went on"
-        processes.send(0, ("go on",))
+        assert processes.next_report(0, LIMIT_S) == "continued"
+        processes.send(0, ("continue",))
         outcome: Outcome = processes.next_report(0, LIMIT_S)
         end(processes, [0])
     assert outcome.error is None
@@ -109,9 +109,9 @@ def test_the_last_of_three_goes_on_alone() -> None:
 
 def continue_training(processes: Processes, scenario: Scenario) -> None:
     for number in scenario.others:
-        assert processes.next_report(number, LIMIT_S) == "went on"
+        assert processes.next_report(number, LIMIT_S) == "continued"
     for number in scenario.others:
-        processes.send(number, ("go on",))
+        processes.send(number, ("continue",))
 
 
 def outcomes(processes: Processes, ranks: tuple[int, ...]) -> list[Outcome]:

@@ -95,7 +95,7 @@ class EvaluateOptions:
             ("--answer-tokens", self.answer_tokens, 1),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"{flag} {value} must be {least} or more.")
+                raise ConfigurationError(f"{flag} must be at least {least}, got {value}.")
         for flag, given in (("--text-field", self.text_field), ("--document-separator", self.document_separator)):
             if given is not None and not self.data:
                 raise ConfigurationError(

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
             )
         epochs = Finetuning.epochs if epochs is None else epochs
         if not 0 < epochs < 1e6:
-            raise ConfigurationError(f"--epochs {epochs:g} must be a positive number.")
+            raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
         asked = compose(line)
         swarm = asked.transport.name == "hivemind"
         replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas

@@ -81,9 +81,9 @@ class GenerateOptions:
             ("--seed", self.seed, 0),
         ):
             if value < least:
-                raise ConfigurationError(f"{flag} {value} must be at least {least}.")
+                raise ConfigurationError(f"{flag} must be at least {least}, got {value}.")
         if self.seed + self.num_samples > _LARGEST_SEED:
-            raise ConfigurationError(f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}.")
+            raise ConfigurationError(f"--seed must be at most {_LARGEST_SEED - self.num_samples}, got {self.seed}.")
         if self.chat and (self.json or self.stop or self.num_samples != 1):
             raise ConfigurationError(
                 "--chat cannot be combined with --json, --stop or --num-samples: it gives one answer at a time, and "

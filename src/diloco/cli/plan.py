@@ -90,7 +90,9 @@ def run(arguments: Sequence[str]) -> int:
 def _check(options: PlanOptions, target: float) -> None:
     """Raise `ConfigurationError` for options that can be rejected before anything is measured."""
     if not 0 < target < 1:
-        raise ConfigurationError(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
+        raise ConfigurationError(
+            f"--target-utilization must be above 0 and below 100 %, got {options.target_utilization}."
+        )
     if options.config is not None and options.preset is None:
         raise ConfigurationError("--config needs --preset NAME: --parameters and --layers are not enough to train.")
     if options.config is not None and not options.config.absolute().parent.is_dir():
@@ -103,7 +105,7 @@ def _check(options: PlanOptions, target: float) -> None:
         raise ConfigurationError(f"--steps must be at least 1, got {options.steps}.")
     if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
         raise ConfigurationError(
-            f"--price-per-hour and --price-per-gb must be 0 or more, got {options.price_per_hour} and "
+            f"--price-per-hour and --price-per-gb must be at least 0, got {options.price_per_hour} and "
             f"{options.price_per_gb}."
         )
     if not options.step_time and not options.measure:

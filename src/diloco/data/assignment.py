@@ -74,7 +74,7 @@ class Assignment:
         for name, number in (("from_step", self.from_step), ("start", self.start)):
             if not _is_whole(number):
                 raise ConfigurationError(
-                    f"{name} of an assignment must be an integer of at least 0 and below 2**62, not "
+                    f"{name} of an assignment must be an integer of at least 0 and below 2**62, got "
                     f"{shortened(number)}."
                 )
         if not _are_members(self.members):
@@ -85,7 +85,7 @@ class Assignment:
         if not _are_ranges(self.returned, self.start):
             raise ConfigurationError(
                 f"The returned ranges of an assignment must be a tuple of at most {_MOST_ENTRIES} pairs (begin, end) "
-                "with begin < end <= start, in ascending order and without overlap, not "
+                "with begin < end <= start, in ascending order and without overlap, got "
                 f"{shortened(self.returned)} with start={self.start}. Positions from start on are not assigned yet, so "
                 "they can't be returned."
             )
@@ -160,7 +160,7 @@ class Assignment:
         given = tuple(tuple(each) if isinstance(each, list) else each for each in returned)
         if not all(map(_is_range, given)):
             raise ConfigurationError(
-                f"Returned ranges must be pairs (begin, end) of integers with begin < end, not {shortened(given)}."
+                f"Returned ranges must be pairs (begin, end) of integers with begin < end, got {shortened(given)}."
             )
         together = tuple(sorted([*rest, *((begin, end) for begin, end in given)]))
         # Validated before merging, because merging would hide duplicates.
@@ -186,7 +186,7 @@ class Assignment:
                 # The constructor checks the types.
                 return cls(from_step, tuple(members), start, tuple(map(tuple, returned)))
         raise ConfigurationError(
-            "The message of an assignment must be [from_step, [member, ...], start, [[begin, end], ...]], not "
+            "The message of an assignment must be [from_step, [member, ...], start, [[begin, end], ...]], got "
             f"{shortened(message)}."
         )
 
@@ -197,7 +197,7 @@ class Assignment:
                 f"The assignment is for steps from {self.from_step} on, not for {shortened(step)}."
             )
         if not _is_whole(batch_size) or batch_size < 1:
-            raise ConfigurationError(f"batch_size must be an integer of at least 1, not {shortened(batch_size)}.")
+            raise ConfigurationError(f"batch_size must be an integer of at least 1, got {shortened(batch_size)}.")
         return (step - self.from_step) * len(self.members) * batch_size
 
     def _first_item(self, member: int, step: int, batch_size: int) -> int:

@@ -100,7 +100,7 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
         )
     if set(state) != {*origin, *more}:
         raise CheckpointError(
-            f"A data cursor must have the fields {sorted([*origin, *more])}, not {sorted(state)}. It was not loaded."
+            f"A data cursor must have the fields {sorted([*origin, *more])}, got {sorted(state)}. It was not loaded."
         )
 
 

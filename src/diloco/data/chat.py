@@ -242,7 +242,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 def _checked_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise DataError(
-            f"{place}: {name} must be a list of messages whose role and content are text, not {repr(messages)[:80]}."
+            f"{place}: {name} must be a list of messages whose role and content are text, got {repr(messages)[:80]}."
         )
     for message in messages:
         checked_text(message.get("content") or "", place, "content")

@@ -253,7 +253,7 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     """
     total = sum(weights.values())
     if not all(0 < weight < np.inf for weight in weights.values()):
-        raise ConfigurationError(f"The weights of sources must be positive, not {dict(weights)}.")
+        raise ConfigurationError(f"The weights of sources must be positive, got {dict(weights)}.")
     exact = [weight / total * CYCLE for weight in weights.values()]
     shares = [int(each) for each in exact]
     by_rest = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])

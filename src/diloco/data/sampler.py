@@ -69,10 +69,10 @@ class Sampler:
         shares = 1 if num_replicas is None else num_replicas
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size), ("num_replicas", shares)):
             if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}.")
+                raise ConfigurationError(f"{name} must be at least 1, got {value}.")
         if replica < 0 or (num_replicas is not None and replica >= num_replicas):
-            numbers = "0 or more" if num_replicas is None else f"from 0 to {num_replicas - 1}"
-            raise ConfigurationError(f"With num_replicas={num_replicas}, replica must be {numbers}, not {replica}.")
+            numbers = "at least 0" if num_replicas is None else f"from 0 to {num_replicas - 1}"
+            raise ConfigurationError(f"With num_replicas={num_replicas}, replica must be {numbers}, got {replica}.")
         if sharding not in get_args(Sharding):
             raise ConfigurationError(f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))}")
         if isinstance(tokens, np.ndarray):
@@ -241,7 +241,7 @@ class Sampler:
         drawn = state["drawn"]
         if type(drawn) is not int or drawn < 0:
             raise CheckpointError(
-                f"The number of batches drawn in a data cursor must be an integer of at least 0, not {drawn!r}. It was "
+                f"The number of batches drawn in a data cursor must be an integer of at least 0, got {drawn!r}. It was "
                 "not loaded."
             )
         return drawn

@@ -93,7 +93,7 @@ class DataSettings:
             ("prefetch_batches", self.prefetch_batches, 0),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"data.{name} must be at least {least}, not {value}.")
+                raise ConfigurationError(f"data.{name} must be at least {least}, got {value}.")
         if self.streaming and self.max_documents is not None:
             raise ConfigurationError(
                 f"data.max_documents={self.max_documents} can't be combined with data.streaming, which never has "
@@ -108,7 +108,7 @@ class DataSettings:
         if self.document_separator == "":
             raise ConfigurationError("data.document_separator must not be empty.")
         if not 0 < self.heldout_fraction < 1:
-            raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, not {self.heldout_fraction}.")
+            raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, got {self.heldout_fraction}.")
         self.parsed_sources()
 
     def _check_chat(self) -> None:
@@ -168,7 +168,7 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
     where = f"data.sources.{name}"
     if not isinstance(table, Mapping):
         raise ConfigurationError(
-            f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, not {table!r}.'
+            f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, got {table!r}.'
         )
     known = {each.name for each in fields(SourceSettings)} - {"name"}
     for key in table:
@@ -208,7 +208,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
             if isinstance(value, str) and value:
                 return value
             needed = "a string that is not empty"
-    raise ConfigurationError(f"{where}.{key} must be {needed}, not {value!r}.")
+    raise ConfigurationError(f"{where}.{key} must be {needed}, got {value!r}.")
 
 
 def _is_texts(value: Any) -> bool:

@@ -213,7 +213,7 @@ def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number} is not JSON: {error}.") from error
         if not isinstance(record, dict):
-            raise DataError(f"{path}:{number} must be a JSON object with {needed}, not a {type(record).__name__}.")
+            raise DataError(f"{path}:{number} must be a JSON object with {needed}, got a {type(record).__name__}.")
         yield f"{path}:{number}", record
 
 

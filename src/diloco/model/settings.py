@@ -129,13 +129,13 @@ class ModelSettings:
         self._check_source()
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(f"model.{name} must be at least 1, not {getattr(self, name)}.")
+                raise ConfigurationError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"model.{name} must be positive, not {getattr(self, name)}.")
+                raise ConfigurationError(f"model.{name} must be positive, got {getattr(self, name)}.")
         self._check_lora()
         if not self.z_loss >= 0:
-            raise ConfigurationError(f"model.z_loss must be 0 or more, not {self.z_loss}.")
+            raise ConfigurationError(f"model.z_loss must be at least 0, got {self.z_loss}.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.width={self.width} with model.heads={self.heads} gives heads of width "
@@ -163,7 +163,7 @@ class ModelSettings:
         object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list in the JSON of a checkpoint
         if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
             raise ConfigurationError(
-                "model.lora_rank must be 0 or more, model.lora_alpha positive, and model.lora_dropout at least 0 and "
+                "model.lora_rank must be at least 0, model.lora_alpha positive, and model.lora_dropout at least 0 and "
                 f"below 1, not {self.lora_rank}, {self.lora_alpha} and {self.lora_dropout}."
             )
         if not self.lora_targets:

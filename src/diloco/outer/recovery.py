@@ -184,7 +184,7 @@ class StateRecovery:
             The consequence, as a sentence.
         """
         index, outer_step = average.round.fragment, average.round.outer_step
-        status = f"{average.round}: replica {self._transport.replica} is still taking over the state"
+        status = f"{average.round}: replica {self._transport.replica} is still fetching the state"
         adopted = self._rounds_adopted.get(index, -1)
         if adopted == outer_step and self._loop.digest(index) == average.held:  # adopted since the round began
             with self._shared.changing(index), self._loop.carrying_over(index):

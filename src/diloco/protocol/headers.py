@@ -112,7 +112,7 @@ def judge_headers(
         min_contributors: None: all members except those that are still adopting the state.
     """
     absent = {
-        member: "is still taking over the state"
+        member: "is still fetching the state"
         for member in members
         if any(headers[member * ranks_per_replica + s].taking_over for s in range(ranks_per_replica))
     }

@@ -190,7 +190,7 @@ class ViewEnds:
         wishing = self._joining.union(replicas)
         pairs = (pair for pair in itertools.combinations(sorted(wishing), 2) if not {*pair}.isdisjoint(replicas))
         apart = frozenset(pair for pair in pairs if not self._are_connected(*pair))
-        words = f"{names_of(replicas)} {'want' if len(replicas) > 1 else 'wants'} to join"
+        words = f"{names_of(replicas)} {'ask' if len(replicas) > 1 else 'asks'} to join"
         self._views.end(words, joining=frozenset(replicas), apart=apart)
 
     @property

@@ -63,7 +63,7 @@ class Cluster:
                 f"step times {times}."
             )
         if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"the jitter must be 0 or more, got {jitter}.")
+            raise ConfigurationError(f"the jitter must be at least 0, got {jitter}.")
         arrays = LinkArrays.of(links)
         return cls(
             bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,

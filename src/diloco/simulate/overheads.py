@@ -53,7 +53,7 @@ class Overheads:
         others = (self.round_trips, self.queue_trips, *work)
         if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
             raise ConfigurationError(
-                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, other values 0 or more."
+                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, other values at least 0."
             )
 
 

@@ -104,7 +104,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     if not (lost or fleet.gathering) or stop.signal is not None:
         return
     if lost:
-        emit(Note(step=step, text=f"{fleet.failure} It looks for the others."))
+        emit(Note(step=step, text=f"{fleet.failure} It is searching for the other replicas."))
     limit_s = session.settings.transport.give_up_after_s
     gives_up_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     try:
@@ -130,7 +130,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "is a member again" if len(fleet.view.members) > 1 else "continues alone"
+    how = "has rejoined" if len(fleet.view.members) > 1 else "continues alone"
     emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
 
 

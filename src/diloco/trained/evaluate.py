@@ -137,7 +137,7 @@ def evaluate_windows(
     """
     if not 1 <= stride <= sequence_length:
         raise ConfigurationError(
-            f"The stride must be between 1 and the sequence length of {sequence_length}, not {stride}."
+            f"The stride must be between 1 and the sequence length of {sequence_length}, got {stride}."
         )
     windows = [
         (tokens, window) for tokens in streams for window in sliding_windows(len(tokens) - 1, sequence_length, stride)

@@ -98,7 +98,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
     """
     file = Path(os.path.realpath(file))
     if file.suffix != ".safetensors":
-        raise ConfigurationError(f"The name of the exported file must end in .safetensors, not {file}.")
+        raise ConfigurationError(f"The name of the exported file must end in .safetensors, got {file}.")
     _check_place(file, overwrite, is_export=file.is_file())
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
     with _as_checkpoint_error(file):

@@ -87,8 +87,8 @@ def generate_together(
     longest, vocabulary = model.max_sequence_length, model.vocab_size
     window = longest if window is None else window
     device = next(model.parameters()).device
-    _check(max_new_tokens >= 0, f"max_new_tokens must be at least 0, not {max_new_tokens}.")
-    _check(1 <= window <= longest, f"window must be between 1 and model.max_sequence_length={longest}, not {window}.")
+    _check(max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}.")
+    _check(1 <= window <= longest, f"window must be between 1 and model.max_sequence_length={longest}, got {window}.")
     _check(len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token.")
     for token in (*prompt_tokens, *(() if stop_token is None else (stop_token,))):
         _check(0 <= token < vocabulary, f"The token {token} is not in the model's vocabulary, 0 to {vocabulary - 1}.")

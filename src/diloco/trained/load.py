@@ -92,7 +92,7 @@ class Trained:
         if asked is None:
             return min(self.sequence_length, longest)
         if not 1 <= asked <= longest:
-            raise ConfigurationError(f"{name} must be between 1 and {longest} tokens for this model, not {asked}.")
+            raise ConfigurationError(f"{name} must be between 1 and {longest} tokens for this model, got {asked}.")
         return asked
 
 

@@ -50,7 +50,7 @@ class Sampling:
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "a positive number"),
         ):
             if not holds:
-                raise ConfigurationError(f"{name} must be {works}, not {getattr(self, name)}.")
+                raise ConfigurationError(f"{name} must be {works}, got {getattr(self, name)}.")
 
     def draw(self, logits: torch.Tensor, occurred: Iterable[int], generator: torch.Generator) -> int:
         """Return the next token.

@@ -66,7 +66,7 @@ class Fleet(abc.ABC):
         return step if wanted else None
 
     def close_to_joiners(self, reason: str) -> None:
-        """Refuse replicas that want to join, giving ``reason``; "" admits them again."""
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
         return None
 
     def facts(self) -> dict[str, str]:

@@ -189,7 +189,7 @@ class SwarmService:
         return members if self._transport.replica in members else ()
 
     def _table(self) -> SwarmTable:
-        """Return the table of the members and of connected peers that want to join."""
+        """Return the table of the members and of connected peers that ask to join."""
         members, entries = self._members, self._registry.entries
         ranks = sorted({*members, *self._connections.connected} & entries.keys())
         step = self._transport.step
