@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
@@ -46,13 +46,9 @@ class Life:
         """The last part of its folder."""
         return self.folder.rpartition("/")[2]
 
-    def to_record(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Life:
-        """What `to_record` gave."""
+        """What `asdict` gave, also by way of JSON."""
         return cls(**record | {"disturbed": [(begin, end) for begin, end in record["disturbed"]]})
 
 

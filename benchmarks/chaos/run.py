@@ -278,6 +278,6 @@ class Conductor:
         records = {
             "began_s": self._began_s,
             "settings": asdict(self.settings),
-            "lives": [life.to_record() for life in self.peers.lives],
+            "lives": [asdict(life) for life in self.peers.lives],
         }
         (self.peers.folder / LIVES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

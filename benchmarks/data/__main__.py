@@ -11,6 +11,7 @@ of its own each, from its first line of Python to the first batch.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import subprocess
@@ -67,8 +68,6 @@ def main() -> None:
 
 def write_text(path: Path, size_bytes: int) -> Path:
     """The standard library over and over, a document a line, each copy told from the others."""
-    import json
-
     written, copy = 0, 0
     with path.open("w", encoding="utf-8") as file:
         while written < size_bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
-from benchmarks.hostile.doors import memory_bytes
+from benchmarks.hostile.doors import frame, memory_bytes
 from tests.same import same_values
 from tests.transport.state_donors import Asker, Donor, lying, state
 from tests.transport.test_state_lies import LIES
@@ -59,10 +59,6 @@ def answering(answer: Callable[[dict[str, Any]], bytes | None]) -> Donor:
     return donor
 
 
-def _frame(text: bytes) -> bytes:
-    return len(text).to_bytes(4, "big").join((b"DLC1", b"")) + bytes(8) + text
-
-
 def _not_finite() -> Donor:
     held = state(numel=_NUMEL)
     held["slots"]["momentum"][7] = float("nan")
@@ -93,16 +89,16 @@ ATTACKS = [
     beside_an_honest_one("NaN in its state", _not_finite, "refused"),
     beside_an_honest_one("20 kB a second", _slow, slow_s=2.0),
     beside_an_honest_one("silent", lambda: answering(lambda message: None), slow_s=0.5),
-    beside_an_honest_one("no JSON", lambda: answering(lambda message: _frame(b"{"))),
+    beside_an_honest_one("no JSON", lambda: answering(lambda message: frame(b"{"))),
     beside_an_honest_one(
-        "JSON with 1e400", lambda: answering(lambda message: _frame(b'{"kind": "offer", "bytes": 1e400}'))
+        "JSON with 1e400", lambda: answering(lambda message: frame(b'{"kind": "offer", "bytes": 1e400}'))
     ),
     beside_an_honest_one(
-        "JSON 10,000 levels deep", lambda: answering(lambda message: _frame(b'{"kind":' + b"[" * 10_000))
+        "JSON 10,000 levels deep", lambda: answering(lambda message: frame(b'{"kind":' + b"[" * 10_000))
     ),
     beside_an_honest_one(
         "a refusal with escapes",
-        lambda: answering(lambda message: _frame(b'{"kind": "refused", "reason": "\\u001b[2J"}')),
+        lambda: answering(lambda message: frame(b'{"kind": "refused", "reason": "\\u001b[2J"}')),
     ),
     beside_an_honest_one("a skeleton 12 levels deep", _lie(_offer(skeleton=_DEEP))),
     beside_an_honest_one("a skeleton that is a list", _lie(_offer(skeleton=[[]]))),

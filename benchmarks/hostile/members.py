@@ -103,6 +103,11 @@ def adopted(view: int, members: Sequence[int], **fields: Any) -> dict[str, Any]:
     return {"kind": "adopted", "view": view, "members": list(members), "from_step": 1, "reason": "", **empty, **fields}
 
 
+def entry(rank: int, *, address: str = "a:1", facts: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a rank says of itself."""
+    return {"rank": rank, "address": address, "facts": dict(facts or {}), "held_step": -1, "places": []}
+
+
 VOTE = {
     "kind": "vote",
     "view": 0,
@@ -152,17 +157,13 @@ def says(name: str, messages: Sequence[Message], before: str = "", *, provable: 
     return Attack(name=name, who="member", where="simulated", run=run, before=before, provable=provable)
 
 
-def gives_unusable_values() -> Outcome:
-    return attacked_by_member(honest, unusable=True)
-
-
 ATTACKS = [
     lies("no lie at all", honest, "no harm"),
     Attack(
         name="values of 1e37, which make each mean infinite",
         who="member",
         where="simulated",
-        run=gives_unusable_values,
+        run=lambda: attacked_by_member(honest, unusable=True),
         before="all end with NaN",
         provable=True,
     ),
@@ -286,57 +287,26 @@ ATTACKS = [
     says("a speed in 60 kB", [{"kind": "speed", "steps_per_s": "9" * 60_000}]),
     says(
         "facts of another one",
-        [{"kind": "facts", "answer": False, "rank": 0, "address": "a:1", "facts": {}, "held_step": -1, "places": []}],
+        [{"kind": "facts", "answer": False, **entry(0)}],
         "given up",
     ),
     says(
         "facts with escapes",
-        [
-            {
-                "kind": "facts",
-                "answer": False,
-                "rank": 3,
-                "address": "a:1",
-                "facts": {"seed": "\x1b[2J"},
-                "held_step": -1,
-                "places": [],
-            }
-        ],
+        [{"kind": "facts", "answer": False, **entry(3, facts={"seed": "\x1b[2J"})}],
         "escapes printed",
     ),
     says(
         "300 facts",
-        [
-            {
-                "kind": "facts",
-                "answer": True,
-                "rank": 3,
-                "address": "a:1",
-                "facts": {str(n): "" for n in range(300)},
-                "held_step": -1,
-                "places": [],
-            }
-        ],
+        [{"kind": "facts", "answer": True, **entry(3, facts={str(n): "" for n in range(300)})}],
     ),
     says("an introduction of nobody", [{"kind": "introduce", "entry": {"rank": 1 << 40}}], "given up"),
     says(
         "it asks to join in the name of another one",
-        [{"kind": "join", "rank": 0, "address": "a:1", "facts": {}, "held_step": -1, "places": [], "connected": []}],
+        [{"kind": "join", **entry(0), "connected": []}],
         "given up",
     ),
     says(
         "it asks to join although it is a member, 300 times",
-        [
-            {
-                "kind": "join",
-                "rank": 3,
-                "address": "simulated:3",
-                "facts": {},
-                "held_step": -1,
-                "places": [],
-                "connected": [0, 1, 2, 3],
-            }
-        ]
-        * 300,
+        [{"kind": "join", **entry(3, address="simulated:3"), "connected": [0, 1, 2, 3]}] * 300,
     ),
 ]

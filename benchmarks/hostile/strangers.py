@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
-from benchmarks.hostile.members import HEADER, VOTE, adopted, change
+from benchmarks.hostile.members import HEADER, VOTE, adopted, change, entry
 from benchmarks.hostile.simulated import attacked_by_stranger
 
 __all__ = ["ATTACKS"]
 
 Message = Mapping[str, Any]
-ENTRY = {"rank": 2, "address": "simulated:2", "facts": {}, "held_step": -1, "places": []}
+ENTRY = entry(2, address="simulated:2")
 _LISTS: Message = {"x": [[]] * 3000}
 
 
