@@ -20,7 +20,7 @@ from benchmarks.chaos.events import Rates
 from benchmarks.chaos.network import Loopback, Wan
 from benchmarks.chaos.plan import plan_events
 from benchmarks.chaos.processes import python
-from benchmarks.chaos.records import Left
+from benchmarks.chaos.records import RunRecords
 from benchmarks.chaos.report import publish, tables
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import COMMON, Settings
@@ -69,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = plan_events(given.seed, given.minutes, given.peers, rates)
     if not given.report:
         Conductor(settings, given.out, network, say=lambda text: print(text, flush=True)).run(events)
-    left = Left(given.out)
-    tokens = max((each["tokens"] for each in left.summaries.values()), default=0)
-    undisturbed = undisturbed_losses(given.out, left.settings, tokens, given.undisturbed) if tokens else []
+    records = RunRecords(given.out)
+    tokens = max((each["tokens"] for each in records.summaries.values()), default=0)
+    undisturbed = undisturbed_losses(given.out, records.settings, tokens, given.undisturbed) if tokens else []
     words = f"--transport {given.transport} --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}"
     run: dict[str, Any] = {
         "command": words + (" --wan SCRIPT" if given.wan else ""),
-        **judge(left, events, undisturbed),
+        **judge(records, events, undisturbed),
     }
     print(tables([run]))
     if given.publish:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.chaos import checks
 from benchmarks.chaos.events import BOOTSTRAP, Event
 from benchmarks.chaos.network import Loopback, Wan
-from benchmarks.chaos.records import Left
+from benchmarks.chaos.records import RunRecords
 from benchmarks.chaos.report import table, write_between
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
@@ -101,16 +101,18 @@ CASES = (
 )
 
 
-def found(case: Case, left: Left) -> dict[str, Any]:
+def found(case: Case, records: RunRecords) -> dict[str, Any]:
     """The figures of a case, as JSON."""
-    run = judge(left, case.events, ())
+    run = judge(records, case.events, ())
     checked = run["faults"] | {"nobody was put out to whom nothing was done": run["put_out"]}
     paces = {}
-    for record, event in zip(left.happened, case.events, strict=False):
+    for record, event in zip(records.happened, case.events, strict=False):
         if event.timetable:
             until_s = record["time_s"] + event.seconds
-            paces[event.kind] = checks.pace(left.logs, event.stalls, record["time_s"], until_s, left.settings.step_s)
-    lives = [life for life in left.lives if life.peer != BOOTSTRAP]
+            paces[event.kind] = checks.pace(
+                records.logs, event.stalls, record["time_s"], until_s, records.settings.step_s
+            )
+    lives = [life for life in records.lives if life.peer != BOOTSTRAP]
     codes = {
         str(life.peer): life.code if life.code is not None and life.code >= 0 else None
         for life in lives
@@ -119,7 +121,7 @@ def found(case: Case, left: Left) -> dict[str, Any]:
     return {
         "what": "; ".join(f"{event.peer}: {event.text}" for event in case.events),
         "ended_by_themselves": codes,
-        "came_to_the_end": len(left.summaries),
+        "came_to_the_end": len(records.summaries),
         "stood_still_s": run["longest_s"]["StepFinished"],
         "bound_s": run["limits_s"]["StepFinished"],
         "pace": round(min(paces.values()), 2) if paces else None,
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         network: Loopback = Wan(given.wan, os.environ.get("WAN_PREFIX", "k"))
         if not given.report:
             Conductor(case.settings, out / case.key, network, lambda text: print(text, flush=True)).run(case.events)
-        rows[case.key] = found(case, Left(out / case.key))
+        rows[case.key] = found(case, RunRecords(out / case.key))
         print(json.dumps(rows[case.key], indent=1), flush=True)
     if given.publish:
         publish(given.publish, rows)

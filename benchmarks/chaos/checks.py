@@ -12,13 +12,13 @@ from benchmarks.chaos.processes import Life
 
 __all__ = [
     "Log",
-    "came_back",
+    "evicted",
     "gaps",
     "half_applied",
     "pace",
-    "put_out",
+    "recoveries",
     "repaired",
-    "standing_still",
+    "stalled",
 ]
 
 Record = Mapping[str, Any]
@@ -75,7 +75,7 @@ def gaps(times_s: Sequence[float], excluded: Iterable[tuple[float, float]] = ())
     return sorted(((b - a, a) for a, b in kept), reverse=True)
 
 
-def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str]]:
+def recoveries(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str]]:
     """How long a process needed to take part again, after its start and after everything that befell it.
 
     Returns:
@@ -99,20 +99,18 @@ def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[
     return times, busy, faults
 
 
-def standing_still(
-    logs: Sequence[Log], limits_s: Mapping[str, float], back_s: float
-) -> tuple[dict[str, float], list[str]]:
+def stalled(logs: Sequence[Log], limits_s: Mapping[str, float], back_s: float) -> tuple[dict[str, float], list[str]]:
     """The longest gap between two records of an event in a process that nothing befell meanwhile, and the faults.
 
     Args:
         logs: of all processes.
         limits_s: event -> the longest gap there may be.
-        back_s: see `came_back`.
+        back_s: see `recoveries`.
     """
     longest = dict.fromkeys(limits_s, 0.0)
     faults: list[str] = []
     for log in logs:
-        _, busy, late = came_back(log, back_s)
+        _, busy, late = recoveries(log, back_s)
         faults.extend(late)
         for event, limit_s in limits_s.items():
             times_s = [record["time_s"] for record in log.of(event)]
@@ -167,7 +165,7 @@ def half_applied(logs: Sequence[Log]) -> list[str]:
     for log in logs:
         faults.extend(
             f"{log.name}: round {key} is void here ({reason}) and committed elsewhere, and it just went on"
-            for key, reason in _gone_on_after_void(log)
+            for key, reason in _continued_after_void(log)
             if key in committed
         )
     return faults
@@ -177,7 +175,7 @@ def _round(record: Record) -> Round:
     return record["fragment"], record["outer_step"]
 
 
-def _gone_on_after_void(log: Log) -> list[tuple[Round, str]]:
+def _continued_after_void(log: Log) -> list[tuple[Round, str]]:
     """Void rounds after which a process committed a round that it sent later, without coming back between.
 
     Those that are void because it comes back are told of while it does.
@@ -213,16 +211,16 @@ def repaired(logs: Sequence[Log]) -> list[str]:
     ]
 
 
-def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
+def evicted(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
     """Members that the others went on without though nothing was done to them; when, and who, in order.
 
     Args:
         logs: of all processes; what those say that were disturbed themselves, or had not come back, does not count.
-        back_s: see `came_back`.
+        back_s: see `recoveries`.
         noticed_s: what is true may be said so much later; what is said twice within it is counted once.
     """
     explained: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
-    busy = {log.name: came_back(log, back_s)[1] for log in logs}
+    busy = {log.name: recoveries(log, back_s)[1] for log in logs}
     for log in logs:
         last_s = max((record["time_s"] for record in log.of("StepFinished")), default=log.life.started_s)
         explained[log.replica] += [(since, until + noticed_s) for since, until in busy[log.name]]
@@ -232,7 +230,7 @@ def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[
         for record in log.of("ViewChanged", "Note"):
             if _within(record["time_s"], busy[log.name]):
                 continue
-            said.extend((record["time_s"], replica, f"{log.name}: {why}") for replica, why in _out(log, record))
+            said.extend((record["time_s"], replica, f"{log.name}: {why}") for replica, why in _evictions(log, record))
     found: list[tuple[float, str]] = []
     counted: dict[int, float] = {}
     for time_s, replica, words in sorted(said):
@@ -243,7 +241,7 @@ def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[
     return found
 
 
-def _out(log: Log, record: Record) -> list[tuple[int, str]]:
+def _evictions(log: Log, record: Record) -> list[tuple[int, str]]:
     """Whom a record says to be out of the view, and why."""
     if record["event"] == "ViewChanged":
         return [(replica, record["reason"]) for replica in record["left"] if replica != record["replica"]]

@@ -60,7 +60,7 @@ class Peers:
 
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
-        joins += [other.address() for other in self._somebody(peer)]
+        joins += [other.address() for other in self._one_training(peer)]
         where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0", "--join", *filter(None, joins)]
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
@@ -71,13 +71,13 @@ class Peers:
     def _torch(self, peer: int) -> list[str]:
         """The same command whenever it is started, but for the rendezvous: any replica that lives and has trained."""
         meeting = f"{self.network.address(1)}:{self._port}"
-        for other in self._somebody(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
+        for other in self._one_training(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
             told = other.tail.facts["control addresses"]
             meeting = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", told)[0]
         place = ["--replica", str(peer), "--rendezvous", meeting, "--out", str(self.folder / f"peer-{peer}")]
         return ["train", *self.settings.arguments(), "--data", str(self._data), *place]
 
-    def _somebody(self, peer: int) -> list[Running]:
+    def _one_training(self, peer: int) -> list[Running]:
         """One of the others that train, if any does."""
         training = [each for each in self.others(peer) if self.trains(each.life.peer)]
         return [self._rng.choice(training)] if training else []
@@ -103,8 +103,8 @@ class Peers:
         before = self.running.pop(peer, None)
         if before is not None:
             self._left.append(before)
-        said = self.folder / f"{len(self.lives)}-{'dht' if peer == BOOTSTRAP else f'peer-{peer}'}.said.txt"
-        self.running[peer] = Running(self.network.command(peer + 1, command), life, said)
+        output = self.folder / f"{len(self.lives)}-{'dht' if peer == BOOTSTRAP else f'peer-{peer}'}.said.txt"
+        self.running[peer] = Running(self.network.command(peer + 1, command), life, output)
 
     # Which there are.
 
@@ -116,7 +116,7 @@ class Peers:
         """Those that live, without one and the standing peer."""
         return [each for number, each in self.running.items() if number not in (BOOTSTRAP, peer) and each.is_alive]
 
-    def anybody(self) -> bool:
+    def any_alive(self) -> bool:
         return any(process.is_alive for process in self.training())
 
     def trains(self, peer: int) -> bool:

@@ -95,20 +95,20 @@ class Running:
     Args:
         command: what to run.
         life: its record, begun here.
-        said: file for what it prints.
+        output: file for what it prints.
     """
 
-    def __init__(self, command: Sequence[str], life: Life, said: Path) -> None:
+    def __init__(self, command: Sequence[str], life: Life, output: Path) -> None:
         self.life = life
-        self.said = said
+        self.output = output
         self.tail = Tail(Path(life.folder) / "metrics.jsonl")
-        with said.open("wb") as output:
+        with output.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
             )
 
@@ -137,16 +137,16 @@ class Running:
         self.signal_group(SIGKILL)
         self.process.wait()
         _ = self.is_alive
-        self.life.words = self.words()
+        self.life.words = self.printed()
 
     def address(self) -> str:
         """What others join a swarm by; empty where it has not said so."""
-        found = re.findall(r"--join (/ip4/\S+)", self.words())
+        found = re.findall(r"--join (/ip4/\S+)", self.printed())
         return str(found[-1]) if found else ""
 
-    def words(self) -> str:
+    def printed(self) -> str:
         """What it printed so far."""
-        return self.said.read_text(encoding="utf-8", errors="replace")
+        return self.output.read_text(encoding="utf-8", errors="replace")
 
 
 def descendants(pid: int) -> list[int]:

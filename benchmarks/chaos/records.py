@@ -13,10 +13,10 @@ from benchmarks.chaos.processes import Life
 from benchmarks.chaos.run import HAPPENED, LIVES
 from benchmarks.chaos.settings import Settings
 
-__all__ = ["Left", "read"]
+__all__ = ["RunRecords", "read"]
 
 
-class Left:
+class RunRecords:
     """What a run left behind.
 
     Attributes:

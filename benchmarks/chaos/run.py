@@ -63,14 +63,14 @@ class Conductor:
                 delay_s = 0.0
                 for number, event in enumerate(events):
                     self._until(self._began_s + event.at_s + delay_s)
-                    if not self.peers.anybody():
+                    if not self.peers.any_alive():
                         self.say("the run is over, and not all was done to it")
                         break
                     waited_s = self._until_enough(event)
                     delay_s += waited_s
                     self._happens(number, event, waited_s)
                 if self.settings.hurries:
-                    self._await(self._all_train, self.settings.back_s)
+                    self._await(self._all_train, self.settings.recovery_limit_s)
                     set_seconds(self.peers.pace, 0.0)
                 self._finish()
         finally:
@@ -123,7 +123,7 @@ class Conductor:
             others = training - set(event.stalls)
             return len(others) >= self._needed(event) and training >= set(event.stalls)
 
-        while not enough() and time.time() < began_s + self.settings.back_s and self.peers.anybody():
+        while not enough() and time.time() < began_s + self.settings.recovery_limit_s and self.peers.any_alive():
             self._tick()
         return time.time() - began_s
 
@@ -235,7 +235,7 @@ class Conductor:
     def _until_the_end(self, event: Event) -> None:
         """Until the others have few steps left."""
         last = self.settings.steps - _BEFORE_THE_END_S / self.settings.step_s
-        while self._goes_on() and max((each.tail.step for each in self.peers.others(event.peer)), default=last) < last:
+        while self._active() and max((each.tail.step for each in self.peers.others(event.peer)), default=last) < last:
             self._tick()
 
     def _thaw_at_the_end(self, process: Running) -> None:
@@ -243,7 +243,7 @@ class Conductor:
         process.life.disturbed.append((time.time(), time.time()))
         process.signal(signal.SIGSTOP, with_daemon=True)
         others = self.peers.others(process.life.peer)
-        while self._goes_on() and not any(each.tail.finished for each in others):
+        while self._active() and not any(each.tail.finished for each in others):
             self._tick()
         process.signal(signal.SIGCONT, with_daemon=True)
         process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
@@ -252,17 +252,17 @@ class Conductor:
     def _all_train(self) -> bool:
         return not self._due and all(self.peers.trains(peer) for peer in range(self.settings.peers))
 
-    def _goes_on(self) -> bool:
+    def _active(self) -> bool:
         """Whether anybody has finished a step for so long that all must be over otherwise."""
         latest_s = max(process.tail.steps_s for process in self.peers.training())
-        return self.peers.anybody() and time.time() < latest_s + 2 * self.settings.back_s
+        return self.peers.any_alive() and time.time() < latest_s + 2 * self.settings.recovery_limit_s
 
     def _finish(self) -> None:
         """Wait for all to be through, and for those who do not get there."""
-        settled_s = time.time() + 3 * self.settings.back_s
-        while self.peers.anybody():
+        settled_s = time.time() + 3 * self.settings.recovery_limit_s
+        while self.peers.any_alive():
             self._tick()
-            if time.time() > settled_s and self.peers.anybody() and not self._goes_on():
+            if time.time() > settled_s and self.peers.any_alive() and not self._active():
                 self.say("nobody finishes a step any more, and not all have ended")
                 for process in self.peers.training():
                     process.signal(signal.SIGUSR1)

@@ -54,7 +54,7 @@ class Settings:
     numbered: bool = False
 
     @property
-    def stands_still_s(self) -> float:
+    def stall_limit_s(self) -> float:
         """The longest that a peer to which nothing happens may need for a step.
 
         It waits for one round. Whoever is late is noticed after `join_window_s`; who is silent, after `silence_s`. Then
@@ -64,18 +64,18 @@ class Settings:
         return self.round_timeout_s + self.silence_s + self.slack_s
 
     @property
-    def without_round_s(self) -> float:
+    def round_gap_limit_s(self) -> float:
         """The longest between two committed rounds: one may be void, and the next one late as well."""
-        return 2 * self.stands_still_s
+        return 2 * self.stall_limit_s
 
     @property
-    def back_s(self) -> float:
+    def recovery_limit_s(self) -> float:
         """The longest that a peer may need to take part in a round after it was started or let run.
 
         It hears that it was left behind, or notices within `silence_s`; its old place may be silent for as long; it
         connects, takes over the state, and waits for others that join before it; then for a round.
         """
-        return 2 * self.silence_s + self.round_timeout_s + self.stands_still_s
+        return 2 * self.silence_s + self.round_timeout_s + self.stall_limit_s
 
     def arguments(self) -> list[str]:
         """Of every peer, beside which it is, where it listens, joins and writes."""
