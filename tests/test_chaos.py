@@ -1,4 +1,4 @@
-"""`benchmarks.chaos`: its plan and its checks on made-up records, and a short run with real peers."""
+"""Tests of `benchmarks.chaos`: its plan, its checks on made-up records, and a short run with real peers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TestProcesses:
     def test_the_clock_of_a_process_is_stepped_and_its_records_keep_the_machines(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(time, "time", time.time)  # both are put back
+        monkeypatch.setattr(time, "time", time.time)  # restored after the test
         monkeypatch.setattr(files, "time", files.time)
         true, held = time.time, tmp_path / "clock"
         set_seconds(held, 0.0)
@@ -155,7 +155,7 @@ class TestProcesses:
         )
 
     def test_a_daemon_in_a_session_of_its_own_goes_with_its_machine(self, tmp_path: Path) -> None:
-        """A signal to the group does not reach it; one to all that a peer started does."""
+        """A signal to the process group does not reach it; a signal to all descendants does."""
         waits = "import sys; print(flush=True); sys.stdin.read()"
         starts = (
             f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {waits!r}], stdin=-1, stdout=-1, "
@@ -177,7 +177,7 @@ class TestProcesses:
     def test_the_commands_of_peers_are_ones_that_diloco_takes(
         self, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A torch replica is started again by the same command, with the address of another one as rendezvous."""
+        """A torch replica is restarted by the same command, with the address of another replica as rendezvous."""
         commands: list[list[str]] = []
 
         class Started:
@@ -192,7 +192,7 @@ class TestProcesses:
             peers.start(peer)
             tail = peers.running[peer].tail
             tail.facts = {"control addresses": f"0 at 10.0.0.1:1, {peer} at 10.0.0.1:{peer + 1}"}
-        tail.steps_s = tail.committed_s = time.time()  # the second one trains
+        tail.steps_s = tail.committed_s = time.time()  # the second peer trains
         if transport == "torch":
             peers.start(0)
             assert commands[2][commands[2].index("--rendezvous") + 1] == "10.0.0.1:2"
@@ -203,7 +203,7 @@ class TestProcesses:
 
 
 def is_over(pid: int) -> bool:
-    """Whether a process has ended; nobody may have waited for its end."""
+    """Return whether a process has ended, even if its parent has not waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -299,14 +299,14 @@ class TestRounds:
 
     def test_void_here_and_committed_there_is_a_fault_for_who_goes_on(self) -> None:
         gone_on = log(sent(0), void(1), sent(2, 1), committed(3, 1), name="b")
-        assert "just went on" in checks.half_applied([log(committed(1)), gone_on])[0]
+        assert "did not rejoin" in checks.half_applied([log(committed(1)), gone_on])[0]
 
     def test_not_for_who_ended(self) -> None:
         assert checks.half_applied([log(committed(1)), log(sent(0), void(1), name="b")]) == []
 
     @pytest.mark.parametrize("void_s", [1.0, 2.5])
     def test_not_for_who_came_back(self, void_s: float) -> None:
-        """The round is void before it looks for the others, or while it does."""
+        """The round is void before the replica looks for the others, or while it does."""
         records = [
             sent(0),
             void(void_s),
@@ -336,7 +336,7 @@ def left(time_s: float, *replicas: int, view: int = 1, replica: int = 0) -> dict
 
 
 class TestPutOut:
-    """Of three replicas, 0 says that 1 is out at 20 s."""
+    """Replica 0 of three reports at 20 s that replica 1 is out of the view."""
 
     BACK_S, NOTICED_S = 30.0, 5.0
 
@@ -353,13 +353,13 @@ class TestPutOut:
     def test_for_nothing(self) -> None:
         ((time_s, words),) = self.found(left(20, 1), self.about())
         assert time_s == 20
-        assert "replica 1 was put out" in words
+        assert "replica 1 was evicted" in words
 
     @pytest.mark.parametrize("words", [checks.LOOKS_FOR_OTHERS, f"{checks.GONE_ON} 1: it is late."])
     def test_once_where_it_says_so_itself(self, words: str) -> None:
         about = self.about(record(20.2, "Note", text=words))
         assert len(self.found(left(20, 1), about)) == 1
-        assert len(self.found(left(20, 2), about)) == 2  # of replica 2 nothing is known
+        assert len(self.found(left(20, 2), about)) == 2  # replica 2 has no log
 
     def test_once_for_all_who_say_so(self) -> None:
         other = log(sent(0, replica=2), committed(0.5, replica=2), left(20.5, 1, replica=2), name="c", peer=2)
@@ -369,10 +369,13 @@ class TestPutOut:
     @pytest.mark.parametrize(
         ("fields", "records"),
         [
-            ({"disturbed": [(10.0, 17.0)]}, [committed(18, 1)]),  # it was frozen, and came back before others say so
-            ({"disturbed": [(10.0, 15.0)]}, []),  # and did not come back
+            (
+                {"disturbed": [(10.0, 17.0)]},
+                [committed(18, 1)],
+            ),  # it was frozen, and recovered before the others report it
+            ({"disturbed": [(10.0, 15.0)]}, []),  # and did not recover
             ({"ended_s": 15.0, "ended_by": "kill"}, []),
-            ({"started_s": 17.0}, [committed(18, 1)]),  # it has just begun
+            ({"started_s": 17.0}, [committed(18, 1)]),  # it has just started
         ],
     )
     def test_not_for_nothing(self, fields: dict[str, Any], records: list[dict[str, Any]]) -> None:
@@ -430,15 +433,15 @@ def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
     row = {"ended_by_themselves": {"1": 1, "2": None}, "came_to_the_end": 2, "stood_still_s": 9.5, "pace": 0.25}
     row |= {"put_out": 0, "back_s": None, "faults": {"no process ended by itself": ["two"]}}
     case = CASES[0]
-    told = cases_table({"1.0": {case.key: row}, "2.0": {case.key: row | {"pace": None, "back_s": 2.5}}})
-    heads, _, first, second = told.splitlines()
+    shown = cases_table({"1.0": {case.key: row}, "2.0": {case.key: row | {"pace": None, "back_s": 2.5}}})
+    heads, _, first, second = shown.splitlines()
     assert first == f"| {case.key} | 1.0 | 1: 1, 2: hangs | 2 of 4 | 9.5 | 25% | 0 |  | no process ended by itself |"
     assert heads.count("|") == first.count("|") == second.count("|")
     assert "| 2.5 |" in second
 
 
 class Forked(Running):
-    """A process that imports nothing anew."""
+    """A peer in a forked process, which does not import the package again."""
 
     processes: Processes
 
@@ -448,9 +451,9 @@ class Forked(Running):
 
 
 def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of three is killed and comes back, one is frozen, the standing peer is another one for a while.
+    """One of three peers is killed and restarted, one is frozen, and the bootstrap peer is replaced.
 
-    What is said of the run is said of a case, too: its figures are those of the same checks.
+    The figures of a case come from the same checks as those of the run.
     """
     times_s = {"silence_s": 6.0, "join_window_s": 4.0, "heartbeat_s": 0.5, "slack_s": 60.0}
     set_up = Settings(peers=3, steps=150, step_s=0.4, hurries=True, **times_s)
@@ -461,15 +464,15 @@ def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Event(1.5, "freeze", 1, 7.0, with_daemon=True),
         Event(3.0, "start bootstrap", BOOTSTRAP),
     )
-    said: list[str] = []
+    lines: list[str] = []
     with Processes() as processes:
         monkeypatch.setattr(Forked, "processes", processes, raising=False)
         monkeypatch.setattr("benchmarks.chaos.peers.Running", Forked)
-        Conductor(set_up, tmp_path, Loopback(), said.append).run(events)
+        Conductor(set_up, tmp_path, Loopback(), lines.append).run(events)
     left_behind = RunRecords(tmp_path)
     run = judge(left_behind, events, ())
-    told = tables([{"command": "in a test", **run}])
-    assert {name: faults for name, faults in run["faults"].items() if faults} == {}, told + "\n".join(said)
+    shown = tables([{"command": "in a test", **run}])
+    assert {name: faults for name, faults in run["faults"].items() if faults} == {}, shown + "\n".join(lines)
     assert len(run["happened"]) == len(events)
     assert run["ended_peers"] == 3
     assert dataclasses.asdict(set_up)["steps"] == run["steps"]

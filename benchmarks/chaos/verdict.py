@@ -1,4 +1,4 @@
-"""All checks of one run, as data for the tables."""
+"""Runs all checks on one run and returns the data of the tables."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from benchmarks.chaos import checks, ends
 from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
 from benchmarks.chaos.records import RunRecords
 
-__all__ = ["FLAP_COSTS", "judge"]
+__all__ = ["judge"]
 
-_SEEN_S = 45.0  # what others did within so long of an event is put down to it
-_STARTED_S = 35.0  # a process is started so long after the event at most: the one before may have to end first
+_SEEN_S = 45.0  # stalls of others up to this long after an event are attributed to it
+_STARTED_S = 35.0  # the longest time from an event to its process start: the previous process may have to end first
 
-FLAP_COSTS = "a link that flaps costs the others at most its own peer"
 _LOSS = "the loss is that of an undisturbed run"
 _EVALUATED = "the loss was found at the end (and compared with nothing)"
 
 
 def judge(records: RunRecords, planned: Sequence[Event], undisturbed: Sequence[float]) -> dict[str, Any]:
-    """What happened in a run, and which faults it shows.
+    """Return the figures of a run and the faults that the checks found.
 
     Args:
-        records: by the run.
-        planned: what was to happen.
-        undisturbed: held-out losses without disturbance; none where that was not tried.
+        records: the records of the run.
+        planned: the planned events.
+        undisturbed: the held-out losses of undisturbed runs; empty if there were none.
     """
     settings, logs, lives = records.settings, records.logs, records.lives
     limits_s = {"StepFinished": settings.stall_limit_s, "RoundCommitted": settings.round_gap_limit_s}
     longest_s, still = checks.stalled(logs, limits_s, settings.recovery_limit_s)
-    # of whoever found it: one that was frozen at the end may be the one that evaluates
+    # any peer may evaluate, also the one that was frozen at the end
     found = [record for log in logs for record in log.of("Evaluated") if record["final"]]
     losses = [record["heldout_loss"] for record in found if record["step"] == settings.steps]
     back = [seconds for log in logs for _, seconds in checks.recoveries(log, settings.recovery_limit_s)[0]]
@@ -43,7 +42,7 @@ def judge(records: RunRecords, planned: Sequence[Event], undisturbed: Sequence[f
         "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
         _LOSS if undisturbed else _EVALUATED: _loss_faults(losses, undisturbed),
         "no process ended by itself": ends.unexpected_ends(lives),
-        FLAP_COSTS: _while_flapping(put_out, records),
+        "a link that flaps costs the others at most its own peer": _while_flapping(put_out, records),
         "what is said is said in a few sentences": ends.tracebacks(lives),
     }
     return {
@@ -71,7 +70,7 @@ def judge(records: RunRecords, planned: Sequence[Event], undisturbed: Sequence[f
 
 def _loss_faults(losses: Sequence[float], undisturbed: Sequence[float]) -> list[str]:
     if not losses:
-        return ["nobody evaluated at the end"]
+        return ["no peer evaluated at the end"]
     return ends.loss_differs(losses[0], undisturbed) if undisturbed else []
 
 
@@ -81,7 +80,7 @@ def _while_flapping(put_out: Sequence[tuple[float, str]], records: RunRecords) -
 
 
 def _seen(records: RunRecords) -> list[dict[str, Any]]:
-    """The events with what followed: how long the others stood still, and when their peers took part again."""
+    """Return the events with their effects: the longest step of the others, and the time until recovery."""
     came = [(log, *checks.recoveries(log, records.settings.recovery_limit_s)[:2]) for log in records.logs]
     still = [
         (log.life.peer, gap, since_s)
