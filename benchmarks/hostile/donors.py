@@ -19,7 +19,7 @@ _NUMEL = 200_000
 Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 
-def beside_an_honest_one(
+def with_honest_donors(
     name: str, make: Callable[[], Donor], before: str = "", *, honest: int = 1, **fetch: Any
 ) -> Attack:
     """A joiner asks both, or one more honest one, for the state, and must get the honest one's."""
@@ -48,11 +48,11 @@ def answering(answer: Callable[[dict[str, Any]], bytes | None]) -> Donor:
     donor = Donor(None)
 
     async def serve(message: dict[str, Any], reader: Any, writer: asyncio.StreamWriter) -> None:
-        said = answer(message)
-        if said is None:
+        reply = answer(message)
+        if reply is None:
             await asyncio.sleep(60.0)
         else:
-            writer.write(said)
+            writer.write(reply)
             await writer.drain()
 
     donor.served_by(serve)
@@ -69,7 +69,7 @@ def _slow() -> Donor:
     return Donor(state(numel=_NUMEL), limit_bytes_per_s=20_000.0)
 
 
-def _lie(change: Change) -> Callable[[], Donor]:
+def _tampering(change: Change) -> Callable[[], Donor]:
     return lambda: lying(Donor(state(numel=_NUMEL)), change)
 
 
@@ -85,31 +85,29 @@ for _ in range(12):
     _DEEP = {"dict": {"x": _DEEP}}
 
 ATTACKS = [
-    *(beside_an_honest_one(change.__name__.replace("_", " "), _lie(change)) for change, _ in LIES),
-    beside_an_honest_one("NaN in its state", _not_finite, "refused"),
-    beside_an_honest_one("20 kB a second", _slow, slow_s=2.0),
-    beside_an_honest_one("silent", lambda: answering(lambda message: None), slow_s=0.5),
-    beside_an_honest_one("no JSON", lambda: answering(lambda message: frame(b"{"))),
-    beside_an_honest_one(
+    *(with_honest_donors(change.__name__.replace("_", " "), _tampering(change)) for change, _ in LIES),
+    with_honest_donors("NaN in its state", _not_finite, "refused"),
+    with_honest_donors("20 kB a second", _slow, slow_s=2.0),
+    with_honest_donors("silent", lambda: answering(lambda message: None), slow_s=0.5),
+    with_honest_donors("no JSON", lambda: answering(lambda message: frame(b"{"))),
+    with_honest_donors(
         "JSON with 1e400", lambda: answering(lambda message: frame(b'{"kind": "offer", "bytes": 1e400}'))
     ),
-    beside_an_honest_one(
+    with_honest_donors(
         "JSON 10,000 levels deep", lambda: answering(lambda message: frame(b'{"kind":' + b"[" * 10_000))
     ),
-    beside_an_honest_one(
+    with_honest_donors(
         "a refusal with escapes",
         lambda: answering(lambda message: frame(b'{"kind": "refused", "reason": "\\u001b[2J"}')),
     ),
-    beside_an_honest_one("a skeleton 12 levels deep", _lie(_offer(skeleton=_DEEP))),
-    beside_an_honest_one("a skeleton that is a list", _lie(_offer(skeleton=[[]]))),
-    beside_an_honest_one("2^60 bytes", _lie(_offer(bytes=1 << 60))),
-    beside_an_honest_one("blocks that are none", _lie(_offer(blocks=["\x1b[2J"]))),
-    beside_an_honest_one("tensors that are none", _lie(_offer(tensors={"\x1b[2J": ["torch.float32", [1]]}))),
-    beside_an_honest_one("another state of fewer rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
-    beside_an_honest_one(
-        "another state of as many rounds, beside two", lambda: Donor(state(7, numel=_NUMEL)), honest=2
-    ),
-    beside_an_honest_one(
+    with_honest_donors("a skeleton 12 levels deep", _tampering(_offer(skeleton=_DEEP))),
+    with_honest_donors("a skeleton that is a list", _tampering(_offer(skeleton=[[]]))),
+    with_honest_donors("2^60 bytes", _tampering(_offer(bytes=1 << 60))),
+    with_honest_donors("blocks that are none", _tampering(_offer(blocks=["\x1b[2J"]))),
+    with_honest_donors("tensors that are none", _tampering(_offer(tensors={"\x1b[2J": ["torch.float32", [1]]}))),
+    with_honest_donors("another state of fewer rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
+    with_honest_donors("another state of as many rounds, beside two", lambda: Donor(state(7, numel=_NUMEL)), honest=2),
+    with_honest_donors(
         "another state of 2^50 rounds, beside two",
         lambda: Donor(state(7, numel=_NUMEL, finished=1 << 50)),
         honest=2,

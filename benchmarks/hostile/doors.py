@@ -97,10 +97,10 @@ def send(data: bytes, times: int = 1) -> Callable[[Address], None]:
 
     def attack(address: Address) -> None:
         for _ in range(times):
-            with contextlib.suppress(OSError), closing(connect(address)) as stranger:
-                stranger.sendall(data)
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(1 << 16):
+            with contextlib.suppress(OSError), closing(connect(address)) as client:
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(1 << 16):
                     pass
 
     return attack
@@ -113,8 +113,8 @@ def hold(data: bytes, connections: int) -> Callable[[Address], None]:
         with ExitStack() as stack:
             for _ in range(connections):
                 with contextlib.suppress(OSError):
-                    stranger = stack.enter_context(closing(connect(address)))
-                    stranger.sendall(data)
+                    client = stack.enter_context(closing(connect(address)))
+                    client.sendall(data)
             time.sleep(0.5)
 
     return attack
@@ -124,22 +124,22 @@ def stream(first: bytes, again: bytes, seconds: float = 1.5) -> Callable[[Addres
     """One connection that says something again and again, and reads nothing."""
 
     def attack(address: Address) -> None:
-        with contextlib.suppress(OSError), closing(connect(address)) as stranger:
-            stranger.settimeout(0.2)
-            stranger.sendall(first)
+        with contextlib.suppress(OSError), closing(connect(address)) as client:
+            client.settimeout(0.2)
+            client.sendall(first)
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s:
                 with contextlib.suppress(TimeoutError):
-                    stranger.sendall(again)
+                    client.sendall(again)
 
     return attack
 
 
 def slowly(data: bytes, seconds: float = 1.5) -> Callable[[Address], None]:
     def attack(address: Address) -> None:
-        with contextlib.suppress(OSError), closing(connect(address)) as stranger:
+        with contextlib.suppress(OSError), closing(connect(address)) as client:
             for byte in data:
-                stranger.sendall(bytes([byte]))
+                client.sendall(bytes([byte]))
                 time.sleep(seconds / len(data))
 
     return attack
@@ -197,7 +197,7 @@ def door(name: str, attack: Callable[[Address], None], before: str = "", *, secr
     return Attack(name=name, who="stranger", where="connection", run=run, before=before)
 
 
-_KNOWS = {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}
+_FETCH = {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}
 OPENINGS: dict[str, bytes] = {
     "half a head": b"DLC1\x00",
     "HTTP": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
@@ -221,8 +221,8 @@ OPENINGS: dict[str, bytes] = {
     "a hello as rank 1.5": hello(1.5),
     "a hello as the attacked rank itself": hello(0),
     "a link of nobody": pack({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1, "streams": 1}),
-    "a fetch of fragment 2^80": pack(_KNOWS | {"fragment": 1 << 80}),
-    "a fetch from offset 2^63": pack(_KNOWS | {"snapshot": "x", "offset": 1 << 63, "size": 1}),
+    "a fetch of fragment 2^80": pack(_FETCH | {"fragment": 1 << 80}),
+    "a fetch from offset 2^63": pack(_FETCH | {"snapshot": "x", "offset": 1 << 63, "size": 1}),
     "a probe of 1 TB": pack({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
     "a probe of lists": pack({"kind": "probe", "ask": [], "bytes": []}),
     "an unknown kind": pack({"kind": "launch"}),
@@ -260,9 +260,9 @@ def _attacks() -> Iterator[Attack]:
         "+546 MB",
     )
     yield door("a stream of beats", stream(hello(7), pack({"kind": "beat"}) * 1000))
-    yield door("a thousand fetches on one connection", stream(b"", pack(_KNOWS) * 1000), "not tried")
-    yield door("a thousand fetches, each on its own", send(pack(_KNOWS), 1000))
-    yield door("a thousand fetches of a fragment that is not there", send(pack(_KNOWS | {"fragment": 77}), 300))
+    yield door("a thousand fetches on one connection", stream(b"", pack(_FETCH) * 1000), "not tried")
+    yield door("a thousand fetches, each on its own", send(pack(_FETCH), 1000))
+    yield door("a thousand fetches of a fragment that is not there", send(pack(_FETCH | {"fragment": 77}), 300))
     yield door("a thousand questions who is there", send(pack({"kind": "who"}), 1000))
     yield door("garbage for a second", stream(b"", os.urandom(1 << 16), 1.0))
     yield door("a hello and then garbage", stream(hello(7), os.urandom(1 << 16), 1.0))

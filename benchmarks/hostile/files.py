@@ -28,15 +28,15 @@ def file(name: str, content: bytes, command: Command, suffix: str, before: str =
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"given{suffix}"
             path.write_bytes(content)
-            said, began_s, before_bytes, ended = io.StringIO(), time.monotonic(), memory_bytes(), 0
+            output, began_s, before_bytes, ended = io.StringIO(), time.monotonic(), memory_bytes(), 0
             refused = ""
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), contextlib.chdir(folder):
+            with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), contextlib.chdir(folder):
                 try:
                     code = main(list(command(path)))
                     refused = "" if code == 0 else f"exit code {code}"
                 except Exception as error:  # a traceback, for who has typed the command
                     ended, refused = 1, f"{type(error).__name__}"
-            shown = said.getvalue().replace("\n", "").replace("\t", "").replace("\r", "")
+            shown = output.getvalue().replace("\n", "").replace("\t", "").replace("\r", "")
         return Outcome(
             ended=ended,
             stall_s=round(time.monotonic() - began_s, 2),

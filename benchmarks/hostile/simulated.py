@@ -15,10 +15,10 @@ from diloco.protocol.rules import Policies
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
-__all__ = ["Lie", "Swarm", "Talker", "attacked_by_member", "attacked_by_stranger"]
+__all__ = ["Forgery", "NonMember", "Swarm", "attacked_by_member", "attacked_by_non_member"]
 
 Message = Mapping[str, Any]
-Lie = Callable[[int, Message], Iterable[Message]]
+Forgery = Callable[[int, Message], Iterable[Message]]
 """(receiver, message that an honest member would send) -> what the liar sends instead."""
 
 STEPS = 18
@@ -28,19 +28,19 @@ _MOST_TURNS = 400
 _POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
 
-class Talker:
+class NonMember:
     """Somebody who is connected and no member; says one message to everybody in each of its turns."""
 
-    def __init__(self, network: Network, rank: int, says: Iterator[Message]) -> None:
-        self._network, self._rank, self._says = network, rank, says
+    def __init__(self, network: Network, rank: int, messages: Iterator[Message]) -> None:
+        self._network, self._rank, self._messages = network, rank, messages
 
     def act(self) -> bool:
-        said = next(self._says, None)
-        if said is not None:
+        message = next(self._messages, None)
+        if message is not None:
             for other in self._network.ranks:
                 if other != self._rank:
-                    self._network.send(self._rank, other, json.dumps(said))
-        return said is not None
+                    self._network.send(self._rank, other, json.dumps(message))
+        return message is not None
 
     def heard(self, sender: int, message: Any) -> None: ...
 
@@ -81,7 +81,7 @@ class Swarm:
         for each in self.honest:
             each.STEPS = STEPS
             self.network.nodes[each.rank] = each
-        self.liar = honest
+        self.attacker = honest
         self.clock_s = 0.0
         self._due_s: dict[tuple[int, Timer], float] = {}
 
@@ -99,7 +99,9 @@ class Swarm:
             if now > decided:
                 decided, progress_s = now, self.clock_s
             stall_s = max(stall_s, self.clock_s - progress_s)
-            if out_after is None and all(self.liar not in each.view.members for each in self.honest if not each.left):
+            if out_after is None and all(
+                self.attacker not in each.view.members for each in self.honest if not each.left
+            ):
                 out_after = max((len(each.outcomes) for each in self.honest), default=0)
             if all(each.left or len(each.outcomes) == STEPS for each in self.honest):
                 break
@@ -160,7 +162,9 @@ class Swarm:
         return True
 
 
-def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False) -> Outcome:
+def attacked_by_member(
+    forgery: Forgery, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False
+) -> Outcome:
     """One member lies.
 
     Args:
@@ -171,28 +175,28 @@ def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = 
     """
     swarm = Swarm(honest, members=honest + 1)
     for each in swarm.honest if unusable else ():
-        each.finds_unusable = swarm.liar
-    liar = Member(swarm.network, swarm.liar, honest + 1, 1, _POLICIES)
-    liar.STEPS = STEPS
-    said = list(extra)
+        each.finds_unusable = swarm.attacker
+    attacker = Member(swarm.network, swarm.attacker, honest + 1, 1, _POLICIES)
+    attacker.STEPS = STEPS
+    unsent = list(extra)
 
-    def lies(receiver: int, message: Message) -> Iterable[Message]:
-        yield from lie(receiver, message)
+    def forging(receiver: int, message: Message) -> Iterable[Message]:
+        yield from forgery(receiver, message)
         if receiver == 0:
-            for each in said:
+            for each in unsent:
                 for rank in range(honest):
-                    swarm.network.send(liar.rank, rank, json.dumps(each))
-            said.clear()
+                    swarm.network.send(attacker.rank, rank, json.dumps(each))
+            unsent.clear()
 
-    liar.lie = lies
-    swarm.network.nodes[swarm.liar] = liar
+    attacker.lie = forging
+    swarm.network.nodes[swarm.attacker] = attacker
     return swarm.run()
 
 
-def attacked_by_stranger(says: Iterable[Message], *, honest: int = 2) -> Outcome:
+def attacked_by_non_member(messages: Iterable[Message], *, honest: int = 2) -> Outcome:
     """Somebody who is connected and never becomes a member."""
     swarm = Swarm(honest, members=honest)
-    swarm.network.nodes[swarm.liar] = Talker(swarm.network, swarm.liar, iter(says))
+    swarm.network.nodes[swarm.attacker] = NonMember(swarm.network, swarm.attacker, iter(messages))
     return swarm.run()
 
 
