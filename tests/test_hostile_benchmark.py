@@ -1,4 +1,4 @@
-"""The attacks of benchmarks/hostile: what can be tried at once does no harm, and no parser raises but the refusal."""
+"""Tests of benchmarks/hostile: the quick attacks do no harm, and a parser raises nothing but its refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Donors that hand over what nobody should take, beside an honest one; and askers that ask too much."""
+"""Malicious donors that a joiner asks for the state along with honest ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 def with_honest_donors(
     name: str, make: Callable[[], Donor], before: str = "", *, honest: int = 1, **fetch: Any
 ) -> Attack:
-    """A joiner asks both, or one more honest one, for the state, and must get the honest one's."""
+    """Return the attack: a joiner asks this donor and ``honest`` honest ones, and must adopt the honest state."""
 
     def run() -> Outcome:
         held, asker = state(numel=_NUMEL), Asker()
@@ -44,7 +44,7 @@ def with_honest_donors(
 
 
 def answering(answer: Callable[[dict[str, Any]], bytes | None]) -> Donor:
-    """One that says what ``answer`` makes of a request, or nothing."""
+    """Return a donor that replies to each request with ``answer(request)``, or not at all if that is None."""
     donor = Donor(None)
 
     async def serve(message: dict[str, Any], reader: Any, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Connections that strangers open to two members, over TCP on loopback, and what they send."""
+"""Attacks by unknown peers that open TCP connections on loopback to one of two members."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _BETWEEN_S = 0.02
 
 
 def memory_bytes() -> int:
-    """Of this process, resident."""
+    """Return the resident memory of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Pair:
-    """Two members that say something to each other all the time; the first is attacked."""
+    """Two members, the first of which is attacked while it receives messages from the second."""
 
     def __init__(self, secret: str) -> None:
         self.losses: list[str] = []
@@ -73,7 +73,7 @@ class Pair:
             self.other.post(self.other.send, 0, {"kind": "here"})
 
     def close(self) -> float:
-        """End; returns the longest time in which nothing of the other came."""
+        """Close both members, and return the longest time in which the attacked one received nothing from the other."""
         stall_s = max(self.stall_s, time.monotonic() - self.heard_s)
         self._over.set()
         self._talking.join()
@@ -93,7 +93,7 @@ def connect(address: Address) -> socket.socket:
 
 
 def send(data: bytes, times: int = 1) -> Callable[[Address], None]:
-    """On a connection of its own each time, and what comes back is read for a moment."""
+    """Return an attack that sends ``data`` on a new connection each time and reads the reply."""
 
     def attack(address: Address) -> None:
         for _ in range(times):
@@ -107,7 +107,7 @@ def send(data: bytes, times: int = 1) -> Callable[[Address], None]:
 
 
 def hold(data: bytes, connections: int) -> Callable[[Address], None]:
-    """So many connections that stay open when they have said it, while one that is honest asks who is there."""
+    """Return an attack that sends ``data`` on many connections and keeps them open for half a second."""
 
     def attack(address: Address) -> None:
         with ExitStack() as stack:
@@ -121,7 +121,7 @@ def hold(data: bytes, connections: int) -> Callable[[Address], None]:
 
 
 def stream(first: bytes, again: bytes, seconds: float = 1.5) -> Callable[[Address], None]:
-    """One connection that says something again and again, and reads nothing."""
+    """Return an attack that sends ``again`` repeatedly on one connection and reads nothing."""
 
     def attack(address: Address) -> None:
         with contextlib.suppress(OSError), closing(connect(address)) as client:
@@ -136,6 +136,8 @@ def stream(first: bytes, again: bytes, seconds: float = 1.5) -> Callable[[Addres
 
 
 def slowly(data: bytes, seconds: float = 1.5) -> Callable[[Address], None]:
+    """Return an attack that sends ``data`` one byte at a time."""
+
     def attack(address: Address) -> None:
         with contextlib.suppress(OSError), closing(connect(address)) as client:
             for byte in data:
@@ -154,7 +156,7 @@ def hellos(ranks: Sequence[int]) -> Callable[[Address], None]:
 
 
 def replay(address: Address) -> None:
-    """A proof that was overheard, on another connection."""
+    """Send the proof of one connection on 50 others; it is a made-up proof of zeros."""
     with closing(connect(address)) as one:
         one.recv(20, socket.MSG_WAITALL)
         overheard = bytes(48)
@@ -168,6 +170,8 @@ def hello(rank: Any, address: str = "127.0.0.1:1") -> bytes:
 
 
 def door(name: str, attack: Callable[[Address], None], before: str = "", *, secret: str = "") -> Attack:
+    """Return a row of the table for an attack on one of two members."""
+
     def run() -> Outcome:
         pair = Pair(secret)
         try:

@@ -1,4 +1,4 @@
-"""Files that somebody else has written: settings, texts, tokenizers, checkpoints, records."""
+"""Malicious files: settings, texts, tokenizers, checkpoints and secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def file(name: str, content: bytes, command: Command, suffix: str, before: str = "") -> Attack:
-    """A command that is given a file must refuse it in a sentence, or cope with it: no traceback, no escapes."""
+    """Return the attack: the command must accept the file or refuse it with a message, without traceback or escapes."""
 
     def run() -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +34,7 @@ def file(name: str, content: bytes, command: Command, suffix: str, before: str =
                 try:
                     code = main(list(command(path)))
                     refused = "" if code == 0 else f"exit code {code}"
-                except Exception as error:  # a traceback, for who has typed the command
+                except Exception as error:  # the user would see a traceback
                     ended, refused = 1, f"{type(error).__name__}"
             shown = output.getvalue().replace("\n", "").replace("\t", "").replace("\r", "")
         return Outcome(

@@ -1,4 +1,4 @@
-"""What a member says that it should not."""
+"""Attacks by a malicious member."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ATTACKS"]
 
 Message = Mapping[str, Any]
 _OTHERS = [0, 1, 2]
-"""The honest ones; the liar is replica 3."""
+"""The honest members; the attacker is replica 3."""
 
 
 def instead(kind: str, **fields: Any) -> Forgery:
-    """In each message of a kind these fields are others; the rest is what an honest member says."""
+    """Replace these fields in each message of a kind; send the rest as an honest member would."""
 
     def forgery(receiver: int, message: Message) -> Iterable[Message]:
         yield {**message, **fields} if message["kind"] == kind else message
@@ -27,7 +27,7 @@ def instead(kind: str, **fields: Any) -> Forgery:
 
 
 def honest(receiver: int, message: Message) -> Iterable[Message]:
-    """No lie."""
+    """Send every message unchanged."""
     yield message
 
 
@@ -36,7 +36,7 @@ def twice(receiver: int, message: Message) -> Iterable[Message]:
 
 
 def replays() -> Forgery:
-    """Everything that it has ever said comes again with each message, up to a hundred."""
+    """Repeat with each message everything sent so far, up to a hundred messages."""
     sent: list[Message] = []
 
     def forgery(receiver: int, message: Message) -> Iterable[Message]:
@@ -56,7 +56,7 @@ def silent(kind: str) -> Forgery:
 
 
 def to_one(kind: str, **fields: Any) -> Forgery:
-    """What replica 0 is told differs from what the others are."""
+    """Replace these fields only in messages to replica 0."""
 
     def forgery(receiver: int, message: Message) -> Iterable[Message]:
         yield {**message, **fields} if message["kind"] == kind and receiver == 0 else message
@@ -65,7 +65,7 @@ def to_one(kind: str, **fields: Any) -> Forgery:
 
 
 def signs(to: Sequence[int], **vote: Any) -> Forgery:
-    """The replicas ``to`` hear another vote than the others, signed as well."""
+    """Send the replicas ``to`` a different vote than the others, also signed."""
 
     def forgery(receiver: int, message: Message) -> Iterable[Message]:
         if message["kind"] == "vote" and receiver in to:
@@ -90,7 +90,7 @@ def changes_often(receiver: int, message: Message) -> Iterable[Message]:
 
 
 def change(view: int, **fields: Any) -> dict[str, Any]:
-    """A report about the end of a view."""
+    """Return a report for a view change."""
     lists = ("unheard", "behind", "gone", "joining", "voted", "left", "left_commits", "heard", "shown")
     empty: dict[str, Any] = {name: [] for name in lists}
     more = {"step": 1, "commits": [], "void": [], "ready": False, "agreed": None, "why": "a lie"}
@@ -98,13 +98,13 @@ def change(view: int, **fields: Any) -> dict[str, Any]:
 
 
 def adopted(view: int, members: Sequence[int], **fields: Any) -> dict[str, Any]:
-    """What a view is followed by."""
+    """Return the message that a next view was adopted."""
     empty: dict[str, Any] = {name: [] for name in ("commits", "void", "joined", "left")}
     return {"kind": "adopted", "view": view, "members": list(members), "from_step": 1, "reason": "", **empty, **fields}
 
 
 def entry(rank: int, *, address: str = "a:1", facts: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a rank says of itself."""
+    """Return the fields with which a rank describes itself."""
     return {"rank": rank, "address": address, "facts": dict(facts or {}), "held_step": -1, "places": []}
 
 
@@ -140,7 +140,7 @@ for _ in range(30):
 
 
 def forges(name: str, forgery: Forgery | Callable[[], Forgery], before: str = "", *, provable: bool = False) -> Attack:
-    """A row for a lie of one member among three others."""
+    """Return a row for a member that changes its messages, among three honest ones."""
 
     def run() -> Outcome:
         return attacked_by_member(forgery() if forgery is replays else forgery)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def forges(name: str, forgery: Forgery | Callable[[], Forgery], before: str = ""
 
 
 def sends(name: str, messages: Sequence[Message], before: str = "", *, provable: bool = False) -> Attack:
-    """A row for a member that does what it should, and says this beside."""
+    """Return a row for a member that follows the protocol and also sends these messages."""
 
     def run() -> Outcome:
         return attacked_by_member(honest, extra=messages)
@@ -254,7 +254,7 @@ ATTACKS = [
     forges("everything twice", twice),
     forges("everything again and again", replays),
     forges("a report ten times with each message", changes_often, "stalls of 2 to 10 s"),
-    # Forged.
+    # Forged messages.
     sends("a view without the others was adopted", [adopted(0, [3])], "rounds void"),
     sends("a view that nobody is in was adopted", [adopted(0, [])], "rounds void"),
     sends("a view of descending members was adopted", [adopted(0, [3, 2, 1])], "rounds void"),
@@ -284,7 +284,7 @@ ATTACKS = [
     sends("a donor that can't be", [{**VOTE, "ok": False, "diverged": [0], "donor": 1 << 40}], "given up"),
     sends("nothing known", [{"kind": "launch"}], "given up"),
     sends("a kind in 60 kB", [{"kind": "k" * 60_000}], "given up"),
-    # Beside the rounds.
+    # Messages outside of rounds.
     sends("a speed of 1e308", [{"kind": "speed", "steps_per_s": "1e308"}], "the others idle"),
     sends("a speed of infinity", [{"kind": "speed", "steps_per_s": "inf"}], "given up"),
     sends("a speed below zero", [{"kind": "speed", "steps_per_s": "-1"}], "given up"),

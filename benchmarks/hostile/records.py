@@ -1,4 +1,4 @@
-"""What peers of a swarm are told by records in the DHT and by answers; without a network."""
+"""Malicious records of the DHT and answers of swarm peers, parsed without a network."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",))
 
 
 def reading(name: str, read: Callable[[], Any], before: str = "", who: str = "stranger") -> Attack:
-    """What it is made of must print; nothing but `ValueError` may be raised."""
+    """Return the attack: parsing may raise nothing but `ValueError`, and its result must be printable."""
 
     def run() -> Outcome:
         began_s, before_bytes, ended, shown = time.monotonic(), memory_bytes(), 0, ""
         try:
             with contextlib.suppress(ValueError):
                 shown = str(read())
-        except Exception:  # a joiner or `diloco peers` would end
+        except Exception:  # would end a joiner or `diloco peers`
             ended = 1
         return Outcome(
             ended=ended,
@@ -45,7 +45,7 @@ def reading(name: str, read: Callable[[], Any], before: str = "", who: str = "st
 
 
 def record(**fields: Any) -> Callable[[], Any]:
-    """Signed by who knows the run's name."""
+    """Return a reader of a record with these fields, proven with the name of the run."""
 
     def read() -> str:
         words = json.loads(RECORD.to_bytes(ADMISSION)) | fields
@@ -61,9 +61,9 @@ def raw(data: bytes) -> Callable[[], Any]:
 
 
 def forged() -> str:
-    """Made by somebody without the secret: it must not count."""
+    """Read a record made without the secret, which must not count as proven."""
     found = PeerRecord.from_bytes("Qm", RECORD.to_bytes(ADMISSION), SECRET)
-    assert not found.proven, "it counts"
+    assert not found.proven, "the forged record counts as proven"
     return ""
 
 

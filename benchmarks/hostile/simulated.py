@@ -1,4 +1,4 @@
-"""Attacks on machines of the protocol, over a simulated network whose clock is that of their timers."""
+"""Attacks on protocol state machines over a simulated network, whose clock advances to their next timer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Forgery", "NonMember", "Swarm", "attacked_by_member", "attacked_by_n
 
 Message = Mapping[str, Any]
 Forgery = Callable[[int, Message], Iterable[Message]]
-"""(receiver, message that an honest member would send) -> what the liar sends instead."""
+"""(receiver, message that an honest member would send) -> the messages that the attacker sends instead."""
 
 STEPS = 18
 """Six rounds of each of the three fragments."""
@@ -29,7 +29,7 @@ _POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, conne
 
 
 class NonMember:
-    """Somebody who is connected and no member; says one message to everybody in each of its turns."""
+    """A connected peer that is not a member. In each of its turns it sends one message to all ranks."""
 
     def __init__(self, network: Network, rank: int, messages: Iterator[Message]) -> None:
         self._network, self._rank, self._messages = network, rank, messages
@@ -53,14 +53,14 @@ class NonMember:
 
 
 class Member(Rank):
-    """Hangs up on whoever sends what is no message of the protocol, as the connections of a process do.
+    """A member that drops the sender of a malformed message, as the connections of a process do.
 
-    A liar is one, too, but for its lies.
+    A malicious member is of the same class, with a forgery.
     """
 
     @property
     def outcomes(self) -> dict[int, bool]:
-        """Step -> whether its round was committed here; also where it is told that it has diverged."""
+        """Step -> whether its round was committed here, including rounds in which it was found to have diverged."""
         return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
 
     def heard(self, sender: int, message: str) -> None:
@@ -68,11 +68,12 @@ class Member(Rank):
 
 
 class Swarm:
-    """Honest members, and one more rank that is no honest one.
+    """Honest members, and one more rank that is the attacker.
 
     Attributes:
         honest: the members 0, 1, ...
-        clock_s: of the simulated time.
+        attacker: the rank of the attacker.
+        clock_s: the simulated time.
     """
 
     def __init__(self, honest: int, *, members: int) -> None:
@@ -86,14 +87,14 @@ class Swarm:
         self._due_s: dict[tuple[int, Timer], float] = {}
 
     def run(self) -> Outcome:
-        """Until all honest ranks have decided all of their rounds, or none comes further."""
+        """Run until all honest ranks have decided all of their rounds, or none makes progress."""
         tracemalloc.start()
         before_bytes, progress_s, stall_s, out_after = tracemalloc.get_traced_memory()[0], 0.0, 0.0, None
         decided = 0
         for _ in range(_MOST_TURNS):
             began_s = time.process_time()
             moved = self._turn()
-            took_s = time.process_time() - began_s  # of all of them, with the liar
+            took_s = time.process_time() - began_s  # of all ranks, with the attacker
             now = sum(len(each.outcomes) for each in self.honest if not each.left)
             self.clock_s += took_s if took_s > 0.5 else 0.0
             if now > decided:
@@ -122,7 +123,7 @@ class Swarm:
         )
 
     def _turn(self) -> bool:
-        """Whatever is on its way arrives, and everybody does one thing."""
+        """Deliver all messages in transit and let each rank act once; return whether anything happened."""
         moved = False
         for what, a, b in self.network.choices():
             if self.network.can(what, a, b):
@@ -133,7 +134,7 @@ class Swarm:
         return moved
 
     def _beat(self) -> None:
-        """Meanwhile everybody has said that it is there."""
+        """Send and deliver a heartbeat from each rank to each other."""
         for rank in sorted(self.network.alive):
             for other in self.network.ranks:
                 if other != rank:
@@ -143,7 +144,7 @@ class Swarm:
                 self.network.happen(what, a, b, 0)
 
     def _next_timer(self) -> bool:
-        """Nothing happens by itself: the next timer runs out."""
+        """Advance the clock to the next timer and fire it; return False if there is none."""
         waiting = [(each, number, delay_s, timer) for each in self.honest if not each.left
                    for number, (delay_s, timer) in enumerate(each.timers)]  # fmt: skip
         if not waiting:
@@ -165,13 +166,13 @@ class Swarm:
 def attacked_by_member(
     forgery: Forgery, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False
 ) -> Outcome:
-    """One member lies.
+    """Run a swarm with one malicious member.
 
     Args:
-        lie: what it sends instead of what it should.
-        honest: members that do not.
-        extra: what it says beside, to each of them, once it has begun.
-        unusable: whether its values make no mean, as each of them finds.
+        forgery: the messages that it sends instead of honest ones.
+        honest: the number of honest members.
+        extra: messages that it also sends, once to each of them.
+        unusable: whether each of them finds that its values make the mean unusable.
     """
     swarm = Swarm(honest, members=honest + 1)
     for each in swarm.honest if unusable else ():
@@ -194,14 +195,14 @@ def attacked_by_member(
 
 
 def attacked_by_non_member(messages: Iterable[Message], *, honest: int = 2) -> Outcome:
-    """Somebody who is connected and never becomes a member."""
+    """Run a swarm with a connected peer that never becomes a member."""
     swarm = Swarm(honest, members=honest)
     swarm.network.nodes[swarm.attacker] = NonMember(swarm.network, swarm.attacker, iter(messages))
     return swarm.run()
 
 
 def _agree(one: Member, other: Member) -> bool:
-    """Invariant 2: what both have decided they have decided alike."""
+    """Return whether both decided the same for each round that both decided (invariant 2)."""
     both = one.outcomes.keys() & other.outcomes.keys()
     return all(one.outcomes[step] == other.outcomes[step] for step in both) and all(
         one.averages[step].contributors == other.averages[step].contributors
@@ -210,7 +211,7 @@ def _agree(one: Member, other: Member) -> bool:
 
 
 def _texts(rank: Rank) -> Iterator[str]:
-    """What people would be shown."""
+    """Return the texts that a user would see."""
     yield rank.left
     yield from map(str, rank.errors.values())
     yield from (change.reason for change in rank.changes)

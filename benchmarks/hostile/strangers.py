@@ -1,4 +1,4 @@
-"""What somebody says who is connected and no member, on the simulated network."""
+"""Attacks on the simulated network by a connected peer that is not a member."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _LISTS: Message = {"x": [[]] * 3000}
 
 
 def sends(name: str, messages: Callable[[], Iterable[Message]], before: str = "") -> Attack:
+    """Return a row for a non-member that sends these messages."""
+
     def run() -> Outcome:
         return attacked_by_non_member(messages())
 
