@@ -218,12 +218,12 @@ class Conductor:
         record: dict[str, Any] = {**asdict(event), "time_s": time.time(), "waited_s": round(waited_s, 1)}
         with (self.peers.folder / HAPPENED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        who = "bootstrap peer" if event.peer == BOOTSTRAP else f"peer {event.peer}"
+        name = "bootstrap peer" if event.peer == BOOTSTRAP else f"peer {event.peer}"
         waited = f" (waited {waited_s:.1f} s)" if waited_s > 1 else ""
         alive = sum(process.is_alive for process in self.peers.training())
         step = max(process.tail.step for process in self.peers.training())
         now_s = time.time() - self._began_s
-        self.say(f"{now_s:6.1f} s  {number + 1:3}  {who}: {event.text}{waited}; {alive} alive, step {step}")
+        self.say(f"{now_s:6.1f} s  {number + 1:3}  {name}: {event.text}{waited}; {alive} alive, step {step}")
 
     # The end.
 

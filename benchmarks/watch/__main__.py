@@ -25,7 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def run_events(steps: int, peers: int) -> Iterator[events.Event]:
     """Yield the events of one process with all replicas."""
-    everybody = tuple(range(peers))
+    replicas = tuple(range(peers))
     yield events.RunStarted(
         step=0, total_steps=steps, algorithm="streaming", num_replicas=peers, parameters=10**9, tokens_per_step=10**6
     )
@@ -45,12 +45,12 @@ def run_events(steps: int, peers: int) -> Iterator[events.Event]:
             continue
         yield events.Evaluated(step=step, heldout_loss=3.0, perplexity=20.0, bits_per_byte=1.0, heldout_tokens=1)
         for fragment in range(FRAGMENTS):
-            for replica in everybody:
+            for replica in replicas:
                 where: dict[str, Any] = {"step": step, "replica": replica, "fragment": fragment}
                 where["outer_step"] = step // INNER_STEPS
                 yield events.RoundSent(**where, payload_bytes=10**6, digest="a" * 32)
                 yield events.RoundCommitted(
-                    **where, contributors=everybody, sent_bytes=10**6, received_bytes=10**6, wait_s=0.1, gain=1.5
+                    **where, contributors=replicas, sent_bytes=10**6, received_bytes=10**6, wait_s=0.1, gain=1.5
                 )
 
 
