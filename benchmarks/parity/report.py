@@ -40,17 +40,10 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         own = by_name[f"Streaming fp4, {settings}"]
         gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
         lines += ["", f"Streaming fp4 against data-parallel, both with {settings}: {', '.join(gaps)}."]
-    lines += ["", "## Ablations, seed 0", "", "| run | held-out loss | against data-parallel | sent after the start |"]
-    lines += ["|---|---|---|---|"]
-    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in ABLATIONS if v.name in by_name]
-    lines += [
-        "",
-        "## Rates, Muon and topk2, seed 0",
-        "",
-        "| run | held-out loss | against data-parallel | sent after the start |",
-    ]
-    lines += ["|---|---|---|---|"]
-    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in TUNING if v.name in by_name]
+    for heading, variants in (("Ablations", ABLATIONS), ("Rates, Muon and topk2", TUNING)):
+        lines += ["", f"## {heading}, seed 0", ""]
+        lines += ["| run | held-out loss | against data-parallel | sent after the start |", "|---|---|---|---|"]
+        lines += [_one_seed_row(v, by_name[v.name][0], base[0]) for v in variants if v.name in by_name]
     lines += [
         "",
         "## Commands",
@@ -80,7 +73,7 @@ def _main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) ->
     )
 
 
-def _ablation_row(variant: Variant, row: Row, base: float) -> str:
+def _one_seed_row(variant: Variant, row: Row, base: float) -> str:
     return f"| {variant.name} | {row['heldout_loss']:.4f} | {_gap(row, base)} | {_sent(row)} |"
 
 
