@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm.codec import make_codec
@@ -243,13 +245,23 @@ def ranks(sizes: Sizes, device: torch.device) -> str:
     _of_cuda(device)
     if torch.cuda.device_count() < 2:
         raise NotHereError("one GPU: ranks of a replica on several were not tried")
-    from benchmarks.gpu.ranks import train_on_ranks
-
-    losses = train_on_ranks(sizes, 2)
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (sizes, 2, str(Path(folder) / "store"), results), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
+    losses = [results.get() for _ in range(2)]
     expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     for found in losses:
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-2, f"{found} instead of {expected}"
     return "fsdp on two GPUs over NCCL has the losses of one"
+
+
+def _rank(position: int, sizes: Sizes, size: int, store_path: str, results: Any) -> None:
+    device = torch.device("cuda", position)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]  # it has
+    group = open_replica_group(store, replica=0, position=position, size=size, device=device, timeout_s=100.0)
+    results.put(_train(_loop(_model(sizes, device), "bfloat16", "fsdp", group), 3))
+    group.close()
 
 
 CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {

@@ -24,7 +24,7 @@ from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
 from diloco.transport.settings import TransportSettings
 
-__all__ = ["ADAMW", "Measured", "free", "make_session", "random_corpus", "settle", "time_session"]
+__all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 
 NO_ROUNDS = 10**6
 """Inner steps between rounds where none is to come."""
@@ -57,7 +57,7 @@ class Measured:
         return cls(statistics.median(taken_s), min(taken_s), max(taken_s), peak, loss)
 
 
-def random_corpus(job: Job, batches: int) -> Corpus:
+def _random_corpus(job: Job, batches: int) -> Corpus:
     """Random tokens for so many batches; they take as long as others."""
     vocab_size = job.model.vocab_size
     assert vocab_size is not None, "a preset with its vocabulary"
@@ -91,7 +91,7 @@ def make_session(
     )
     settings = resolve(settings, num_layers=job.model.layers)
     fleet = InProcessFleet(make_transport(settings.transport))
-    return Session(settings, random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
+    return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 
 def time_session(session: Session, *, warmup_steps: int, steps: int) -> Measured:
