@@ -1,9 +1,9 @@
 # make train: train a small language model with four replicas. make test: run the tests. Both install first if needed.
 PYTHON ?= python3
 VENV ?= .venv
-# a third of the tests' time is waiting for other processes: one tester more than a small machine has cores
+# a third of the tests' time is spent waiting for other processes, so 3 test processes suit a machine with 2 cores
 TESTERS ?= 3
-# tests start many processes, each of which would compile the package anew
+# tests start many processes, each of which would recompile the package without cached bytecode
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 TO_TRAIN := $(VENV)/.installed-to-train
@@ -26,36 +26,36 @@ $(STAMP): $(TO_TRAIN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## make .venv and install all that tests, documentation and extras need
+setup: $(STAMP) ## create .venv and install the dependencies of tests, documentation and extras
 
-train: $(TO_TRAIN) ## make .venv, install what training needs, and train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
+train: $(TO_TRAIN) ## create .venv, install the package, and train the quick start: 4 replicas of Streaming DiLoCo on the text of the standard library
 	$(BIN)/diloco train $(ARGS)
 
-test: $(STAMP) ## run the tests, in three processes (TESTERS=1: in one)
+test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md
+test-browser: $(STAMP) ## install a browser if there is none, test the page of diloco watch in it, and take the screenshots of docs/watch.md
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[browser]'
 	DILOCO_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
 
-check: $(STAMP) ## lint, format and types
+check: $(STAMP) ## run the linter, the formatter and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## the benchmarks that take minutes (parity takes longer: see benchmarks/parity)
+bench: $(STAMP) ## run the benchmarks that take minutes (parity takes longer: see benchmarks/parity)
 	$(BIN)/python -m benchmarks.codecs
 	$(BIN)/python -m benchmarks.overhead
 
 docs: $(STAMP) ## run every example in the documentation
 	$(BIN)/python -m pytest README.md docs
 
-site: $(STAMP) ## the documentation as a site, in build/site; a broken link is an error
+site: $(STAMP) ## build the documentation site in build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(STAMP) ## build a wheel, and try it in an environment of its own
+wheel: $(STAMP) ## build a wheel and test it in a new virtual environment
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
@@ -64,5 +64,5 @@ wheel: $(STAMP) ## build a wheel, and try it in an environment of its own
 	cd build/wheel && venv/bin/diloco evaluate trial --sequences 8
 	@ls build/wheel/*.whl
 
-clean: ## remove what setup made
+clean: ## remove .venv and all build output
 	rm -rf $(VENV) build src/*.egg-info

@@ -1,6 +1,6 @@
-"""The one thing pyproject.toml cannot say yet: an extension that may fail to build.
+"""The build of the optional C extension, which pyproject.toml cannot declare yet.
 
-Without a C compiler the installation succeeds and the codecs run as torch operations, with the same results.
+Without a C compiler the installation still succeeds. The codecs then run as torch operations, with the same results.
 """
 
 import sys
@@ -12,7 +12,8 @@ setup(
         Extension(
             "diloco.algorithm.codec._kernels",
             sources=["src/diloco/algorithm/codec/_kernels.c"],
-            # never fused: kernels and torch operations agree bit for bit; no -march: one build serves every CPU
+            # no fused multiply-add, so that kernels and torch operations agree bit for bit; no -march, so that one
+            # build runs on every CPU
             extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-ffp-contract=off"],
             optional=True,
         )

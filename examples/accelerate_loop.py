@@ -1,4 +1,4 @@
-"""DiLoCo in a loop of Hugging Face Accelerate, with gradient accumulation. This file is complete.
+"""DiLoCo in a Hugging Face Accelerate loop with gradient accumulation. A complete example in one file.
 
 python examples/accelerate_loop.py --accumulation 4
 accelerate launch --num_processes 8 examples/accelerate_loop.py --replicas 2 --replica 0 --rendezvous HOST:29400 ...
@@ -27,23 +27,23 @@ from diloco.transport.base import Transport
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a text file to learn; None: part of Python's standard library")
-    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="folder of this replica's results")
-    parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
+    parser.add_argument("--text", type=Path, help="text file to train on; default: part of the standard library")
+    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="output folder of this replica")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per replica and micro-batch")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step of the optimizer")
-    parser.add_argument("--sequence-length", type=int, default=64, help="bytes")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak, from which it falls as a cosine")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per optimizer step")
+    parser.add_argument("--sequence-length", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak; decays as a cosine")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--inner-steps", type=int, default=20, help="steps between two rounds (H)")
-    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model, which travel in turns (P)")
-    parser.add_argument("--overlap-steps", type=int, default=3, help="steps that a round has to arrive (tau)")
+    parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two rounds (H)")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model, which are sent in turn (P)")
+    parser.add_argument("--overlap-steps", type=int, default=3, help="inner steps between sending and merging (tau)")
     parser.add_argument("--codec", default="fp4", help="float32, float16, bfloat16, int8 or fp4")
-    parser.add_argument("--replicas", type=int, default=1, help="how many there are (M)")
-    parser.add_argument("--replica", type=int, default=0, help="which one this is, from 0")
+    parser.add_argument("--replicas", type=int, default=1, help="number of replicas (M)")
+    parser.add_argument("--replica", type=int, default=0, help="number of this replica, from 0")
     parser.add_argument("--rendezvous", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
-    parser.add_argument("--resume", type=Path, help="a checkpoint of this replica to go on from")
+    parser.add_argument("--resume", type=Path, help="checkpoint of this replica to resume from")
     parser.add_argument("--save-steps", type=int, default=100, help="steps between two checkpoints")
     return parser.parse_args(arguments)
 
@@ -72,12 +72,12 @@ class Decoder(nn.Module):
 
 
 def make_model(options: argparse.Namespace) -> Decoder:
-    torch.manual_seed(0)  # every replica begins with the same weights
+    torch.manual_seed(0)  # every replica starts with the same weights
     return Decoder(options.layers, options.width, options.sequence_length)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """For AdamW: weight decay for matrices, none for norms."""
+    """Return parameter groups for AdamW, with weight decay for matrices and none for norms."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -86,7 +86,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def share(options: argparse.Namespace) -> Dataset[tuple[Tensor, ...]]:
-    """This replica's part of the text, in random order: no two replicas have a sequence in common."""
+    """Return this replica's share of the text, in random order. Shares have no sequence in common."""
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
     text = b"".join(path.read_bytes() for path in ([options.text] if options.text else library))
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -101,7 +101,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
         optimizer, lambda step: (1 + math.cos(math.pi * min(step, options.steps) / options.steps)) / 2
     )
     loader = DataLoader(share(options), batch_size=options.batch_size, drop_last=True)
-    # the scheduler stays as it is: prepared, it would step once for each process
+    # the scheduler is not prepared: a prepared one would step once per process
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(scheduler)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -113,7 +113,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
         accelerator, model, optimizer, transport=transport, schedule=schedule, codec=options.codec
     ) as diloco:
         if options.resume is not None:
-            accelerator.load_state(options.resume)  # DiLoCo's state, too
+            accelerator.load_state(options.resume)  # also restores DiLoCo's state
             batches = itertools.islice(batches, diloco.steps * options.accumulation, None)
 
         while diloco.steps < options.steps:
@@ -127,7 +127,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
                 optimizer.zero_grad()
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
                 scheduler.step()
-            diloco.step()  # counts where gradients were synchronised
+            diloco.step()  # counts only after gradients were synchronised
 
             if accelerator.sync_gradients and diloco.steps % options.save_steps == 0:
                 accelerator.print({"step": diloco.steps, "loss": loss.item(), **diloco.logs()})
@@ -141,7 +141,11 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
 def connect(
     options: argparse.Namespace, ranks: Literal["whole", "sharded"]
 ) -> AbstractContextManager[Transport | None]:
-    """The way to the other replicas, if any; ``ranks``: what each process of a replica holds of the model."""
+    """Connect to the other replicas, if there are any.
+
+    Args:
+        ranks: whether each process of a replica holds the whole model or a shard of it.
+    """
     if options.replicas == 1:
         return nullcontext()
     return connect_replica(

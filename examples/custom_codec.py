@@ -1,4 +1,4 @@
-"""A codec of your own: one bit a value, with the mean magnitude of each block of 1024. This file is complete.
+"""A custom codec with one bit per value and the mean magnitude of each block of 1024 values. A complete example.
 
 python examples/custom_codec.py
 diloco train --codec examples/custom_codec.py:OneBit --codec.error-feedback
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from diloco import Codec, DiLoCo, InProcessTransport, SyncSchedule, testing
 
 BLOCK = 1024
-BLOCK_BYTES = 4 + BLOCK // 8  # a float32 scale, and the signs
+BLOCK_BYTES = 4 + BLOCK // 8  # a float32 scale and the signs
 BITS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
 class OneBit(Codec):
-    """``sign(x) * mean(|x|)`` of each block. What it loses comes back with error feedback."""
+    """Encodes ``sign(x) * mean(|x|)`` per block. Error feedback compensates the quantisation error."""
 
     name = "one-bit"
     block_size = BLOCK
@@ -41,18 +41,18 @@ class OneBit(Codec):
         out.copy_(torch.where(negative, -scales, scales).flatten()[: len(out)])
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        """Payloads come from strangers: nothing but finite values may pass."""
+        """Refuse payloads with non-finite scales, because payloads come from untrusted peers."""
         return None if bool(_scales(payload).isfinite().all()) else "has a block whose scale is not finite"
 
 
 def _scales(payload: Tensor) -> Tensor:
-    """``(blocks, 1)``; a copy, as a payload may stand at any address in a larger message."""
+    """Return the scales, with shape ``(blocks, 1)``; a copy, because the payload may be unaligned."""
     return payload.view(-1, BLOCK_BYTES)[:, :4].flatten().clone().view(torch.float32)[:, None]
 
 
 def main(steps: int = 300) -> dict[str, tuple[float, int]]:
-    """Train two replicas with each codec: the loss of the global model, and the bytes that a replica has sent."""
-    testing.check_codec(OneBit)  # raises, and says why, where it would not do
+    """Train two replicas with each codec, and return codec -> (loss of the global model, bytes sent by a replica)."""
+    testing.check_codec(OneBit)  # raises with a reason if the codec violates the contract
     inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
     targets = inputs.sin().sum(1, keepdim=True)
     shares = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))

@@ -1,9 +1,9 @@
-"""A swarm of three replicas on one machine, which find each other through libp2p. This file is complete.
+"""A swarm of three replicas on one machine that find each other through libp2p. A complete example in one file.
 
 python examples/swarm.py
 
-On three machines each would run `replica` with the address that the first one prints; nobody needs to be in charge.
-`diloco train --transport hivemind` does the same, and lets replicas come and go while training goes on.
+On three machines, each would run `replica` with the address that the first one prints; there is no central coordinator.
+`diloco train --transport hivemind` does the same, and also lets replicas join and leave during training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLICAS = 3
 
 def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str], digests: Queue[str]) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # every replica begins with the same weights
+    torch.manual_seed(0)  # every replica starts with the same weights
     model = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = replica_share(torch.randn(600, 16), replica=number, num_replicas=REPLICAS)
@@ -31,7 +31,7 @@ def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str],
         run="example",
         num_replicas=REPLICAS,
         replica=number,
-        identity=Path(folder) / f"peer-{number}.key",  # made if it does not exist
+        identity=Path(folder) / f"peer-{number}.key",  # created if it does not exist
         join_at=join_at,
         secret="a secret that all replicas know",
         on_address=addresses.put,

@@ -1,4 +1,4 @@
-"""Command lines as they are once their flags have been parsed, which takes longer than most tests."""
+"""Command lines in their parsed form, because parsing flags takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from diloco.config.flags import CommandLine
 
 
 def dotted(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings that were given as keyword arguments, which have ``__`` for a dot."""
+    """Convert keyword arguments to settings keys, with ``__`` for a dot."""
     return {name.replace("__", "."): value for name, value in values.items()}
 
 
 def command_line(file: Path | None = None, **values: Any) -> CommandLine:
-    """With a TOML file and flags of these keys."""
+    """Return a command line with a TOML file and flags for the given keys."""
     return CommandLine(file=file, print_config=False, values=dotted(values))
 
 

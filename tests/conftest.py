@@ -1,6 +1,9 @@
-"""Shared by all tests: one thread of torch and examples without a deadline, so that bits and times do not depend on how
-many cores are free; no waiting for the disk, which only a loss of power would tell apart (what is asked of it, and
-when, has a test of its own); a text."""
+"""Setup and fixtures of all tests.
+
+Torch uses one thread and Hypothesis examples have no deadline, so that bits and times do not depend on the number of
+free cores. `os.fsync` does nothing, because only a power loss would show the difference; a test of its own checks the
+calls.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ os.fsync = lambda descriptor: None
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .jsonl of short documents with something to learn in them; not to be changed."""
-    from tests.runs import write_text  # which imports all that trains
+    """A .jsonl file of short documents with a learnable structure. Tests must not change it."""
+    from tests.runs import write_text  # a late import, because it imports all training code
 
     return write_text(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for private keys, which take a second each to make."""
+    """A folder for private keys, shared because generating one takes a second."""
     return tmp_path_factory.mktemp("keys")

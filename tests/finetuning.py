@@ -1,4 +1,4 @@
-"""A base model small enough for tests, with a tokenizer that has a chat template, and conversations."""
+"""A base model small enough for tests, a tokenizer with a chat template, and conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def write_base(
     place: Path, *, seed: int = 0, template: str | None = TEMPLATE, name: str = "Llama", **changes: Any
 ) -> Path:
-    """A folder of transformers: weights, and a tokenizer of bytes with the special tokens of ChatML."""
+    """Create a transformers folder with weights and a byte tokenizer that has the special tokens of ChatML."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -31,7 +31,7 @@ def write_base(
 
 
 def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
-    """The tokenizer alone."""
+    """Save only the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,18 +49,18 @@ def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
 
 
 def asked(question: str, answer: str) -> dict[str, Any]:
-    """A record of one question and its answer."""
+    """Return a record of one question and its answer."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def write_records(place: Path, records: list[dict[str, Any]]) -> Path:
-    """A .jsonl of them."""
+    """Write conversations to a .jsonl file."""
     place.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     return place
 
 
 def write_sums(place: Path, *, number: int = 60, seed: int = 0) -> Path:
-    """Conversations that ask for sums."""
+    """Write conversations that ask for sums."""
     rng = random.Random(seed)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(number)]
     return write_records(place, [asked(f"{one}+{other}?", str(one + other)) for one, other in pairs])

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` small enough for tests: the configurations, and folders with them."""
+"""Configurations of ``transformers`` models that are small enough for tests, and folders with them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """The configuration of one of `ARCHITECTURES`, or of a ``model_type`` with no values but ``changes``."""
+    """Return the configuration of one of `ARCHITECTURES`, or of a ``model_type`` with only the values ``changes``."""
     from transformers import CONFIG_MAPPING
 
     kind, values = ARCHITECTURES.get(name, (name, {}))
@@ -43,7 +43,7 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
-    """A folder with that configuration and no weights."""
+    """Create a folder with that configuration and no weights."""
     place = folder / name.replace(" ", "-")
     config_of(name, **changes).save_pretrained(place)
     return place

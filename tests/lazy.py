@@ -1,4 +1,4 @@
-"""Libraries that take seconds to import, which every tester would do for files that another one runs."""
+"""Lazy imports of slow libraries, so that a test process does not import them for files that another one runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Lazy:
-    """A module that is imported when something of it is asked for.
+    """A module that is imported on first access to an attribute.
 
     >>> Lazy("math").floor(2.5)
     2
@@ -17,6 +17,6 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest asks whatever stands in a file for some of these
+        if attribute.startswith("_"):  # pytest looks up some of these on every object in a file
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

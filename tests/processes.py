@@ -1,7 +1,8 @@
-"""Functions in processes of their own, which a test can stop at exact points, kill and freeze.
+"""Functions in separate processes that a test can stop at exact points, kill and freeze.
 
-Processes are forked from a server that has imported torch and the package once, so each starts in milliseconds. In a
-child, `report` and `told` talk to the test; the test talks back with `Processes.heard` and `Processes.tell`.
+Processes are forked from a server that has already imported torch and the package, so each starts in milliseconds. A
+child exchanges values with the test through `report` and `told`, and the test with a child through `Processes.heard`
+and `Processes.tell`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PRELOADED = [
     "hypothesis",
     "pytest",
     "hivemind",
-    # what commands import late
+    # modules that commands import lazily
     "encodings.idna",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
@@ -53,21 +54,21 @@ _parent: Connection | None = None
 
 
 def report(value: Any) -> None:
-    """In a child: tell the test something; it waits with `Processes.heard`."""
+    """In a child, send ``value`` to the test, which receives it with `Processes.heard`."""
     assert _parent is not None, "only a function that Processes started can report"
-    # as bytes of our own: multiprocessing would send tensors as shared memory, which ends with its process
+    # pickled here, because multiprocessing would send tensors as shared memory, which ends with the process
     _parent.send_bytes(pickle.dumps(("report", value)))
 
 
 def told(timeout_s: float = 60.0) -> Any:
-    """In a child: what the test told with `Processes.tell`, waiting for it."""
-    assert _parent is not None, "only a function that Processes started can be told something"
-    assert _parent.poll(timeout_s), f"nothing was told within {timeout_s:g} s"
+    """In a child, wait for the value that the test sends with `Processes.tell`, and return it."""
+    assert _parent is not None, "only a function that Processes started can receive values"
+    assert _parent.poll(timeout_s), f"the test sent nothing within {timeout_s:g} s"
     return pickle.loads(_parent.recv_bytes())
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
+    """Return a TCP port of this machine that is currently unused."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -77,14 +78,14 @@ def _child(rank: int, job: bytes, parent: Connection) -> None:
     global _parent
     _parent = parent
     os.environ.update(ONE_THREAD)
-    os.fsync = lambda descriptor: None  # as in the tests' own process
+    os.fsync = lambda descriptor: None  # as in the test process; see conftest.py
     torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(job)
         message = pickle.dumps(("result", function(rank, *arguments)))
     except SystemExit:
-        raise  # its code is that of the process
-    except BaseException:  # whatever it is, the test shall see it
+        raise  # its code becomes the exit code of the process
+    except BaseException:  # report every error to the test
         parent.send_bytes(pickle.dumps(("failure", traceback.format_exc())))
         sys.exit(1)
     parent.send_bytes(message)
@@ -101,17 +102,17 @@ class _Member:
     ended: bool = False
 
     def kill(self) -> None:
-        if self.process.is_alive():  # else its number may be another's by now
+        if self.process.is_alive():  # otherwise its number may already belong to another process
             self.process.kill()
 
     @property
     def over(self) -> bool:
-        """Whether nothing but what was heard of it already is to be expected."""
+        """Whether no further report or result is expected from it."""
         return self.ended or bool(self.failure)
 
 
 class Processes:
-    """Some processes, each known by its rank. Leaving the ``with`` kills and reaps them all, whatever they are doing.
+    """A set of processes, each with a rank. Leaving the ``with`` block kills and reaps all of them.
 
     >>> with Processes() as processes:
     ...     _ = processes.start(2, pow, 3)
@@ -122,7 +123,7 @@ class Processes:
     def __init__(self) -> None:
         self.members: list[_Member] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)  # counts when the first test of a session starts a process
+        self._context.set_forkserver_preload(PRELOADED)  # takes effect when a session starts its first process
         with mock.patch.dict(os.environ, ONE_THREAD):
             multiprocessing.forkserver.ensure_running()
 
@@ -140,12 +141,12 @@ class Processes:
         """Run ``function(rank, *arguments)`` in ``count`` more processes.
 
         Args:
-            count: how many.
-            function: of a module that can be imported by name.
-            arguments: what can be pickled; copied.
+            count: the number of processes.
+            function: a function that can be pickled by name.
+            arguments: arguments that can be pickled; each process gets a copy.
 
         Returns:
-            Their ranks, which go on where those of an earlier `start` ended.
+            The ranks of the new processes, which follow those of earlier calls.
         """
         job = pickle.dumps((function, arguments))
         ranks = range(len(self.members), len(self.members) + count)
@@ -153,19 +154,19 @@ class Processes:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_child, args=(rank, job, theirs), name=f"rank {rank}")
             process.start()
-            theirs.close()  # so that the end of the child is the end of the pipe
+            theirs.close()  # so that the pipe ends when the child does
             self.members.append(_Member(process, ours))
         return ranks
 
     def tell(self, rank: int, value: Any) -> None:
-        """Let `told` in process ``rank`` return ``value``."""
+        """Send ``value`` to process ``rank``, where `told` returns it."""
         self.members[rank].connection.send_bytes(pickle.dumps(value))
 
     def heard(self, rank: int, timeout_s: float = 60.0) -> Any:
-        """The next `report` of process ``rank``.
+        """Wait for the next `report` of process ``rank``, and return its value.
 
         Raises:
-            AssertionError: with the traceback if the process failed, or if it ended or the time ran out before that.
+            AssertionError: if the process fails (with its traceback), ends or reports nothing within the time-out.
         """
         member = self.members[rank]
         self._await(lambda: bool(member.reports) or member.over, timeout_s, f"rank {rank} has not reported")
@@ -174,15 +175,15 @@ class Processes:
         return member.reports.popleft()
 
     def results(self, timeout_s: float = 60.0, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """What the functions returned, by rank; the processes may still be on their way out.
+        """Wait for the results of the functions, and return rank -> result. The processes may still be exiting.
 
         Args:
-            timeout_s: for all of them together.
-            ranks: by default all but those that the test has killed.
+            timeout_s: the time-out for all of them together.
+            ranks: the ranks to wait for; by default, all that the test has not killed.
 
         Raises:
-            AssertionError: with the traceback of the first that failed, as soon as it did; or if one ended without a
-                result; or naming those that have none when the time runs out.
+            AssertionError: as soon as one fails (with its traceback) or ends without a result; at the time-out, with
+                the ranks that have no result.
         """
         alive = [rank for rank, member in enumerate(self.members) if not member.killed]
         wanted = alive if ranks is None else list(ranks)
@@ -199,45 +200,45 @@ class Processes:
         return {rank: self.members[rank].result[0] for rank in wanted}
 
     def exit_code(self, rank: int, timeout_s: float = 60.0) -> int:
-        """How process ``rank`` ended, waiting for it: 0; 1 after an exception; -9 after `kill`; its own otherwise."""
+        """Wait for process ``rank`` to end, and return its exit code: 0, 1 after an exception, -9 after `kill`."""
         member = self.members[rank]
         self._await(lambda: member.ended, timeout_s, f"rank {rank} has not ended")
         assert member.process.exitcode is not None
         return member.process.exitcode
 
     def is_running(self, rank: int) -> bool:
-        """Whether process ``rank`` has neither returned, failed nor ended; what it said so far is taken in."""
+        """Receive pending messages, and return whether process ``rank`` has neither returned, failed nor ended."""
         self._take_in(0.0)
         member = self.members[rank]
         return not (member.over or member.result)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL; afterwards the process is gone."""
+        """Kill process ``rank`` with SIGKILL, and wait for its end."""
         member = self.members[rank]
         member.killed = True
         member.kill()
         self.exit_code(rank)
 
     def freeze(self, rank: int) -> None:
-        """SIGSTOP; afterwards none of its threads runs (where the system tells their state; else very soon)."""
+        """Stop process ``rank`` with SIGSTOP, and wait until no thread of it runs (if /proc reports their states)."""
         pid = self.pid(rank)
         os.kill(pid, signal.SIGSTOP)
         while any(_state(task) not in "TtZX" for task in Path(f"/proc/{pid}/task").glob("*")):
             os.sched_yield()
 
     def thaw(self, rank: int) -> None:
-        """SIGCONT: it goes on as if no time had passed."""
+        """Continue process ``rank`` with SIGCONT."""
         os.kill(self.pid(rank), signal.SIGCONT)
 
     def pid(self, rank: int) -> int:
-        """Of a process that is alive."""
+        """Return the process id of process ``rank``, which must be alive."""
         process = self.members[rank].process
         assert process.is_alive(), f"rank {rank} has ended"
         assert process.pid is not None
         return process.pid
 
     def _await(self, over: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
-        """Take in what the processes send until ``over``."""
+        """Receive messages of the processes until ``over`` returns True."""
         deadline_s = time.monotonic() + timeout_s
         self._take_in(0.0)
         while not over():
@@ -246,14 +247,14 @@ class Processes:
             self._take_in(remaining_s)
 
     def _take_in(self, timeout_s: float) -> None:
-        by_source: dict[Any, _Member] = {}  # by its pipe and by what becomes readable at its end
+        by_source: dict[Any, _Member] = {}  # by its pipe and by its sentinel
         for member in self.members:
             if not member.ended:
                 by_source[member.connection] = by_source[member.process.sentinel] = member
         ready = multiprocessing.connection.wait(by_source, timeout_s)
         gone = [by_source[source] for source in ready if isinstance(source, int)]
         for member in {id(by_source[source]): by_source[source] for source in ready}.values():
-            # what a process has sent is there when it is gone, and then there is no end to wait for in its pipe
+            # messages of an ended process are already in its pipe, so this loop reads all of them
             with contextlib.suppress(EOFError, ConnectionResetError):
                 while member.connection.poll():
                     self._receive(member, *pickle.loads(member.connection.recv_bytes()))
@@ -277,7 +278,7 @@ class Processes:
 
 
 def _state(task: Path) -> str:
-    """One letter, T for stopped; X, dead, if it has just ended."""
+    """Return the state letter of a thread, such as T for stopped, or X (dead) if it has just ended."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Small models and replicas in lockstep, for tests of the algorithm."""
+"""Small models, and replicas that step in lockstep, for tests of the algorithm."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
 
 Gradient = Callable[[int, int, nn.Module], None]
-"""(replica, step from 0, model): leaves gradients in ``.grad``."""
+"""A function of (replica, step from 0, model) that sets ``.grad`` of the parameters."""
 
 
 class Vectors(nn.Module):
-    """Three parameters of different sizes, one for each of three fragments under `PATTERNS`."""
+    """A model with three parameters of different sizes, one per fragment with `PATTERNS`."""
 
     PATTERNS = (("first",), ("second",), ("third",))
 
@@ -40,7 +40,7 @@ class Vectors(nn.Module):
 
 
 class Swarm:
-    """M replicas of one model in one thread, stepped in lockstep."""
+    """M replicas of one model in one thread, which step in lockstep."""
 
     def __init__(
         self,
@@ -87,24 +87,24 @@ class Swarm:
                 diloco.finish()
 
     def go_on_from(self, other: Swarm) -> None:
-        """Take over all that a checkpoint of ``other`` would hold; its inner optimizer has no state."""
+        """Restore everything that a checkpoint of ``other`` would hold; its inner optimizer has no state."""
         self.transport.load_state_dict(other.transport.state_dict())
         for mine, theirs, diloco, saved in zip(self.models, other.models, self.replicas, other.replicas, strict=True):
             mine.load_state_dict(theirs.state_dict())
             diloco.load_state_dict(copy.deepcopy(saved.state_dict()))
 
     def local(self, replica: int) -> Tensor:
-        """All local parameters of a replica, one flat vector."""
+        """Return all local parameters of a replica as one flat vector."""
         return torch.cat([p.detach().flatten() for p in self.models[replica].parameters()])
 
     def global_params(self, replica: int) -> Tensor:
-        """All global parameters as a replica holds them, one flat vector in the model's order."""
+        """Return all global parameters that a replica holds, as one flat vector in the model's order."""
         named = self.replicas[replica].outer_loop.named_global_params()
         return torch.cat([named[name].flatten() for name, _ in self.models[replica].named_parameters()])
 
 
 def quadratic(seed: int = 0, *, shared: bool = False) -> Gradient:
-    """Gradients of ``|x - target|^2 / 2`` with a target of its own for each replica (or one for all), plus noise."""
+    """Return a function that sets gradients of ``|x - target|^2 / 2`` plus noise, with a target per replica or one."""
 
     def gradient(replica: int, step: int, model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(1000 * seed + (0 if shared else replica))
@@ -122,7 +122,7 @@ STREAMING = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
 
 
 def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int | None = None, **more: Any) -> Swarm:
-    """Streaming DiLoCo with all that its settings have by default, under `STREAMING`."""
+    """Return replicas of Streaming DiLoCo with default settings and the schedule `STREAMING`."""
     arguments: dict[str, Any] = {
         "outer": Nesterov(learning_rate=0.4),
         "merge": RebaseMerge(),
@@ -135,6 +135,6 @@ def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int
 
 
 def agree(swarm: Swarm) -> bool:
-    """Whether all replicas hold the same global parameters and outer state."""
+    """Return whether all replicas hold the same global parameters and outer state."""
     digests = [[d.outer_loop.digest(p) for p in range(len(d.fragments))] for d in swarm.replicas]
     return all(each == digests[0] for each in digests)

@@ -1,4 +1,4 @@
-"""Runs small enough for tests: a two-layer model on text that the test makes."""
+"""Runs small enough for tests: a two-layer model on generated text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = (
 
 
 class Listener:
-    """A sink that remembers."""
+    """A sink that records its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -38,7 +38,7 @@ class Listener:
 
 
 def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
-    """A .jsonl of short documents with something to learn in them."""
+    """Write a .jsonl file of short documents with a learnable structure."""
     rng = random.Random(seed)
     path = folder / "text.jsonl"
     words = ["alpha", "beta", "gamma", "delta"]
@@ -52,7 +52,7 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 def train(
     data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
 ) -> dict[str, Any]:
-    """Train as `diloco train` would, without its terminal; returns the summary."""
+    """Train as `diloco train` does, without console output, and return the summary."""
     given: Sequence[str] = [*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()]
     configuration = load_configuration(given)
     settings = resolve(configuration, num_layers=configuration.model.layers)

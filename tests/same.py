@@ -1,4 +1,4 @@
-"""Whether two trees of values are the same."""
+"""Exact comparison of nested values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def same(one: Any, other: Any, *, any_order: bool = False) -> bool:
-    """Equal in type and bits, all the way down, and in the order of keys too but for ``any_order``."""
+    """Return whether two nested values are equal in types, bits and, unless ``any_order``, the order of keys."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -24,16 +24,16 @@ def same(one: Any, other: Any, *, any_order: bool = False) -> bool:
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(same(a, b, any_order=any_order) for a, b in pairs)
     if isinstance(one, float):
-        return str(one) == str(other)  # NaN too, and the sign of zero
+        return str(one) == str(other)  # distinguishes signs of zero, and treats NaN as equal
     return bool(one == other)
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """As `same`, in any order of keys: a wire keeps none."""
+    """Compare as `same`, but in any order of keys, because messages don't preserve it."""
     return same(one, other, any_order=True)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """All bits, in the order of its indices."""
-    fresh = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # strides of its own
+    """Return all bits in index order."""
+    fresh = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # with contiguous strides
     return fresh.reshape(-1).view(torch.uint8).numpy().tobytes()

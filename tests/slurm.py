@@ -1,7 +1,7 @@
-"""A Slurm job without Slurm: `srun` and `scontrol` that a batch script finds, and tasks that are processes here.
+"""A Slurm job without Slurm: emulated `srun` and `scontrol` for a batch script, with tasks as local processes.
 
-`srun` really runs its command once for each task, and passes SIGTERM on. Where a task comes to `python`, it hands its
-arguments to the test, which runs them in a process that has imported torch already.
+`srun` runs its command once for each task and forwards SIGTERM. When a task calls `python`, it passes its arguments to
+the test, which runs them in a process that has already imported torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LIMIT_S = 120
 
 
 def run_command(rank: int, arguments: list[str], folder: Path) -> int:
-    """In a process of its own: `python -m diloco ...` in ``folder``; returns the exit code."""
+    """Run `python -m diloco ...` in ``folder`` and return the exit code. This function is called in a new process."""
     assert arguments[:2] == ["-m", "diloco"]
     os.chdir(folder)
     with (
@@ -69,21 +69,21 @@ def run_command(rank: int, arguments: list[str], folder: Path) -> int:
 
 @dataclass
 class Task:
-    """A task of the job: its process, and the way to what waits for it."""
+    """A task of the job."""
 
-    rank: int
-    link: socket.socket
+    rank: int  # its process in `Processes`
+    link: socket.socket  # connection to the emulated `python`, which waits for the exit code
     arguments: list[str]
 
 
 @dataclass
 class Slurm:
-    """What a batch script sees of Slurm.
+    """An emulation of Slurm for a batch script.
 
     Args:
         folder: the directory of submission.
-        processes: to run tasks in.
-        nodes: of the job, one task on each.
+        processes: the processes in which tasks run.
+        nodes: the number of nodes of the job, with one task on each.
     """
 
     folder: Path
@@ -108,13 +108,13 @@ class Slurm:
             "SLURM_NTASKS": str(self.nodes),
             **self.environment,
         }
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(str(self.folder / "tasks"))
-        self._door.listen()
-        self._door.settimeout(LIMIT_S)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.folder / "tasks"))
+        self._listener.listen()
+        self._listener.settimeout(LIMIT_S)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def submit(self, script: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start the batch script, as Slurm does on the first node."""
@@ -128,10 +128,10 @@ class Slurm:
         )
 
     def tasks(self) -> list[Task]:
-        """The tasks of the step that the script has started, running."""
+        """Start and return the tasks of the step that the script has submitted."""
         tasks = []
         for _ in range(self.nodes):
-            link, _ = self._door.accept()
+            link, _ = self._listener.accept()
             link.settimeout(LIMIT_S)
             arguments = json.loads(link.makefile().readline())
             (rank,) = self.processes.start(1, run_command, arguments, self.folder)
@@ -139,7 +139,7 @@ class Slurm:
         return tasks
 
     def wait_for(self, path: Path, word: str, tasks: list[Task]) -> None:
-        """Until ``word`` stands in the file at ``path``, which the tasks write."""
+        """Wait until the file at ``path``, which the tasks write, contains ``word``."""
         deadline_s = time.monotonic() + LIMIT_S
         while not (path.exists() and word in path.read_text()):
             assert time.monotonic() < deadline_s, f"no {word} in {path}"
@@ -147,14 +147,14 @@ class Slurm:
                 assert self.processes.is_running(task.rank), (self.folder / f"task-{task.rank}.log").read_text()
             os.sched_yield()
 
-    def pass_on_sigterm(self, tasks: list[Task]) -> None:
-        """Wait until `srun` has told every task, and tell its process."""
+    def forward_sigterm(self, tasks: list[Task]) -> None:
+        """Wait until `srun` has signalled every task, and signal the process of each."""
         for task in tasks:
             assert task.link.recv(9) == b"TERM\n"
             os.kill(self.processes.pid(task.rank), signal.SIGTERM)
 
     def end(self, tasks: list[Task]) -> list[int]:
-        """Wait for the processes, and let the tasks end with their exit codes."""
+        """Wait for the processes, end each task with the exit code of its process, and return the exit codes."""
         codes = self.processes.results(LIMIT_S, [task.rank for task in tasks])
         for task in tasks:
             task.link.sendall(str(codes[task.rank]).encode())

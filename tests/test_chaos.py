@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.chaos`: its plan, its checks on made-up records, and a short run with real peers."""
+"""`benchmarks.chaos`: its plan, its checks on artificial records, and a short run with real peers."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TestProcesses:
     def test_the_clock_of_a_process_is_stepped_and_its_records_keep_the_machines(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(time, "time", time.time)  # restored after the test
+        monkeypatch.setattr(time, "time", time.time)  # both are restored afterwards
         monkeypatch.setattr(files, "time", files.time)
         true, held = time.time, tmp_path / "clock"
         set_seconds(held, 0.0)
@@ -155,7 +155,7 @@ class TestProcesses:
         )
 
     def test_a_daemon_in_a_session_of_its_own_goes_with_its_machine(self, tmp_path: Path) -> None:
-        """A signal to the process group does not reach it; a signal to all descendants does."""
+        """A signal to the group does not reach it, but one to every process that a peer started does."""
         waits = "import sys; print(flush=True); sys.stdin.read()"
         starts = (
             f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {waits!r}], stdin=-1, stdout=-1, "
@@ -177,7 +177,7 @@ class TestProcesses:
     def test_the_commands_of_peers_are_ones_that_diloco_takes(
         self, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A torch replica is restarted by the same command, with the address of another replica as rendezvous."""
+        """A torch replica is restarted with the same command and the address of another replica as rendezvous."""
         commands: list[list[str]] = []
 
         class Started:
@@ -203,7 +203,7 @@ class TestProcesses:
 
 
 def is_over(pid: int) -> bool:
-    """Return whether a process has ended, even if its parent has not waited for it."""
+    """Return whether a process has ended, even if it has not been reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -336,7 +336,7 @@ def left(time_s: float, *replicas: int, view: int = 1, replica: int = 0) -> dict
 
 
 class TestPutOut:
-    """Replica 0 of three reports at 20 s that replica 1 is out of the view."""
+    """Of three replicas, replica 0 reports at 20 s that replica 1 is no longer a member."""
 
     BACK_S, NOTICED_S = 30.0, 5.0
 
@@ -359,7 +359,7 @@ class TestPutOut:
     def test_once_where_it_says_so_itself(self, words: str) -> None:
         about = self.about(record(20.2, "Note", text=words))
         assert len(self.found(left(20, 1), about)) == 1
-        assert len(self.found(left(20, 2), about)) == 2  # replica 2 has no log
+        assert len(self.found(left(20, 2), about)) == 2  # nothing is known of replica 2
 
     def test_once_for_all_who_say_so(self) -> None:
         other = log(sent(0, replica=2), committed(0.5, replica=2), left(20.5, 1, replica=2), name="c", peer=2)
@@ -369,11 +369,8 @@ class TestPutOut:
     @pytest.mark.parametrize(
         ("fields", "records"),
         [
-            (
-                {"disturbed": [(10.0, 17.0)]},
-                [committed(18, 1)],
-            ),  # it was frozen, and recovered before the others report it
-            ({"disturbed": [(10.0, 15.0)]}, []),  # and did not recover
+            ({"disturbed": [(10.0, 17.0)]}, [committed(18, 1)]),  # it was frozen, and continued in time
+            ({"disturbed": [(10.0, 15.0)]}, []),  # it did not rejoin
             ({"ended_s": 15.0, "ended_by": "kill"}, []),
             ({"started_s": 17.0}, [committed(18, 1)]),  # it has just started
         ],
@@ -441,7 +438,7 @@ def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
 
 
 class Forked(Running):
-    """A peer in a forked process, which does not import the package again."""
+    """A forked process, which imports nothing again."""
 
     processes: Processes
 
@@ -451,7 +448,7 @@ class Forked(Running):
 
 
 def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of three peers is killed and restarted, one is frozen, and the bootstrap peer is replaced.
+    """One of three peers is killed and restarted, one is frozen, and the bootstrap peer is down for a while.
 
     The figures of a case come from the same checks as those of the run.
     """

@@ -1,6 +1,6 @@
-"""Container file and Kubernetes manifests: what they name exists, and what they call is understood.
+"""Container file and Kubernetes manifests: the files that they name exist, and their commands are valid.
 
-No image is built and no cluster asked here; the commands themselves are parsed by the parsers that will parse them.
+No image is built and no cluster is used. The commands are checked by the parsers that parse them in production.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent
 CONTAINER = ROOT / "launch" / "container" / "Containerfile"
 BEGIN = ROOT / "launch" / "container" / "begin-or-go-on"
 GIVEN = {"diloco", "corpus"}
-"""Secret and volume claim that docs/launching.md says how to make."""
+"""The secret and the volume claim that the user creates as described in docs/launching.md."""
 
 
 def instructions() -> list[tuple[str, list[str]]]:
-    """Of the container file, with their words."""
+    """Return the instructions of the container file with their arguments."""
     text = re.sub(r"^#.*\n", "", CONTAINER.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [(line.split()[0], shlex.split(line)[1:]) for line in text.splitlines() if line.strip()]
 
@@ -50,7 +50,7 @@ def test_what_is_copied_exists_and_is_let_through() -> None:
 
 
 def test_packages_are_installed_as_the_makefile_does() -> None:
-    """Constraints, torch first, and no build isolation; extras are those that the project has."""
+    """Both use constraints, install torch first, and disable build isolation. All extras exist in the project."""
     project = (ROOT / "pyproject.toml").read_text()
     pip = [words for words in of("RUN") if words[:4] == ["python", "-m", "pip", "install"]]
     lines = (ROOT / "Makefile").read_text().splitlines()
@@ -75,7 +75,7 @@ def test_the_image_is_for_nobody_special_and_its_checks_are_python() -> None:
 
 
 def expanded(container: dict[str, Any], maps: dict[str, dict[str, str]]) -> list[str]:
-    """Its arguments as the cluster gives them."""
+    """Return the arguments of a container with the variables expanded as in the cluster."""
     values = {"JOB_COMPLETION_INDEX": "3"}
     for entry in container.get("env", []):
         source = entry.get("valueFrom", {})
@@ -87,7 +87,7 @@ def expanded(container: dict[str, Any], maps: dict[str, dict[str, str]]) -> list
 
 
 def begun(arguments: list[str], folder: Path, *, own_out: str = "0") -> list[str]:
-    """What `begin-or-go-on` makes of its arguments: those of `diloco`."""
+    """Return the arguments with which `begin-or-go-on` calls `diloco`."""
     (folder / "diloco").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "diloco").chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "OWN_OUT": own_out}
@@ -167,7 +167,7 @@ def test_every_container_is_given_what_it_understands(name: str, tmp_path: Path)
 
 
 def test_a_command_that_is_repeated_begins_once_and_then_goes_on(tmp_path: Path) -> None:
-    """With flags and without, and putting aside what never came to a checkpoint only where nobody else writes."""
+    """A folder without a checkpoint is renamed only if no other replica writes to it (OWN_OUT=1)."""
     out = tmp_path / "run"
     assert begun([str(out), "run.toml", "--steps", "5"], tmp_path) == [
         *("train", "run.toml", "--steps", "5", "--out"),

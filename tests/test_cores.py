@@ -1,4 +1,4 @@
-"""What a process may use of a machine, and what it tells OpenMP."""
+"""The cores that a process may use, and the environment variables of OpenMP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def siblings(*cores: str) -> dict[str, str]:
-    """Of hardware threads 0, 1, ..., which core they belong to."""
+    """Return the topology files of a machine, given the core of each of the hardware threads 0, 1, ..."""
     home = "sys/devices/system/cpu"
     return {f"{home}/cpu{number}/topology/thread_siblings_list": f"{core}\n" for number, core in enumerate(cores)}
 
@@ -83,7 +83,7 @@ def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
 
 
 def environment_after(program: str) -> str:
-    """``GOMP_SPINCOUNT`` in a process of its own, and whether torch was loaded before it was set."""
+    """Run ``program`` in a new process, and return ``GOMP_SPINCOUNT`` and whether torch has been loaded at its end."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     tell = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules, file=sys.stderr)"
     done = subprocess.run(

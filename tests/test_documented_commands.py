@@ -1,4 +1,4 @@
-"""Every `diloco` command that the pages about starting and watching runs show has flags that its parser knows."""
+"""The parser accepts the flags of every `diloco` command on the documentation pages listed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDS = {"&", "&&", "||", "|", ";", ">", ">>", "2>&1", "2>"}
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """What follows the word `diloco` in the code blocks of a page, command by command."""
+    """Yield the arguments of every `diloco` command in the code blocks of a page."""
     for number, block in enumerate(re.split(r"^```", text, flags=re.MULTILINE)):
         language, _, lines = block.partition("\n")
         if number % 2 == 0 or language not in ("", "sh", "bash"):

@@ -1,4 +1,4 @@
-"""Every example runs by itself, as a reader would start it."""
+"""Every example runs as a reader would start it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_each_is_complete() -> None:
-    """No example imports another, so each can be copied alone."""
+    """No example imports another, so each can be copied on its own."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     for path in EXAMPLES.glob("*.py"):
         imported = {line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))}
@@ -49,21 +49,21 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")  # advice for large runs
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch, which Lightning imports it from
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning imports LeafSpec from torch
 def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("lightning_module.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
     assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_a_trainer_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved is the adapter alone."""
+    """Only the adapter is saved."""
     run("hf_trainer.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
     assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 8
 
 
 def test_a_codec_of_your_own() -> None:
-    """A twentieth of the bytes; with error feedback the loss still falls."""
+    """It sends less than a twentieth of the bytes, and with error feedback the loss still falls."""
     found = runpy.run_path(str(EXAMPLES / "custom_codec.py"))["main"](steps=200)
     (plain, plain_bytes), (one_bit, one_bit_bytes) = found["float32"], found["one-bit"]
     assert one_bit_bytes < plain_bytes / 20
@@ -71,19 +71,19 @@ def test_a_codec_of_your_own() -> None:
 
 
 def test_a_swarm_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are forked from one that has imported torch, where the example starts them from nothing."""
+    """Processes are forked from one that has imported torch, while the example itself spawns them."""
     monkeypatch.syspath_prepend(EXAMPLES)
     swarm = importlib.import_module("swarm")
     forked = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
-    with Processes():  # which starts that one
+    with Processes():  # starts the fork server
         digests = swarm.main()
     assert len(digests) == swarm.REPLICAS
     assert len(set(digests)) == 1
 
 
 def test_the_notebook(tmp_path: Path) -> None:
-    """Every cell runs, with fewer steps than a reader takes."""
+    """Every cell runs, with fewer steps than by default."""
     with Processes() as processes:
         processes.start(1, run_cells, EXAMPLES / "first_steps.ipynb", tmp_path)
         printed = processes.results(300)[0]
@@ -92,7 +92,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 
 
 def run_cells(rank: int, path: Path, folder: Path) -> str:
-    """In a process of its own: what the cells of a notebook print."""
+    """Run the cells of a notebook in this process, and return what they print."""
     from IPython.core.interactiveshell import InteractiveShell
 
     os.environ |= {"STEPS": "2", "OUT": str(folder / "runs"), "IPYTHONDIR": str(folder), "MPLBACKEND": "agg"}

@@ -1,4 +1,4 @@
-"""Tests of benchmarks/hostile: the quick attacks do no harm, and a parser raises nothing but its refusal."""
+"""The attacks of benchmarks/hostile: the fast ones do no harm, and parsers raise nothing but refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports go one way: a package may import only from itself and from those that stand before it."""
+"""Imports are layered: a package imports only from itself and from packages before it in the order."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or pat
 
 @functools.cache
 def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """All of a file, anywhere in it."""
+    """Return all import statements of a file, at any depth."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported(path: Path) -> set[str]:
-    """The top-level parts of the package that a file imports, anywhere in it; its version is everybody's."""
+    """Return the top-level parts of the package that a file imports at any depth, without ``__version__``."""
     parts: set[str] = set()
     for node in imports(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "diloco":
@@ -66,12 +66,12 @@ def test_imports_go_one_way(path: Path) -> None:
     part = path.relative_to(ROOT).parts[0].removesuffix(".py")
     assert part in ORDER, f"{part} has no place in the order"
     later = [name for name in imported(path) if name not in ORDER[: ORDER.index(part) + 1]]
-    assert not later, f"{part} imports {later}, which stand after it"
+    assert not later, f"{part} imports {later}, which come after it"
 
 
 @pytest.mark.parametrize("part", ["algorithm", "membership", "protocol"])
 def test_what_decides_is_pure(part: str) -> None:
-    """No process groups, clocks, threads, futures, sockets, files or loggers in what computes, judges and agrees."""
+    """These packages use no process groups, clocks, threads, futures, sockets, files or loggers."""
     impure = {"time", "threading", "concurrent", "socket", "logging", "asyncio", "pathlib", "io", "random", "hivemind"}
     for path in (ROOT / part).rglob("*.py"):
         if path.name == "native.py":  # finds and loads the compiled kernels
@@ -84,7 +84,7 @@ def test_what_decides_is_pure(part: str) -> None:
 
 
 def test_transports_stand_on_connections() -> None:
-    """Connections know nothing of rounds, nor the shell around the protocol what carries its bytes."""
+    """``connections`` does not import ``peers``, and ``peers`` does not import the backends that carry its bytes."""
     order = ("connections", "peers", "torch_distributed|hivemind")
     for path in (ROOT / "transport").rglob("*.py"):
         room = path.parent.name
@@ -92,17 +92,17 @@ def test_transports_stand_on_connections() -> None:
         modules = [node.module or "" for node in imports(path) if isinstance(node, ast.ImportFrom)]
         found = {module.split(".")[2] for module in modules if module.startswith("diloco.transport.")}
         later = found & {room for rooms in order[floor + 1 :] for room in rooms.split("|")}
-        assert not later, f"{path.relative_to(ROOT)} imports {later}, which stand after it"
+        assert not later, f"{path.relative_to(ROOT)} imports {later}, which come after it"
 
 
 def test_settings_do_not_import_torch() -> None:
-    """So that help and configuration errors come at once."""
+    """This keeps help texts and configuration errors fast."""
     for path in ROOT.rglob("settings.py"):
         assert "import torch" not in path.read_text(encoding="utf-8")
 
 
 def test_what_windows_lacks_is_not_imported_there() -> None:
-    """It stands under `if sys.platform != "win32"`, never at the top of a file."""
+    """Such imports are under `if sys.platform != "win32"`, never at the top level of a file."""
     lacking = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     for path in ROOT.rglob("*.py"):
         for node in (each for each in imports(path) if not each.col_offset):

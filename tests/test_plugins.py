@@ -1,4 +1,4 @@
-"""Code of the user's own: the examples of the page about it, in a loop and by the command, and what is refused."""
+"""User code: the examples of its documentation page in a loop and by the command, and invalid code that is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py(.*?)^```", PAGE.read_text(e
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the files of the page, text, and the settings of a small run."""
+    """Return a working directory with the page's files, a text, and the settings of a small run."""
     for name, text in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
     (tmp_path / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
@@ -59,7 +59,7 @@ def test_the_examples_keep_their_contracts(own: Path) -> None:
 
 
 def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
-    """Two replicas of a regression, each on half of the problem; they agree to the bit and have learned."""
+    """Two replicas of a regression, each on half of the problem, learn and agree bit for bit."""
     transport, target = InProcessTransport(2), torch.linspace(-1, 1, 300)
     replicas = []
     for number in range(2):
@@ -218,26 +218,29 @@ def no_rate(params): return torch.optim.SGD(params)
     ("values", "words"),
     [
         ({"outer__name": "wrong.py:Nothing"}, r"outer\.name=.*wrong\.py:Nothing can't be used: .* no method init"),
-        ({"outer__name": "wrong.py:Growing"}, "update made or dropped slots of the state"),
+        ({"outer__name": "wrong.py:Growing"}, "update added or removed slots of the state"),
         ({"outer__name": "wrong.py:Careless"}, "update changed the mean"),
         ({"outer__name": "wrong.py:Careles"}, "no function or class 'Careles'; did you mean 'Careless'"),
         ({"outer__name": "wrong.py:broken"}, "raised KeyError: 'width'"),
         ({"outer__name": "signs.py:Signs", "outer__arguments": {"momentun": 0.5}}, "did you mean 'momentum'"),
-        ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Your own is named module:Class"),
-        ({"outer__arguments": {"x": 1}}, r"outer\.arguments was given with outer\.name='nesterov'"),
+        ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
+        ({"outer__arguments": {"x": 1}}, r"outer\.arguments can't be used with outer\.name='nesterov'"),
         ({"codec__name": "wrong.py:Nothing"}, r"codec Nothing: it is not a diloco\.Codec"),
-        ({"codec__name": "wrong.py:Halves"}, "codec Halves raised CodecError: halves payload of .* values holds NaN"),
+        (
+            {"codec__name": "wrong.py:Halves"},
+            "codec Halves raised CodecError: the halves payload of .* values contains NaN",
+        ),
         ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
-        ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments was given with codec\.name='fp4'"),
+        ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments can't be used with codec\.name="),
         (
             {"codec__name": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
         ),
         ({"merge__rule": "wrong.py:Nothing"}, "no method merge"),
         ({"merge__rule": "wrong.py:Loses"}, "parameters move although"),
-        ({"merge__rule": "wrong.py:Centres"}, "it says that it is elementwise, and merges parts otherwise"),
+        ({"merge__rule": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
         ({"merge__rule": "share.py:Share", "merge__alpha": 0.5}, "which has no alpha"),
-        ({"inner__name": "wrong.py:no_rate"}, "takes no argument lr"),
+        ({"inner__name": "wrong.py:no_rate"}, "must accept a learning rate as the argument lr"),
         ({"inner__name": "lion.py:Lion", "inner__arguments": {"beta": 1}}, "did you mean 'betas'"),
         ({"inner__name": "lion.py:Lino"}, "did you mean 'Lion'"),
     ],

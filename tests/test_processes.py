@@ -1,4 +1,4 @@
-"""The processes that tests of transports run in: stopped at exact points, killed, frozen, and never left behind."""
+"""Processes of the transport tests can be stopped at exact points, killed and frozen, and none is left over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def doubled(rank: int, values: Tensor) -> tuple[int, int, Tensor]:
 
 
 def obedient(rank: int) -> str:
-    """Does as it is told, and says so."""
+    """Follow the test's instructions, and report them."""
     while True:
         report("ready")
         match told():
@@ -32,7 +32,7 @@ def obedient(rank: int) -> str:
 
 
 def stubborn(rank: int) -> None:
-    """Fails, and then never ends by itself."""
+    """Fail, and then never end."""
     threading.Thread(target=threading.Event().wait).start()
     raise ValueError("I did not want to")
 
@@ -40,7 +40,7 @@ def stubborn(rank: int) -> None:
 def test_results_come_back_by_value_and_failures_with_their_traceback() -> None:
     with Processes() as processes:
         processes.start(2, doubled, torch.ones(2))
-        assert processes.start(1, doubled, torch.zeros(1 << 18)) == range(2, 3)  # 1 MB: more than a pipe holds
+        assert processes.start(1, doubled, torch.zeros(1 << 18)) == range(2, 3)  # 1 MB, more than the buffer of a pipe
         results = processes.results()
         assert len({pid for pid, _, _ in results.values()} | {os.getpid()}) == 4
         assert {threads for _, threads, _ in results.values()} == {1}
@@ -70,7 +70,7 @@ def test_a_test_stops_kills_and_freezes_at_exact_points() -> None:
             processes.tell(rank, "hello")
         assert processes.heard(3) == "hello"
         with pytest.raises(AssertionError, match=r"rank 2 has not reported within 0\.1 s"):
-            processes.heard(2, timeout_s=0.1)  # would be for ever
+            processes.heard(2, timeout_s=0.1)  # would wait forever
         processes.thaw(2)
         assert processes.heard(2) == "hello"
         with pytest.raises(AssertionError, match="rank 1 ended with 7 and without a result"):

@@ -1,4 +1,4 @@
-"""What the package shows of itself."""
+"""The public interface of the package."""
 
 from __future__ import annotations
 

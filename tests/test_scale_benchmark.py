@@ -1,4 +1,4 @@
-"""Many replicas that come and go: against the simulator without losses, against formulas, and by hand."""
+"""Simulated churn of many replicas, checked against the simulator without losses, against formulas, and by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_losses_it_is_the_simulator(number: int, jitter: float, schedule
 
 
 def test_a_loss_by_hand() -> None:
-    """Rounds of three take 5.53 s; replica 2 ends at 12 s and is noticed at 27 s, so the merge of step 10 at 27.5 s."""
+    """Rounds of three take 5.53 s. Replica 2 ends at 12 s; this is noticed at 27 s, so step 10 is merged at 27.5 s."""
     churn = Churn(silence_s=15.0, silent_share=1.0, view_change_s=0.5, away_s=1e9)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 30)
     simulated.membership.expect(12.0, "fail", 2)
@@ -69,9 +69,9 @@ def test_a_loss_by_hand() -> None:
             assert (simulated.counts["void_rounds"], simulated.sums["kept"]) == (1, 0)
     assert simulated.present.tolist() == [True, True, False]
     assert simulated.counts == {"rounds": 2, "void_rounds": 1, "losses": 1, "joins": 0}
-    assert simulated.sums["kept"] == 2 * 20  # the void round's work came with the next one
-    assert simulated.now_s(20)[0] == pytest.approx(37.5 + 4.0 + 0.2)  # two replicas, 4 MB each way, payload and vote
-    assert simulated.waited_s[2] == 2.0  # nobody waits after its end
+    assert simulated.sums["kept"] == 2 * 20  # the work of the void round arrived with the next one
+    assert simulated.now_s(20)[0] == pytest.approx(37.5 + 4.0 + 0.2)  # two replicas, 4 MB each, payload and vote
+    assert simulated.waited_s[2] == 2.0  # no replica waits after its end
 
 
 @pytest.mark.parametrize(("ends_s", "void"), [(9.9, True), (10.1, True), (14.1, True), (14.3, False)])
@@ -85,23 +85,23 @@ def test_only_a_loss_before_the_commit_makes_a_round_void(ends_s: float, void: b
 
 
 def test_a_joiner_by_hand() -> None:
-    """Down at once and back soon: in the view as soon as it has the state, in the mean two rounds later."""
+    """A replica fails and restarts soon: it is in the view when it has the state, and in the mean two rounds later."""
     churn = Churn(silent_share=0.0, away_s=0.0, state_share=0.95, view_change_s=0.0)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(2), churn, 60)
-    simulated.membership.expect(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: has joined at 9.4 s, before the first round
+    simulated.membership.expect(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: it has joined at 9.4 s, before the first round
     for step in BLOCKING.busy_steps(40):
         simulated.come_and_go(step)
         simulated.send(0, step)
         contributes = simulated.in_flight[0].contributes.tolist()
         simulated.merge(0, step)
         assert contributes == [True, step > 10]
-    assert simulated.sums["kept"] == 40 + 30  # what it has done since step 10
+    assert simulated.sums["kept"] == 40 + 30  # its work since step 10
     assert simulated.counts == {"rounds": 4, "void_rounds": 0, "losses": 1, "joins": 1}
     assert simulated.now_s(40)[0] == simulated.now_s(40)[1]
 
 
 def test_what_has_changed_since_the_download_is_fetched_in_the_joiners_merge() -> None:
-    """The download takes 21 s to 37 s, and a round is merged at 33.7 s; so the joiner's next merge takes 16 s more."""
+    """The download lasts from 21 s to 37 s, so a round merged at 33.7 s makes the joiner's next merge 16 s longer."""
     for refetch in (True, False):
         churn = Churn(silent_share=0.0, away_s=0.0, view_change_s=0.0, refetch=refetch)
         simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 60)
@@ -116,7 +116,7 @@ def test_what_has_changed_since_the_download_is_fetched_in_the_joiners_merge() -
         assert simulated.counts["joins"] == 1
         late_s = [max(each) - min(each) for each in merged_s]
         assert sum(each == pytest.approx(16.0) for each in late_s) == refetch
-        # and the round after that waits for the joiner
+        # the following round waits for the joiner
         assert len([each for each in late_s if each < 1e-9]) == 5 - refetch
 
 
@@ -160,7 +160,7 @@ def test_more_failures_never_raise_goodput() -> None:
 def test_one_replica_alone_goes_on_when_it_is_back() -> None:
     done = run(1, Churn(mtbf_s=500.0, away_s=500.0), cycles=2000)
     assert done.void_rounds == 0
-    assert done.compute_utilization > 0.99  # half a second for every return
+    assert done.compute_utilization > 0.99  # half a second for every rejoin
     assert done.losses > 15
     assert 0.3 < done.goodput < 0.7
 
@@ -217,8 +217,8 @@ def test_connections_messages_and_room() -> None:
     [("round", 2, 2), ("join", 2, 4), ("leave", 3, 3), ("kill", 3, 4), ("start, all at once", 14, 17)],
 )
 def test_what_a_member_says_to_another_does_not_grow_with_their_number(phase: str, messages: int, trips: int) -> None:
-    """Nor do the trips that it takes; of a kill, the first one is its end being noticed. At a start several join by one
-    change of the view."""
+    """Nor do the round trips. For a kill, the first one is the detection of the end. At the start, several replicas
+    join in one view change."""
     network = counted(phase, 8)
     assert network.messages <= messages * 8 * 7
     assert network.trips == trips

@@ -1,4 +1,4 @@
-"""The batch script, run by bash with a Slurm that is played here, and really training."""
+"""The batch script, run by bash with emulated Slurm commands and real training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ended(job: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def test_a_job_at_its_time_limit_saves_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    """Two replicas over the loopback; the second job finds the checkpoints of the first and ends like one run."""
+    """Two replicas train over the loopback. The second job finds the checkpoints of the first and resumes the run."""
     small = SMALL.replace("--replicas 2", "").replace("--steps 12", "").removesuffix("--data")
     (tmp_path / "run.toml").write_text(f'[data]\npaths = ["{write_text(tmp_path)}"]\n')
     flags = [*small.split(), "--monitor.no-tensorboard", "--train.threads", "1", "--steps", "100000"]
@@ -43,11 +43,11 @@ def test_a_job_at_its_time_limit_saves_is_requeued_and_goes_on(slurm: Slurm, tmp
     tasks = slurm.tasks()
     slurm.wait_for(out / "metrics.jsonl", '"RoundCommitted"', tasks)
     job.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@300 does
-    slurm.pass_on_sigterm(tasks)
+    slurm.forward_sigterm(tasks)
     assert slurm.end(tasks) == [130, 130]
     words = ended(job)
     assert "2 replicas of 0 GPUs, rendezvous 127.0.0.1:24711" in words
-    assert "saved; it goes on" in words
+    assert "saved; it resumes from" in words
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
     steps = {(folder / "checkpoints" / "latest").read_text() for folder in (out, out / "replica-1")}
     (step,) = (int(text.removeprefix("step-")) for text in steps)
@@ -64,7 +64,7 @@ def test_a_job_at_its_time_limit_saves_is_requeued_and_goes_on(slurm: Slurm, tmp
 
 
 def test_a_job_that_was_killed_before_it_saved_begins_anew_and_loses_nothing(slurm: Slurm, tmp_path: Path) -> None:
-    """What there was is put aside; a wrong setting ends the job with the exit code of the command."""
+    """The old folder is renamed. An invalid setting ends the job with the exit code of the command."""
     (tmp_path / "lost").mkdir()
     (tmp_path / "lost" / "metrics.jsonl").write_text("half")
     job = slurm.submit(SCRIPT, "--codec", "zip", OUT="lost", SLURM_RESTART_COUNT="1")
@@ -77,7 +77,7 @@ def test_a_job_that_was_killed_before_it_saved_begins_anew_and_loses_nothing(slu
 
 
 def test_a_replica_on_the_gpus_of_a_node_is_started_by_torchrun(slurm: Slurm, tmp_path: Path) -> None:
-    """Its flags are known to torchrun's own parser, and the rest to ours."""
+    """The parser of torchrun accepts its flags, and the parser of `diloco` accepts the rest."""
     from torch.distributed.run import get_args_parser
 
     (tmp_path / "tools" / "torchrun").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" >"$JOB/torchrun"\nexit 3\n')
@@ -102,7 +102,7 @@ def test_a_replica_on_the_gpus_of_a_node_is_started_by_torchrun(slurm: Slurm, tm
 def test_a_step_that_ends_before_the_script_waits_for_it_still_ends_the_job_with_its_code(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """The script's `kill -0` is made to answer only once the step has ended."""
+    """The `kill -0` of the script is replaced by one that returns only when the step has ended."""
     (tmp_path / "tools" / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "early").write_text(
         'kill() { until [[ $1 != -0 ]] || ! builtin kill "$@" 2>/dev/null; do :; done; builtin kill "$@"; }\n'

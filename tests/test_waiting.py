@@ -1,4 +1,4 @@
-"""Who waits says so, rarely, and nothing of a short wait."""
+"""Reports of waits: at growing intervals, and none for a short wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.waiting import LOGGER, sentence, tell, told_on_stderr, waiting_for
 
 
 def told_by(end_s: float, caplog: pytest.LogCaptureFixture, limit_s: float = 300) -> list[str]:
-    """What is told of a wait that ends at ``end_s`` of a virtual clock."""
+    """Return the reports of a wait that ends at ``end_s`` on a virtual clock."""
     now_s = [0.0]
 
     def ended(seconds: float) -> bool:
@@ -51,7 +51,7 @@ def test_the_telling_ends_with_the_wait(caplog: pytest.LogCaptureFixture, monkey
     with waiting_for(whom):
         assert told.wait(10)
     assert not any(thread.name == "diloco-waiting" for thread in threading.enumerate())
-    assert caplog.records[0].levelno == logging.WARNING, "what a program that has not set up logging shows"
+    assert caplog.records[0].levelno == logging.WARNING, "what a program that has not configured logging prints"
 
 
 def test_a_command_tells_it_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The table of benchmarks/wan's grid: what was measured, what was predicted, and what did not end."""
+"""The table of the grid of benchmarks/wan: measured values, predicted values, and runs that did not end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_links_that_fall_short_are_listed_beside_what_was_predicted() -> None:
     header = next(line for line in lines if line.startswith("| link | CU predicted |"))
     ours = [line for line in lines if line.count(" ms, ") and "replicas |" in line and "model" not in line]
     assert [line.split(" | ")[0] for line in ours] == [
-        "| 100 Mbit/s, 300 ms, 4 replicas",  # in the order of the grid
+        "| 100 Mbit/s, 300 ms, 4 replicas",  # in grid order
         "| 100 Mbit/s, 500 ms, 8 replicas",
         "| 200 Mbit/s, 500 ms, 2 replicas",
     ]

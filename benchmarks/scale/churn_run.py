@@ -19,7 +19,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Traffic, Workload
-from diloco.simulate.utilization import handed_in_s
+from diloco.simulate.utilization import equivalent_send_s
 from diloco.transport.links import LinkArrays, round_times
 
 __all__ = ["ChurnRun"]
@@ -102,7 +102,7 @@ class ChurnRun:
         self.spent_s[members] += overheads.send_s_per_value * parcel.numel
         began_s = (self.computed_s[step - 1] + self.waited_s + self.spent_s)[members]
         lasted_s = (self.computed_s[step] - self.computed_s[step - 1])[members]
-        ready_s = handed_in_s(parcel, began_s, lasted_s, self.bandwidth[members]) + self.shift_s[members]
+        ready_s = equivalent_send_s(parcel, began_s, lasted_s, self.bandwidth[members]) + self.shift_s[members]
         ready_s = np.maximum(ready_s, self.links_from_s)
         first_s = float(ready_s.min())
         left = np.where(self.membership.serves_at(first_s), 1 - self.churn.state_share, 1.0)

@@ -1,6 +1,6 @@
-"""Train one language model over links that are slow, far apart and unreliable: DiLoCo and Streaming DiLoCo in PyTorch.
+"""DiLoCo and Streaming DiLoCo in PyTorch: train one language model over slow, distant and unreliable links.
 
-The names below load what they need when they are first used, so that ``import diloco`` alone is quick.
+The public names are imported on first use, so that ``import diloco`` itself is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m diloco`` is the command `diloco`."""
+"""Run the command `diloco` as ``python -m diloco``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The processor's cores: how many a process may use, what its share is, and how its threads wait for each other.
+"""CPU cores: how many a process may use, how many are its share, and how its OpenMP threads wait for each other.
 
-No torch here: what OpenMP is to know has to be in the environment before torch loads it.
+This module must not import torch: OpenMP reads its environment variables when torch loads it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ROOT = Path("/")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _SPINS = 1000
-"""How often libgomp's threads look again before they sleep: some 20 to 50 us, longer than the gap between most parallel
-regions, and far shorter than the time slice of another program. Its own default is 300,000 (see benchmarks/cores)."""
+"""The number of times that a waiting libgomp thread polls before it sleeps. This takes about 20 to 50 us: longer than
+the gap between most parallel regions, and far shorter than another program's time slice. libgomp's default is 300,000
+(see benchmarks/cores)."""
 
 
 def choose_waiting(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP's threads sleep soon where they wait, so that they don't hold a core that somebody else could use.
+    """Make waiting OpenMP threads sleep soon, so that they don't occupy a core that another program could use.
 
-    To be called before torch is loaded, in a process that is ours. What the user has chosen stays.
+    Call this before torch is loaded, and only in a process of this package. A choice that the user has made in
+    ``environment`` stays.
 
     >>> environment = {"OMP_WAIT_POLICY": "ACTIVE"}
     >>> choose_waiting(environment)
@@ -35,23 +37,20 @@ def choose_waiting(environment: MutableMapping[str, str]) -> None:
 
 
 def choose_share(environment: MutableMapping[str, str], processes: int) -> None:
-    """Give a process that is started together with others, ``processes`` in all, its share of the cores.
-
-    What the user has chosen stays.
-    """
+    """Set the number of OpenMP threads to the share of one of ``processes`` processes, unless the user has set it."""
     if not threads_are_chosen(environment):
         environment["OMP_NUM_THREADS"] = str(share(processes))
 
 
 def threads_are_chosen(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says how many threads there are to be."""
+    """Return whether ``environment`` sets the number of threads."""
     return any(environment.get(name) for name in _THREADS)
 
 
 def share(processes: int) -> int:
-    """The most threads for each of so many processes that compute at the same time on this machine; at least 1.
+    """Return the largest number of threads for each of ``processes`` that compute at once on this machine; at least 1.
 
-    One that is alone may use both hardware threads of a core, where OpenMP chooses so; several get whole cores.
+    A single process may use both hardware threads of a core if OpenMP chooses to; several processes get whole cores.
     """
     if processes == 1:
         return max(1, min([len(_processors()), *_quotas(_ROOT)]))
@@ -59,23 +58,25 @@ def share(processes: int) -> int:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may use, at least 1: those that it may be scheduled on, two hardware threads of one core
-    counted once, and no more than the processor time that its control group is allowed.
+    """Return the number of cores that this process may use, at least 1.
+
+    These are the physical cores in its scheduling affinity, limited by the CPU quota of its control groups.
 
     Args:
-        root: of the file system in which the kernel describes the machine.
+        root: the root of the file system that holds the kernel's ``/proc`` and ``/sys``.
     """
     cores = len({_siblings(root, number) for number in _processors()})
     return max(1, min([cores, *_quotas(root)]))
 
 
 def _processors() -> Collection[int]:
-    """Numbers of the hardware threads that this process may be scheduled on."""
+    """Return the numbers of the hardware threads in this process's scheduling affinity."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _siblings(root: Path, number: int) -> str:
-    """The hardware threads of the core of one of them; its own number where the kernel doesn't say."""
+    """Return an identifier of the core of hardware thread ``number``: the kernel's list of the core's threads, or
+    ``number`` itself if the kernel doesn't report the list."""
     with contextlib.suppress(OSError):
         topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
         return (topology / "thread_siblings_list").read_text().strip()
@@ -83,7 +84,7 @@ def _siblings(root: Path, number: int) -> str:
 
 
 def _quotas(root: Path) -> Iterable[int]:
-    """Whole cores that the control group of this process and those around it allow, of either version."""
+    """Yield the CPU quota, in whole cores, of this process's control group and of its parents (cgroup v1 and v2)."""
     groups = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -91,7 +92,7 @@ def _quotas(root: Path) -> Iterable[int]:
             if controllers and "cpu" not in controllers.split(","):
                 continue
             home = groups / "cpu" if controllers else groups
-            inner = home / name.lstrip("/")  # in a container this may be a path of the host, which isn't there
+            inner = home / name.lstrip("/")  # in a container this may be a path of the host that doesn't exist here
             for group in (inner, *inner.parents):
                 yield from _allowed(group)
                 if group == home:
@@ -104,5 +105,5 @@ def _allowed(group: Path) -> Iterable[int]:
             quota, period = (group / "cpu.max").read_text().split()
         else:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if int(quota) > 0:  # "max" and -1 are no limit
+        if int(quota) > 0:  # "max" and -1 mean no limit
             yield int(quota) // int(period)

@@ -1,4 +1,4 @@
-"""Devices by name, batches on their way to them, and how fast they can be."""
+"""Devices: choosing one by name, copying tensors to it, and its peak throughput."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigurationError
 
-if TYPE_CHECKING:  # checking a name is a matter of configuration, which imports no torch
+if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not import torch
     import torch
 
 __all__ = ["check_device", "choose_device", "flops_utilization", "known_peak_flops_per_s", "to_device"]
@@ -15,7 +15,7 @@ __all__ = ["check_device", "choose_device", "flops_utilization", "known_peak_flo
 TERA = 1e12
 
 PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name, half precision (bfloat16 where it has it), TF32, float32; the first that fits counts
+    # name pattern, half precision (bfloat16 if supported), TF32, float32; the first matching row counts
     ("B200", 2250, 1125, 75),
     ("H200 NVL", 835, 418, 60),
     ("GH200|H200", 989, 494, 67),
@@ -35,24 +35,27 @@ PEAKS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 3090", 71, 35.6, 35.6),
     ("MI300X", 1307, 654, 163),
 )
-"""Dense products, in 10^12 operations a second, from the makers' data sheets; consumer cards with float32 sums."""
+"""Peak rates of dense matrix products in 10^12 operations per second, from the manufacturers' data sheets. Those of
+consumer cards are the rates with float32 accumulation."""
 
 
 def check_device(key: str, device: str) -> None:
-    """Refuse what is no name of a device; ``key`` is the setting or flag that it was given as.
+    """Check that ``device`` is a device name; ``key`` is the setting or flag that it was given as.
 
     Raises:
-        ConfigurationError: for anything but auto, cpu, mps, cuda and cuda:N.
+        ConfigurationError: if it is not auto, cpu, mps, cuda or cuda:N.
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise ConfigurationError(f"{key}={device!r} is no device. Use auto, cpu, mps, cuda, or cuda:N such as cuda:0.")
+        raise ConfigurationError(
+            f"{key}={device!r} is not a device. Use auto, cpu, mps, cuda, or cuda:N such as cuda:0."
+        )
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that ``name`` means; auto: cuda where there is one, else mps (Apple's) where there is one, else cpu.
+    """Return the device called ``name``. auto means cuda if available, else mps (Apple's GPUs) if available, else cpu.
 
     Raises:
-        ConfigurationError: if this machine does not have it; the CPU never takes its place.
+        ConfigurationError: if this machine does not have the device. There is no silent fallback to the CPU.
     """
     import torch
 
@@ -61,9 +64,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if apple else "cpu")
     device = torch.device(name)
     if device.type == "mps" and not apple:
-        raise ConfigurationError(
-            "The device 'mps' is not available: torch sees no GPU of Apple's. Use cpu or auto instead."
-        )
+        raise ConfigurationError("The device 'mps' is not available: torch sees no Apple GPU. Use cpu or auto instead.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
             f"The device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices. Use cpu or "
@@ -73,10 +74,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on ``device``, by a copy that is only queued: the host does not wait, and later work sees the result.
+    """Return ``values`` on ``device``. The copy to a GPU is asynchronous: the host does not wait for it.
 
-    The copy goes through pinned memory, because the host would wait for a copy from any other. It queues behind the
-    step before it and takes 20 microseconds per megabyte on PCIe 5.
+    It goes through pinned memory, because the host would block on a copy from pageable memory. It is queued after the
+    previous step, before all later work, and takes 20 microseconds per megabyte on PCIe 5.
     """
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
@@ -84,12 +85,12 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def known_peak_flops_per_s(device_name: str, precision: str, matmul_precision: str = "highest") -> float | None:
-    """What a device can do at most in dense matrix products, operations per second; None where it is not known.
+    """Return the peak rate of a device for dense matrix products, in operations per second, or None if it is unknown.
 
     Args:
-        device_name: from ``torch.cuda.get_device_name``.
-        precision: of the products, as ``train.precision``.
-        matmul_precision: of those in float32, as ``train.matmul_precision``.
+        device_name: the name from ``torch.cuda.get_device_name``.
+        precision: the precision of the products, as in ``train.precision``.
+        matmul_precision: the precision of float32 products, as in ``train.matmul_precision``.
 
     >>> known_peak_flops_per_s("NVIDIA H200", "bfloat16"), known_peak_flops_per_s("NVIDIA L4", "float32", "high")
     (989000000000000.0, 60000000000000.0)
@@ -105,7 +106,9 @@ def known_peak_flops_per_s(device_name: str, precision: str, matmul_precision: s
 
 
 def flops_utilization(flops: float, seconds: float, peak_flops_per_s: float | None) -> float | None:
-    """Model flops utilisation (MFU; PaLM, 2204.02311, appendix B); None without a known peak, or a time.
+    """Return the model FLOPs utilisation (MFU; PaLM, arXiv:2204.02311, appendix B).
+
+    The result is None if the peak is unknown or ``seconds`` is not positive.
 
     >>> flops_utilization(5e13, 0.1, 1e15), flops_utilization(5e13, 0.1, None)
     (0.5, None)

@@ -1,25 +1,26 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises on purpose.
 
 ::
 
     DiLoCoError
     ├── ConfigurationError            a setting or an argument that cannot work; nothing was started (exit code 2)
     │   ├── FragmentError             the fragments do not cover the trainable parameters exactly once
-    │   └── ContractError             a plugin does not keep the contract of what it stands for
-    ├── CodecError                    a payload that cannot be decoded, or values a codec cannot take
-    ├── NonFiniteError                NaN or infinity where numbers were due; nothing was sent
-    ├── TransportError                carries the round, and the replicas concerned where known
-    │   ├── RoundVoidError            the round is void for every replica of its view; nobody applied it
-    │   │   └── ViewChangedError      because the view changed before it was decided
+    │   └── ContractError             a codec, optimizer, rule or plugin violates its contract
+    ├── CodecError                    a payload that cannot be decoded, or values that a codec cannot encode
+    ├── NonFiniteError                NaN or infinity in a gradient, pseudo-gradient or loss; nothing was sent
+    ├── TransportError                a failure between replicas; names the round and the replicas if known
+    │   ├── RoundVoidError            the round is void for every replica of its view; no replica applied it
+    │   │   └── ViewChangedError      the round is void because the view changed before it was decided
     │   ├── RoundTimeoutError         an average did not arrive in the time allowed
-    │   ├── DivergedError             this replica's global parameters differ from the majority's
+    │   ├── DivergedError             this replica's global parameters or outer state differ from the majority's
     │   ├── RendezvousError           the replicas did not find each other; nothing was started
-    │   └── ReplicaLostError          a replica is gone or can't be reached, and this one can't or may not go on
-    ├── DataError                     text, tokens or shards that cannot be read or do not suffice
-    │   └── NoDataError               what was named is not there or is empty; a ConfigurationError, too
+    │   │   └── RunOverError          the other replicas have finished the run
+    │   └── ReplicaLostError          a replica is lost or unreachable, and this one cannot continue without it
+    ├── DataError                     text, tokens or shards that cannot be read or are too few
+    │   └── NoDataError               the named data is missing or empty; also a ConfigurationError
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
 
-A message says what was given, what would work, and, where it is not plain, what happens now.
+An error message says what was given, what would work and, if that is not obvious, what happens now.
 """
 
 from __future__ import annotations
@@ -52,26 +53,26 @@ __all__ = [
 
 
 class DiLoCoError(Exception):
-    """The root: ``except DiLoCoError`` catches everything this package raises on purpose."""
+    """The base class of every error that this package raises on purpose."""
 
 
 class ConfigurationError(DiLoCoError, ValueError):
-    """A setting or an argument that cannot work. Raised before any work is done."""
+    """A setting or an argument that cannot work. Raised before any work starts."""
 
 
 class FragmentError(ConfigurationError):
-    """The fragments do not hold every trainable parameter exactly once; the message names the parameters."""
+    """The fragments do not cover every trainable parameter exactly once. The message names the parameters."""
 
 
 class ContractError(ConfigurationError):
-    """A codec, optimizer or merge rule, from outside or our own, does not keep the contract of its kind."""
+    """A codec, optimizer, merge rule or plugin, built in or supplied by the user, violates its contract."""
 
 
 class CodecError(DiLoCoError, ValueError):
-    """A payload of the wrong length, type or content, or values that a codec cannot take.
+    """A payload of the wrong length, type or content, or values that a codec cannot encode.
 
     Attributes:
-        replica: whose payload or values they are, where that is known; else None.
+        replica: the replica that the payload or values came from, or None if it is unknown.
     """
 
     def __init__(self, message: str, *, replica: int | None = None) -> None:
@@ -80,15 +81,15 @@ class CodecError(DiLoCoError, ValueError):
 
 
 class NonFiniteError(DiLoCoError, ArithmeticError):
-    """NaN or infinity in a pseudo-gradient, a gradient or a loss. Nothing was sent or applied."""
+    """A pseudo-gradient, a gradient or a loss contains NaN or infinity. Nothing was sent or applied."""
 
 
 class TransportError(DiLoCoError):
-    """Something went wrong between replicas.
+    """A failure in the communication between replicas.
 
     Attributes:
         round: the round concerned, as text (``"fragment 2, outer step 7"``), or None.
-        replicas: the replicas concerned, where known.
+        replicas: the replicas concerned; empty if they are unknown.
     """
 
     def __init__(self, message: str, *, round: str | None = None, replicas: Iterable[int] = ()) -> None:
@@ -98,13 +99,13 @@ class TransportError(DiLoCoError):
 
 
 class RoundVoidError(TransportError):
-    """The round is void for every replica of its view: global parameters did not move anywhere."""
+    """The round is void for every replica of its view: no replica moved its global parameters."""
 
 
 class ViewChangedError(RoundVoidError):
     """The round is void because the view changed before it was decided.
 
-    The gradients of a data-parallel step may be handed in again, to the next view.
+    The gradients of a data-parallel step may be submitted again in the next view.
     """
 
 
@@ -116,8 +117,8 @@ class DivergedError(TransportError):
     """This replica's global parameters or outer state differ from the majority's for this fragment.
 
     Attributes:
-        donor: a replica that holds what the majority holds.
-        digest: of what the majority holds.
+        donor: a replica that holds the majority's state.
+        digest: the digest of the majority's state.
     """
 
     def __init__(
@@ -133,47 +134,50 @@ class RendezvousError(TransportError):
 
 
 class RunOverError(RendezvousError):
-    """The others have finished the run; nobody is left to join."""
+    """The other replicas have finished the run, so there is no replica left to join."""
 
 
 class ReplicaLostError(TransportError):
-    """A replica is gone or can't be reached, and this one can't or may not go on without it.
+    """A replica is lost or unreachable, and this one can't or may not continue without it.
 
-    What was committed is committed on every survivor, and what was not is void on all of them.
+    A round that was committed is committed on every survivor; every other round is void on all of them.
     """
 
 
 class DataError(DiLoCoError, ValueError):
-    """Text, tokens or shards that cannot be read or do not suffice."""
+    """Text, tokens or shards cannot be read or are too few."""
 
 
 class NoDataError(ConfigurationError, DataError):
-    """What was named as data is not there, or holds none."""
+    """The named data does not exist or is empty."""
 
 
 class CheckpointError(DiLoCoError):
-    """A checkpoint that is missing, incomplete, damaged, or of another kind than asked for."""
+    """A checkpoint is missing, incomplete, damaged, or of another kind than the one asked for."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """A sentence naming the known word nearest to ``given``, or all of them when none is near.
+    """Return a hint, to follow a semicolon: the known name closest to ``given``, or all known names if none is close.
 
     >>> nearest("int9", ["int8", "fp4"])
     "did you mean 'int8'?"
     >>> nearest("zip", ["int8", "fp4"])
-    'known are: fp4, int8.'
+    'use one of: fp4, int8.'
     """
     choices = sorted(known)
     close = difflib.get_close_matches(given, choices, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(choices)}."
+    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(choices)}."
 
 
 @contextmanager
 def from_extra(extra: str, needs: str) -> Iterator[None]:
-    """Around an import of what comes with an extra of this package; ``needs`` says what needs which other package.
+    """Guard an import of an optional dependency, which the extra ``extra`` of this package installs.
+
+    Args:
+        needs: the beginning of the error message: what needs which package.
 
     Raises:
-        ConfigurationError: if it can't be imported; it says how to install it.
+        ConfigurationError: if the import fails. The message says how to install the extra.
 
     >>> with from_extra("hf", "this needs no_such_package"):
     ...     import no_such_package
@@ -184,5 +188,5 @@ def from_extra(extra: str, needs: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigurationError(
-            f"{needs}, which can't be imported ({error}): pip install 'diloco[{extra}]'."
+            f"{needs}, which can't be imported ({error}). Install it with: pip install 'diloco[{extra}]'."
         ) from error

@@ -1,6 +1,7 @@
-"""Facts that a trainer states about a run. The algorithm emits nothing; ``train`` emits; ``monitor`` only listens.
+"""The events that report the progress of a run, and the `Sink` protocol of their consumers.
 
-Every event is a frozen dataclass of plain values. ``to_record`` gives the flat dictionary that becomes one line of
+The packages that train and communicate emit events, ``monitor`` consumes them, and ``algorithm`` emits none. Every
+event is a frozen dataclass of plain values. `to_record` turns it into the flat dictionary that becomes one line of
 ``metrics.jsonl``: its keys are the field names, plus ``event`` (the class name) and ``schema`` (`SCHEMA_VERSION`).
 """
 
@@ -35,69 +36,70 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-"""Version of the ``metrics.jsonl`` contract: fields may be added under one version, never renamed or removed."""
+"""The version of the ``metrics.jsonl`` schema. Within one version, fields may be added but never renamed or removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A fact about a run. ``step`` is the number of inner steps finished when it became true."""
+    """The base class of all events. ``step`` is the number of inner steps finished when the event happened."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins (or goes on, when ``step`` > 0)."""
+    """The run starts, or resumes if ``step`` > 0."""
 
     total_steps: int
     algorithm: str
     num_replicas: int
     parameters: int
-    tokens_per_step: int  # tokens of one step, all replicas together
+    tokens_per_step: int  # tokens in one step, over all replicas
     resumed_from: str | None = None
-    flops_per_token: float = 0.0  # floating-point operations of training on one token, as the model counts them
+    flops_per_token: float = 0.0  # floating-point operations to train on one token, as the model counts them
     peak_flops_per_s: float | None = None
-    """What the device of this process can do at most; None where it is not known, or is no GPU."""
+    """The peak throughput of this process's device, or None if it is unknown or the device is not a GPU."""
     data_parallel_bytes_per_step: int | None = None
-    """What one replica would send in each step of data-parallel training, at least."""
+    """A lower bound on the bytes that one replica would send in each step of data-parallel training."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Everything derived, as name -> readable value, in the order to print it."""
+    """Everything derived from the settings, as name -> readable value, in the order to print it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFinished(Event):
-    """One inner step of every replica of this process is done."""
+    """Every replica of this process has finished one inner step."""
 
-    loss: float  # mean training loss over the replicas of this process, nats per token
+    loss: float  # mean training loss over the replicas of this process, in nats per token
     learning_rate: float
     gradient_norm: float  # mean over replicas of the global gradient norm before clipping
-    tokens: int  # tokens seen so far, all replicas together
+    tokens: int  # tokens seen so far, over all replicas
     step_s: float  # wall-clock time of this step, in seconds
-    sent_bytes: int  # sent so far by one replica (the mean over the replicas of this process)
-    received_bytes: int
+    sent_bytes: int  # bytes sent so far by one replica (mean over the replicas of this process)
+    received_bytes: int  # bytes received so far by one replica (mean over the replicas of this process)
     compute_utilization: float  # compute time / (compute time + time waiting for communication), so far; 0..1
     skipped_replicas: int = 0  # replicas whose inner step the gradient scaler skipped (float16 only)
     trained: bool = True
-    """False where this process left the step out, being slower than others (dynamic steps) or late (grace); loss,
+    """False if this process skipped the step because it is slower than others (dynamic steps) or late (grace). Loss,
     learning rate and gradient norm are then those of the last step that it trained."""
-    pace: float = 1.0  # fraction of the scheduled steps that this process trains now (dynamic steps)
+    pace: float = 1.0  # fraction of the scheduled steps that this process currently trains (dynamic steps)
     model_flops_utilization: float | None = None
-    """What the model's operations in this step are of what the device of this process could have done in ``step_s``;
-    None where that is not known, and for a step that was left out."""
+    """The model's operations in this step, as a fraction of what the device of this process could have done in
+    ``step_s``; None if the peak is unknown or the step was skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSent(Event):
-    """One replica has handed its contribution to the transport."""
+    """One replica has passed its contribution to the transport."""
 
     replica: int
     fragment: int
     outer_step: int
     payload_bytes: int
-    saturated: bool = False  # true when a value lay outside the codec's range and was clamped to its limit
+    saturated: bool = False  # whether a value was outside the codec's range and was clamped to its limit
     digest: str = ""
-    """Of the fragment's global parameters and outer state that it was computed from: the same on all contributors."""
-    weight: float = 1.0  # in the mean: 1 for a replica that trained every step since its last contribution that counted
+    """The digest of the fragment's global parameters and outer state that the contribution was computed from. It is the
+    same on all contributors."""
+    weight: float = 1.0  # weight in the mean: 1 if the replica trained every step since it last counted in a mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,27 +114,28 @@ class RoundCommitted(Event):
     received_bytes: int
     wait_s: float
     clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down for being too large
-    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
+    note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     mean_norm: float | None = None
-    """L2 norm of the mean pseudo-gradient. This and what follows is None where `outer.telemetry` is off, and where
-    it is not defined; all but this one are estimated from samples of the fragment."""
+    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None if
+    `outer.telemetry` is off or the value is undefined. All but this one are estimated from samples of the fragment."""
     mean_cosine: float | None = None
-    """Cosine between this mean and the fragment's last one; None for the first round of a process."""
+    """The cosine between this mean and the fragment's previous one; None in the first round of a process."""
     momentum_cosine: float | None = None
-    """Cosine between this mean and the outer momentum that it met; None without momentum, and in the first round."""
+    """The cosine between this mean and the outer momentum before the step; None without momentum and in the first
+    round."""
     gain: float | None = None
-    """How far the global parameters moved along the mean, in lengths of the mean: the gain in effect."""
+    """The effective gain: how far the global parameters moved along the mean, as a multiple of the mean's norm."""
     spread: float | None = None
-    """How far contributions lie from their mean (root mean square), in lengths of the mean: 0 where all are the same,
-    sqrt(M - 1) where they have nothing in common. None where no replica has them whole (reduce-scatter)."""
+    """The root-mean-square distance of the contributions from their mean, as a multiple of the mean's norm: 0 if all
+    are equal, sqrt(M - 1) if they are orthogonal. None if no replica has whole contributions (reduce-scatter)."""
     late_s: tuple[float, ...] = ()
-    """Of each of `contributors`, how many seconds after the first one this replica heard of it, by its own clock; empty
-    where all replicas are in one process."""
+    """For each of `contributors`, the seconds by this replica's clock between the first contribution and this one.
+    Empty if all replicas are in one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundVoid(Event):
-    """Nobody applied a round; its work is in the fragment's next pseudo-gradient."""
+    """A round was void: no replica applied it. Its work stays in the fragment's next pseudo-gradient."""
 
     replica: int
     fragment: int
@@ -142,30 +145,31 @@ class RoundVoid(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewChanged(Event):
-    """Other replicas take part from now on."""
+    """A new view is installed: the set of participating replicas has changed."""
 
-    replica: int  # who says it
+    replica: int  # the replica that reports the change
     view: int
     members: tuple[int, ...]
     joined: tuple[int, ...]
-    left: tuple[int, ...]  # members before that are none any more, whatever the reason
-    lost: tuple[int, ...] = ()  # those of them that did not say that they leave
+    left: tuple[int, ...]  # members of the previous view that are not in this one, for any reason
+    lost: tuple[int, ...] = ()  # those of `left` that did not announce their departure
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateFetched(Event):
-    """How much has come of the others' state that this process takes over: about once a second, and with each fragment.
+    """The progress of this process in fetching state from other replicas. Emitted about once a second and per fragment.
 
-    Bytes are those of tensors; where the transport does not count what is on its way, fragments come all at once.
+    Byte counts cover tensors only. If the transport does not report partial progress, a fragment's count jumps from
+    zero to its full size.
     """
 
-    fragment: int  # the one that is being fetched, or is here
+    fragment: int  # the fragment that is being fetched, or that has just been adopted
     fragment_received_bytes: int
     fragment_expected_bytes: int
-    received_bytes: int  # of all fragments
-    expected_bytes: int
-    here: bool = False  # whether the fragment has been taken over
+    received_bytes: int  # over all fragments
+    expected_bytes: int  # over all fragments
+    here: bool = False  # whether this process has adopted the fragment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +185,12 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A complete checkpoint stands at ``path``."""
+    """A complete checkpoint has been written to ``path``."""
 
     path: str
     size_bytes: int
     save_s: float
-    free_bytes: int | None = None  # what its disk has left
+    free_bytes: int | None = None  # free space left on its disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,30 +211,30 @@ class SampleGenerated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Note(Event):
-    """A sentence worth telling once."""
+    """A message for the user that is emitted once."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
-    """The run is over; ``summary`` is what ``summary.json`` holds."""
+    """The run has ended; ``summary`` is the content of ``summary.json``."""
 
     summary: Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Something that listens. It may neither block training nor raise into it."""
+    """A consumer of events. `handle` must not block training or raise."""
 
     def handle(self, event: Event) -> None:
-        """Take note of ``event``. Called in the order the events became true."""
+        """Process ``event``. Events arrive in the order in which they happened."""
 
     def close(self) -> None:
-        """Write out what is left; no event follows."""
+        """Write what is still buffered. No event follows."""
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """The event as a flat dictionary of JSON-ready values.
+    """Return the event as a flat dictionary. `json_ready` makes its values fit for JSON.
 
     >>> to_record(Note(step=3, text="hello"))
     {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello'}
@@ -239,7 +243,7 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def json_ready(value: Any) -> Any:
-    """``value`` for JSON, which has no NaN: a float that is not finite becomes "NaN", "Infinity" or "-Infinity".
+    """Convert ``value`` for JSON, which has no NaN: non-finite floats become "NaN", "Infinity" or "-Infinity".
 
     >>> json_ready({"loss": float("nan"), "members": (0, 1)})
     {'loss': 'NaN', 'members': [0, 1]}

@@ -1,7 +1,7 @@
-"""Code of the user's own that a setting names as ``module:name``: found, called with what it takes, compared.
+"""User code that a setting names as ``module:name``: finding it, calling it, and comparing it between replicas.
 
 ``module`` is an installed module, one in the working directory, or a path that ends in ``.py``. `model.source` names a
-function so; ``codec.name``, ``outer.name``, ``outer.average``, ``merge.rule``, ``inner.name`` and ``monitor.sinks`` a
+function; ``codec.name``, ``outer.name``, ``outer.average``, ``merge.rule``, ``inner.name`` and ``monitor.sinks`` name a
 class or function.
 """
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?P<place>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>
 
 
 def is_own(text: str | None) -> TypeGuard[str]:
-    """Whether a setting names code rather than one of our own things.
+    """Return whether the value of a setting names user code rather than a built-in.
 
     >>> is_own("nets.py:build"), is_own("my.codecs:TopK"), is_own("fp4"), is_own(None)
     (True, True, False, False)
@@ -35,7 +35,7 @@ def is_own(text: str | None) -> TypeGuard[str]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Module or path, and the name in it.
+    """Return the module or path, and the name in it.
 
     >>> split("my.codecs:TopK")
     ('my.codecs', 'TopK')
@@ -45,26 +45,26 @@ def split(text: str) -> tuple[str, str]:
 
 
 def absolute(text: str) -> str:
-    """The same with an absolute path, where it names a file, so that it is found from every working directory."""
+    """Return ``text`` with an absolute path if it names an existing file, so that every working directory finds it."""
     place, name = split(text)
     path = Path(place).expanduser()
     return f"{os.path.abspath(path)}:{name}" if is_own(text) and path.suffix == ".py" and path.exists() else text
 
 
 def find(key: str, text: str) -> Callable[..., Any]:
-    """What ``text``, the value of setting ``key``, names.
+    """Return the class or function that ``text``, the value of setting ``key``, names.
 
     Raises:
-        ConfigurationError: if it can't be imported, or nothing in it that can be called has this name.
+        ConfigurationError: if the module can't be imported or has no callable of this name.
     """
     if not is_own(text):
-        raise ConfigurationError(f"{key}={text} names no code of yours. Give module:name, or FILE.py:name.")
+        raise ConfigurationError(f"{key}={text} does not name your own code. Use module:name or FILE.py:name.")
     place, name = split(text)
     try:
         module = _load_file(place) if place.endswith(".py") else _load_module(place)
     except Exception as error:
         raise ConfigurationError(
-            f"{place} of {key}={text} can't be imported: {type(error).__name__}: {error}. Name an installed module, "
+            f"{place} of {key}={text} can't be imported: {type(error).__name__}: {error}. Use an installed module, "
             "one in the working directory, or a .py file."
         ) from error
     found: Any = getattr(module, name, None)
@@ -73,20 +73,20 @@ def find(key: str, text: str) -> Callable[..., Any]:
         raise ConfigurationError(
             f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
-    return found  # type: ignore[no-any-return]  # callable, as was just seen
+    return found  # type: ignore[no-any-return]  # callable, as checked above
 
 
 def call(
     key: str, text: str, *given: Any, arguments: Mapping[str, Any], offered: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call what ``text`` names.
+    """Call the class or function that ``text`` names.
 
     Args:
-        key: of the setting that named it, such as ``codec.name``; its section has ``arguments``.
-        text: value of that setting.
-        given: positional arguments.
-        arguments: keyword arguments, each of which it must take.
-        offered: further ones, given where it takes them and ``arguments`` have none of that name.
+        key: The setting that names it, such as ``codec.name``. Its section has ``arguments``.
+        text: The value of that setting.
+        given: Positional arguments.
+        arguments: Keyword arguments, all of which it must take.
+        offered: Further keyword arguments, passed if it takes them and ``arguments`` does not contain them.
 
     Raises:
         ConfigurationError: if it can't be found, does not take an argument, or raises.
@@ -103,26 +103,26 @@ def call(
 
 
 def check_arguments(key: str, text: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
-    """Raise `ConfigurationError` unless ``function``, which ``text`` names, takes keyword arguments of these names."""
+    """Raise `ConfigurationError` unless ``function``, which ``text`` names, takes all of these keyword arguments."""
     for name in arguments:
         if not takes(function, name):
             accepted = inspect.signature(function).parameters
             raise ConfigurationError(
-                f"{key.partition('.')[0]}.arguments.{name} is no argument of {text}; {nearest(name, accepted)}"
+                f"{key.partition('.')[0]}.arguments.{name} is not an argument of {text}; {nearest(name, accepted)}"
             )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``function`` takes a keyword argument of this name."""
+    """Return whether ``function`` takes a keyword argument of this name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def code_digest(value: object) -> str:
-    """Digest of the file that the class of ``value`` (or ``value`` itself, a function) is written in, to compare code.
+    """Return a digest of the file that defines the class of ``value``, or ``value`` if that is a class or function.
 
-    "" for ours, which the version tells, for a script's, which may well differ from machine to machine, and where
-    there is no file.
+    It is "" for this package's code, which the version identifies, for code in a script, which may differ between
+    machines, and for code without a file.
 
     >>> from diloco.algorithm.codec import Float32
     >>> code_digest(Float32())
@@ -141,7 +141,7 @@ def code_digest(value: object) -> str:
 
 
 def _load_module(name: str) -> Any:
-    """Import ``name``, which may be in the working directory, as ``python -m`` does."""
+    """Import ``name``, also from the working directory, as ``python -m`` does."""
     here = str(Path.cwd())
     added = here not in sys.path
     if added:
@@ -154,10 +154,10 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: str) -> Any:
-    """Execute a file as a module; once for each content that it has, since a class is registered once."""
+    """Execute a file as a module, once for each content, since a class can be registered only once."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there")
+        raise FileNotFoundError(f"{file} does not exist")
     text = file.read_bytes()
     content = hashlib.sha256(str(file).encode() + b"\0" + text).hexdigest()
     name = f"diloco_own_{file.stem}_{content[:16]}"
@@ -166,9 +166,9 @@ def _load_file(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up
+    sys.modules[name] = module  # dataclasses, among others, look up their module
     try:
-        # the bytes that were read: bytecode in `__pycache__` may be of a file that was edited within this second
+        # compile the bytes read above: bytecode in `__pycache__` may be stale if the file was edited within a second
         exec(compile(text, file, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]

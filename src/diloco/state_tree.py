@@ -1,23 +1,23 @@
-"""Nested state as a JSON skeleton and named tensors, and back, exactly. No pickle: reading runs no code.
+"""Lossless conversion of nested state to a JSON skeleton and named tensors. It uses no pickle, so reading runs no code.
 
-Checkpoints, state on the wire and the ranks of one replica all use it. A tree is made of None, bool, int, float, str,
-bytes, list, tuple, dict, OrderedDict, `torch.Tensor` and `numpy.ndarray`; keys are made of the first six and tuples of
-them. In the skeleton None, bool, int, finite floats, str and lists stand for themselves. Everything else is an object
+Checkpoints, state transfer and the ranks of one replica use it. A tree consists of None, bool, int, float, str, bytes,
+list, tuple, dict, OrderedDict, `torch.Tensor` and `numpy.ndarray`. Keys consist of the first six types and tuples of
+them. In the skeleton, None, bool, int, finite floats, str and lists represent themselves. Everything else is an object
 with one tag:
 
 ========================= =======================================================================
 ``{"tuple": [...]}``      a tuple
 ``{"dict": {...}}``       a dict whose keys are all str; with other keys ``{"dict": [[key, value], ...]}``
 ``{"ordered": ...}``      an OrderedDict, likewise
-``{"tensor": name}``      a tensor; two at the same place in memory share a name and come back as one
-``{"complex": name}``     a complex tensor, kept as real numbers with a last dimension of 2
+``{"tensor": name}``      a tensor; two at the same place in memory share a name and become one
+``{"complex": name}``     a complex tensor, saved as real numbers with a last dimension of 2
 ``{"array": name}``       a NumPy array, ``{"complex_array": name}`` a complex one
 ``{"bytes": base64}``
 ``{"float": "inf"}``      infinities and NaN, which JSON lacks
 ``{"int": "0x..."}``      an integer beyond 64 bits
 ========================= =======================================================================
 
-Not kept: devices, strides, the sharing of lists and dictionaries, and of tensors that overlap only in part.
+Not preserved: devices, strides, shared lists and dictionaries, and tensors that overlap only in part.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-"""The dtypes that can be kept, and what the safetensors format calls them."""
+"""The supported dtypes and their names in the safetensors format."""
 
-_RESERVED_NAME = "__metadata__"  # by the safetensors format
+_RESERVED_NAME = "__metadata__"  # reserved by the safetensors format
 
 _Path: TypeAlias = tuple[str, ...]
 
 
 def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
-    """The skeleton of a tree, and its tensors by name, copied only where they can't be kept as they are.
+    """Return the skeleton of a tree and its tensors by name. Tensors are copied only if they can't be used as they are.
 
     >>> skeleton, tensors = flatten({"optimizer": {0: (torch.ones(2), 0.9)}})
     >>> skeleton
@@ -71,7 +71,7 @@ def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
     {'optimizer.0.0': tensor([1., 1.])}
 
     Raises:
-        CheckpointError: for a type that can't be kept exactly; the message has its path inside the tree.
+        CheckpointError: if a value can't be represented exactly. The message contains its path inside the tree.
     """
     encoder = _Encoder()
     try:
@@ -81,13 +81,13 @@ def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
 
 
 def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `flatten` was given; its tensors are those of ``tensors``, not copies.
+    """Return the tree that `flatten` converted. It contains the tensors of ``tensors`` themselves, not copies.
 
     >>> unflatten({"tuple": [1, {"float": "-inf"}, {"dict": [[0, None]]}]}, {})
     (1, -inf, {0: None})
 
     Raises:
-        CheckpointError: when the two do not belong together or the skeleton is malformed.
+        CheckpointError: if the skeleton is malformed or does not belong to ``tensors``.
     """
     decoder = _Decoder(tensors)
     try:
@@ -95,7 +95,7 @@ def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
     except RecursionError as error:
         raise CheckpointError("The saved state is nested too deeply to be read. Nothing was loaded.") from error
     if left_over := sorted(tensors.keys() - decoder.used):
-        raise CheckpointError(f"The saved state has tensors without a place: {_some(left_over)}. Nothing was loaded.")
+        raise CheckpointError(f"The skeleton does not name the saved tensors {_some(left_over)}. Nothing was loaded.")
     return tree
 
 
@@ -103,10 +103,10 @@ class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}  # place in memory -> name
-        self._entered: set[int] = set()  # the containers around the present value
+        self._entered: set[int] = set()  # the containers around the current value
 
     def encode(self, value: Any, path: _Path) -> JSON:
-        # types are compared exactly: a subclass would come back as its parent
+        # types are compared exactly, because a subclass would be restored as its parent class
         kind = type(value)
         if value is None or kind is bool:
             return value  # type: ignore[no-any-return]  # narrowed by `kind`, which mypy does not follow
@@ -124,13 +124,13 @@ class _Encoder:
             return self._array(value, path)
         if kind in (list, tuple, dict, OrderedDict):
             if id(value) in self._entered:
-                raise _refused(path, "contains itself and has no end")
+                raise _refused(path, "contains itself")
             self._entered.add(id(value))
             encoded = self._container(value, path)
             self._entered.remove(id(value))
             return encoded
-        hint = "a tensor of its own, from .detach()" if isinstance(value, torch.Tensor) else "a plain value"
-        raise _refused(path, f"is a {kind.__module__}.{kind.__qualname__}, which can't be kept; use {hint}")
+        hint = "a plain tensor, such as from .detach()" if isinstance(value, torch.Tensor) else "a plain value"
+        raise _refused(path, f"is a {kind.__module__}.{kind.__qualname__}, which can't be saved; use {hint}")
 
     def _container(self, value: Any, path: _Path) -> JSON:
         if isinstance(value, dict):
@@ -146,14 +146,14 @@ class _Encoder:
             return {"tuple": [self._key(item, path) for item in key]}
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.encode(key, path)
-        raise _refused(path, f"has the key {key!r:.100}; keys are text, numbers or tuples of them")
+        raise _refused(path, f"has the key {key!r:.100}; keys must be text, numbers or tuples of them")
 
     def _tensor(self, tensor: torch.Tensor, path: _Path) -> JSON:
         if tensor.requires_grad:
-            raise _refused(path, "requires a gradient, which isn't kept; use .detach()")
+            raise _refused(path, "requires a gradient, which can't be saved; use .detach()")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             raise _refused(
-                path, f"is a {tensor.layout} tensor on {tensor.device}; only dense ones with data can be kept"
+                path, f"is a {tensor.layout} tensor on {tensor.device}; only dense tensors with data can be saved"
             )
         if tensor.is_complex():
             return {"complex": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
@@ -161,19 +161,19 @@ class _Encoder:
 
     def _array(self, array: Any, path: _Path) -> JSON:
         if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-            array = np.array(array, order="C")  # torch takes neither
+            array = np.array(array, order="C")  # torch supports neither
         try:
             tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            raise _refused(path, f"is a NumPy array of {array.dtype}; only native numbers can be kept") from error
+            raise _refused(path, f"is a NumPy array of {array.dtype}; only native number types can be saved") from error
         if tensor.is_complex():
             return {"complex_array": self._name(torch.view_as_real(tensor), path)}
         return {"array": self._name(tensor, path)}
 
     def _name(self, tensor: torch.Tensor, path: _Path) -> str:
         if tensor.dtype not in DTYPE_NAMES:
-            raise _refused(path, f"is {tensor.dtype}, which can't be kept; use one of {_some(map(str, DTYPE_NAMES))}")
-        # `tensors` keeps what it names alive, so neither an address nor an id is reused meanwhile
+            raise _refused(path, f"is {tensor.dtype}, which can't be saved; use one of {_some(map(str, DTYPE_NAMES))}")
+        # `self.tensors` keeps the tensors alive, so no address or id is reused meanwhile
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
         where: object = place if tensor.numel() else id(tensor)
         if where not in self._names:
@@ -250,7 +250,7 @@ class _Decoder:
 
 
 def _checked_text(text: str, path: _Path) -> str:
-    # half a surrogate pair is not Unicode text: two of them would come back as one character
+    # half a surrogate pair is not valid Unicode: two halves would be restored as one character
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -258,9 +258,9 @@ def _checked_text(text: str, path: _Path) -> str:
     return text
 
 
-def _some(words: Iterable[str]) -> str:
-    words = list(words)
-    return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _where(path: _Path) -> str:

@@ -1,7 +1,7 @@
-"""Numbers for people, written and read; and texts of others, so that people can look at them.
+"""Formatting and parsing of human-readable quantities, and escaping of untrusted text for display.
 
-Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes), with one decimal below 100 and none above, so that a value that
-grows does not make a column jump.
+Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes). Values below 100 have one decimal and larger ones none, so that
+the width of a column stays the same as a value grows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = [
 
 
 def visible(text: str, most: int = 200) -> str:
-    r"""A text that somebody else wrote, for a terminal or a log: one line, without control characters, cut at ``most``.
+    r"""Make untrusted text safe for a terminal or a log: one line, no control characters, at most ``most`` characters.
 
-    What does not print (escapes, ends of lines, characters that turn the direction of writing) is shown by its code.
+    Characters that do not print (escapes, line ends, bidirectional overrides) are replaced by their escape codes.
 
     >>> visible("\x1b[31mred\nand a line of its own")
     '\\x1b[31mred\\nand a line of its own'
@@ -45,7 +45,7 @@ def visible(text: str, most: int = 200) -> str:
 
 
 def visible_lines(text: str) -> str:
-    r"""As `visible`, for a text of any length, whose ends of lines and tabs stay.
+    r"""Escape untrusted text as `visible` does, but keep line ends and tabs and do not limit the length.
 
     >>> visible_lines("a\tb\n\x1b[2Jc\r\u202ed")
     'a\tb\n\\x1b[2Jc\\r\\u202ed'
@@ -62,7 +62,7 @@ def _escaped(text: str, but: str = "") -> str:
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)`` for a loss in nats per token; infinity where that overflows.
+    """Return ``exp(loss)`` for a loss in nats per token, or infinity on overflow.
 
     >>> perplexity(0.0), perplexity(1e9)
     (1.0, inf)
@@ -74,7 +74,7 @@ def perplexity(loss: float) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes with a decimal unit: 1 MB is 1,000,000 bytes.
+    """Format a number of bytes with a decimal unit: 1 MB is 1,000,000 bytes.
 
     >>> [format_bytes(count) for count in (0, 999, 1000, 12_345_678, 999_960, 4.4e9)]
     ['0 B', '999 B', '1.0 kB', '12.3 MB', '1.0 MB', '4.4 GB']
@@ -83,7 +83,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number with K, M, B (10^9) or T.
+    """Format a number with K, M, B (10^9) or T.
 
     >>> [format_count(count) for count in (0, 512, 1000, 1_086_720, 150e6, 2e12)]
     ['0', '512', '1.0K', '1.1M', '150M', '2.0T']
@@ -92,7 +92,7 @@ def format_count(count: float) -> str:
 
 
 def format_perplexity(value: float) -> str:
-    """Two decimals, and from a thousand on a rounded count, so that a hopeless model does not burst its column.
+    """Format a perplexity with two decimals, or as a rounded count from 1000 on, so that columns keep their width.
 
     >>> format_perplexity(19.8312), format_perplexity(49_020.8), format_perplexity(float("inf"))
     ('19.83', '49.0K', 'inf')
@@ -101,7 +101,7 @@ def format_perplexity(value: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """A ratio of at least one, with no more digits than it needs.
+    """Format a ratio of at least 1 with two or three significant digits.
 
     >>> [format_ratio(ratio) for ratio in (412.4, 12.3, 3.14159, 1.04, 51_234)]
     ['412x', '12x', '3.1x', '1.04x', '51,234x']
@@ -112,7 +112,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the two largest units that matter, at most six characters below 100 days.
+    """Format seconds in their one or two largest units, in at most six characters below 100 days.
 
     >>> [format_duration(seconds) for seconds in (0, 0.25, 8.34, 9.96, 59.7, 3599.6, 11_220, 187_000)]
     ['0s', '250ms', '8.3s', '10s', '1m00s', '1h00m', '3h07m', '2d03h']
@@ -134,7 +134,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bits_per_s: float) -> str:
-    """Bits per second with three digits and a decimal unit.
+    """Format bits per second with three significant digits and a decimal unit.
 
     >>> [format_rate(rate) for rate in (512, 94.3e6, 1e9, 1.25e12)]
     ['512 bit/s', '94.3 Mbit/s', '1 Gbit/s', '1.25 Tbit/s']
@@ -155,40 +155,40 @@ _RATES = {
 
 
 def parse_duration_s(text: str, name: str) -> float:
-    """Seconds; a number without a unit is seconds.
+    """Parse a duration and return seconds. A number without a unit is in seconds.
 
     >>> parse_duration_s("80ms", "--latency"), parse_duration_s("1.5h", "--away"), parse_duration_s("2", "--away")
     (0.08, 5400.0, 2.0)
     >>> parse_duration_s("fast", "--latency")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: --latency fast was given; give a number with us, ms, s, min, h or d, ...
+    diloco.errors.ConfigurationError: --latency must be a number with us, ms, s, min, h or d, such as 80ms; got 'fast'.
     """
     return _parse(text, name, _DURATIONS, "a number with us, ms, s, min, h or d, such as 80ms")
 
 
 def parse_rate_bits_per_s(text: str, name: str) -> float:
-    """Bits per second, decimal; the unit is needed, because bits are taken for bytes so easily.
+    """Parse a data rate and return bits per second. The unit is required, to avoid confusing bits with bytes.
 
     >>> parse_rate_bits_per_s("500Mbit", "--bandwidth"), parse_rate_bits_per_s("1 Gbit/s", "--bandwidth")
     (500000000.0, 1000000000.0)
     >>> parse_rate_bits_per_s("500MB", "--bandwidth")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: --bandwidth 500MB was given; give a number with kbit, Mbit, Gbit or Tbit, ...
+    diloco.errors.ConfigurationError: --bandwidth must be a number with kbit, Mbit, Gbit or Tbit, such as ...
     """
     return _parse(text, name, _RATES, "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit")
 
 
 def parse_count(text: str, name: str) -> int:
-    """A whole number, with K, M, B or T for thousands and so on.
+    """Parse a count, optionally with K, M, B or T for 10^3, 10^6, 10^9 or 10^12, and round it to an integer.
 
     >>> parse_count("1e9", "--parameters"), parse_count("1.1B", "--parameters"), parse_count("24", "--layers")
     (1000000000, 1100000000, 24)
     """
-    return round(_parse(text, name, _COUNTS, "a number, with K, M, B or T if need be"))
+    return round(_parse(text, name, _COUNTS, "a number, optionally with K, M, B or T"))
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """A number of bytes, more than 0; the unit is needed.
+    """Parse a positive number of bytes. The unit is required.
 
     >>> parse_bytes("500MB", "--max-shard-size"), parse_bytes("1.5 GB", "--max-shard-size")
     (500000000, 1500000000)
@@ -196,29 +196,29 @@ def parse_bytes(text: str, name: str) -> int:
     units, works = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}, "a positive number of KB, MB, GB or TB, such as 500MB"
     if size := round(_parse(text, name, units, works)):
         return size
-    raise ConfigurationError(f"{name} {text} was given; give {works}.")
+    raise ConfigurationError(f"{name} must be {works}; got {text!r}.")
 
 
 def parse_share(text: str, name: str) -> float:
-    """A share of 1 from per cent, with or without the sign.
+    """Parse a percentage, with or without the sign, and return it as a fraction.
 
     >>> parse_share("95%", "--target-utilization"), parse_share("99.5", "--target-utilization")
     (0.95, 0.995)
     """
-    return round(_parse(text, name, {"": 1.0, "%": 1.0}, "per cent, such as 95%") / 100, 12)
+    return round(_parse(text, name, {"": 1.0, "%": 1.0}, "a percentage, such as 95%") / 100, 12)
 
 
 def _parse(text: str, name: str, units: Mapping[str, float], works: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
     number = math.inf if match is None or match[2] not in units else float(match[1]) * units[match[2]]
     if math.isinf(number):
-        raise ConfigurationError(f"{name} {text} was given; give {works}.")
+        raise ConfigurationError(f"{name} must be {works}; got {text!r}.")
     return number
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:
     index = 0
-    # 999.5 would be written as 1000, which the next unit writes shorter
+    # 999.5 would be rounded to 1000, which is shorter in the next unit
     while math.isfinite(count) and abs(count) >= 999.5 and index < len(units) - 1:
         count, index = count / 1000, index + 1
     decimals = 1 if index and abs(count) < 99.95 else 0

@@ -1,4 +1,4 @@
-"""Telling people for what a process waits, for how long it has, and until when it will. A short wait is not told."""
+"""Reports of long waits: what a process is waiting for, for how long it has waited, and when it gives up."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from diloco.units import format_bytes
 __all__ = ["FIRST_S", "LOGGER", "fetching", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
 
 LOGGER = logging.getLogger("diloco.waiting")
-"""Warnings of it reach the standard error output of a program that has not set up logging."""
+"""The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
 
-FIRST_S = 2.0  # waits shorter than this are not told
+FIRST_S = 2.0  # waits shorter than this are not reported
 
-_RAREST_S = 30.0
+_RAREST_S = 30.0  # longest pause between two reports
 
 
 def moments() -> Iterator[float]:
-    """Seconds after the beginning of a wait at which it is told: from 2 s on, after pauses that double up to 30 s.
+    """Yield the seconds after the start of a wait at which to report it: first 2 s, then at intervals that double up
+    to 30 s.
 
     >>> from itertools import islice
     >>> list(islice(moments(), 8))
@@ -37,86 +38,84 @@ def moments() -> Iterator[float]:
         pause_s = min(2 * pause_s, _RAREST_S)
 
 
-def sentence(whom: str, waited_s: float, limit_s: float) -> str:
-    """What is told of a wait that is given up after ``limit_s`` (infinity: never, or nobody knows).
+def sentence(what: str, waited_s: float, limit_s: float) -> str:
+    """Return the report of a wait that times out after ``limit_s``; infinity stands for no time-out or an unknown one.
 
     >>> sentence("replica 1 at 10.0.0.1:29400", 35.2, 300)
     'waiting for replica 1 at 10.0.0.1:29400 for 35 s; gives up after 300 s'
     """
     until = f"; gives up after {limit_s:g} s" if math.isfinite(limit_s) else ""
-    return f"waiting for {whom} for {waited_s:.0f} s{until}"
+    return f"waiting for {what} for {waited_s:.0f} s{until}"
 
 
-def tell(whom: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
-    """Tell of a wait until it has ended.
+def tell(what: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
+    """Report a wait at each of `moments`, until it has ended.
 
     Args:
-        whom: for what, in words, as far as is known by then; called in the thread of this function.
+        what: returns what the process is currently waiting for; called in the thread of this function.
         limit_s: as for `sentence`.
-        ended: waits for the end for so many seconds; whether it has come.
+        ended: blocks for at most the given number of seconds, and returns whether the wait has ended.
     """
-    told_s = 0.0
+    reported_s = 0.0
     for moment_s in moments():
-        if ended(moment_s - told_s):
+        if ended(moment_s - reported_s):
             return
-        told_s = moment_s
-        LOGGER.warning(sentence(whom(), moment_s, limit_s))
+        reported_s = moment_s
+        LOGGER.warning(sentence(what(), moment_s, limit_s))
 
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm")  # of what is waited for: a line is written above them
+        bars = sys.modules.get("tqdm")  # tqdm.write prints a line above a download's progress bars
         write = bars.tqdm.write if bars else print
         write(f"diloco: {record.getMessage()}", file=sys.stderr)
         sys.stderr.flush()
 
 
 def told_on_stderr() -> None:
-    """For a command: waits are told as its other messages are."""
+    """Print reports of waits to stderr as ``diloco: ...``, like the other messages of a command."""
     if not LOGGER.handlers:
         LOGGER.addHandler(_ToStderr())
 
 
 @contextmanager
-def waiting_for(whom: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
-    """Everything inside is a wait, of which a thread tells as `tell` does."""
-    over = threading.Event()
-    thread = threading.Thread(target=tell, args=(whom, limit_s, over.wait), name="diloco-waiting", daemon=True)
+def waiting_for(what: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
+    """Report the enclosed block as a wait, from a thread that runs `tell`."""
+    ended = threading.Event()
+    thread = threading.Thread(target=tell, args=(what, limit_s, ended.wait), name="diloco-waiting", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join()
 
 
 @contextmanager
 def fetching(place: str, kind: Literal["models", "datasets"]) -> Iterator[None]:
-    """Everything inside may fetch ``place`` from the Hugging Face hub, which is told with the bytes that have come.
+    """Report the enclosed block as a download of ``place`` from the Hugging Face hub, with the bytes received so far.
 
     Args:
-        place: a name on the hub; a path that exists is not fetched.
+        place: a name on the hub. An existing path is not downloaded, so nothing is reported for it.
     """
     if Path(place).expanduser().exists():
         yield
         return
     from huggingface_hub import constants
 
-    kept = Path(constants.HF_HUB_CACHE, f"{kind}--{place.replace('/', '--')}", "blobs")
-    before_bytes = _size_bytes(kept)
+    cache = Path(constants.HF_HUB_CACHE, f"{kind}--{place.replace('/', '--')}", "blobs")
+    before_bytes = _size_bytes(cache)
 
-    def whom() -> str:
-        return (
-            f"{place} from {constants.ENDPOINT}, {format_bytes(_size_bytes(kept) - before_bytes)} of which have come,"
-        )
+    def what() -> str:
+        return f"{place} from {constants.ENDPOINT} ({format_bytes(_size_bytes(cache) - before_bytes)} received)"
 
-    with waiting_for(whom):
+    with waiting_for(what):
         yield
 
 
 def _size_bytes(folder: Path) -> int:
     size_bytes = 0
     for file in folder.glob("*"):
-        with suppress(OSError):  # one that is complete gets another name
+        with suppress(OSError):  # a finished download is renamed meanwhile
             size_bytes += file.stat().st_size
     return size_bytes

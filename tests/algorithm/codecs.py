@@ -1,4 +1,4 @@
-"""Codecs, values and bounds that the tests of codecs share."""
+"""Codecs, values and error bounds shared by the tests of codecs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ COARSE: dict[str, Callable[[], Codec]] = {
     "topk2": lambda: TopK2(implementation="torch"),
     "topk2-built": lambda: TopK2(),
 }
-"""The ones called "built" run the C kernels where a compiler was found, and torch elsewhere."""
+"""The codecs named "built" run the C kernels if a compiler was found, else torch."""
 
 OURS = codec_names()
-"""Before any test has registered one of its own."""
+"""The names before any test registers its own codecs."""
 
 PIECE = next(pieces(1 << 30, torch.device("cpu"), BLOCK))[1]
 SIZES = [0, 1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, PIECE, 2 * PIECE + BLOCK + 3]
@@ -62,13 +62,13 @@ vectors = st.lists(finite_floats, max_size=5 * BLOCK).map(lambda values: torch.t
 
 
 def block_maxima(values: Tensor, block_size: int) -> Tensor:
-    """For each value the largest magnitude of its block."""
+    """Return for each value the largest magnitude of its block."""
     padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % block_size))
     return padded.view(-1, block_size).amax(dim=1).repeat_interleave(block_size)[: len(values)]
 
 
 def error_bound(codec: Codec, values: Tensor) -> Tensor:
-    """What the docstrings promise, in float64."""
+    """Return the documented error bound in float64."""
     magnitude = values.abs().double()
     if codec.name == "float32":
         return torch.zeros_like(magnitude)

@@ -1,4 +1,4 @@
-"""Contributions to one round, made of values."""
+"""Contributions to a round for tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import make_codec
 
 SIZE = 515
-"""Two blocks of 256 and a rest that is odd."""
+"""Two blocks of 256 and an odd remainder."""
 
 
 def contribution(replica: int, values: Tensor | None = None, *, codec: str = "float32", **fields: Any) -> Contribution:
-    """Of ``values``, or else of `SIZE` random ones; ``fields`` are others of its attributes."""
+    """Return a contribution of ``values``, by default `SIZE` random ones, with other attributes from ``fields``."""
     encoder = make_codec(codec)
     if values is None:
         values = torch.randn(SIZE, generator=torch.Generator().manual_seed(replica))

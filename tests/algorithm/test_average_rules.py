@@ -1,4 +1,4 @@
-"""How contributions become one pseudo-gradient: each rule against its formula, and what it must be in simple cases."""
+"""Average rules: each against its formula, and in simple cases with known results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def combine(
 
 
 def rda_in_numpy(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> np.ndarray:
-    """The formula, tensor by tensor, in float64."""
+    """Evaluate the formula, tensor by tensor, in float64."""
     found, start = [], 0
     for size in sizes:
         parts = [each[start : start + size].double().numpy() for each in values]
@@ -87,7 +87,7 @@ def test_rda_of_one_that_did_nothing_keeps_the_others_direction() -> None:
 
 
 def test_each_tensor_has_a_direction_of_its_own() -> None:
-    """Scaling one tensor of one contribution changes that tensor's length only."""
+    """Scaling one tensor of one contribution changes only the length of that tensor's average."""
     values = drawn(3)
     scaled = [each.clone() for each in values]
     scaled[1][: SIZES[0]] *= 100.0
@@ -131,7 +131,7 @@ def test_the_average_is_finite_scales_with_the_contributions_and_is_no_longer_th
 
 def test_a_broken_rule_is_found_by_the_contract() -> None:
     class Forgetful(SendersMean):
-        """Keeps what it was given, which the next contribution overwrites, and counts its calls."""
+        """A broken rule that keeps contributions although the next one overwrites them, and counts its calls."""
 
         calls = 0
 
@@ -141,7 +141,7 @@ def test_a_broken_rule_is_found_by_the_contract() -> None:
 
     check_average_rule(Rda())
     check_average_rule(SendersMean())
-    with pytest.raises(ContractError, match="average Forgetful: the same contributions give another average each time"):
+    with pytest.raises(ContractError, match="average Forgetful: equal contributions give different averages"):
         check_average_rule(Forgetful())
 
 
@@ -185,8 +185,8 @@ def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
     for parameter in model.parameters():
         parameter.to_local = lambda parameter=parameter: parameter  # type: ignore[attr-defined]  # as DTensors have it
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"Rda\(\) averages whole tensors, and this model shards first and 2"):
+    with pytest.raises(ConfigurationError, match=r"Rda\(\) averages whole tensors, but first and 2 more parameters"):
         DiLoCo(model, inner, average=Rda())
-    with pytest.raises(ConfigurationError, match=r"this one shards first and 2 more parameters over ranks.*\(ddp\)"):
+    with pytest.raises(ConfigurationError, match=r"first and 2 more parameters are sharded over ranks.*\(ddp\)"):
         DiLoCo(model, inner, clipping=Clipping(max_norm=1.0))
     DiLoCo(model, inner, average=SendersMean())

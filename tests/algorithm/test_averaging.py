@@ -1,4 +1,4 @@
-"""How a round is judged, every branch, and the one mean: a float64 reference, the same bits in any order."""
+"""Every branch of the verdict on a round, and the mean: a float64 reference, equal bits in any order of arrival."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.algorithm.contributions import SIZE, contribution
 
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
-    """``absent`` as ``r1="was not heard of"``."""
+    """Judge contributions. ``absent`` is given as ``r1="was not heard of"``."""
     return judge(
         {each.replica: each for each in given},
         members=range(num_replicas),
@@ -35,7 +35,7 @@ class TestJudge:
         assert not verdict.void
 
     def test_nobody(self) -> None:
-        assert decide([]) == Verdict((), "nobody contributed")
+        assert decide([]) == Verdict((), "no replica contributed")
         verdict = decide([], r2="was not heard of", r0="was 3 s late, 2 s are allowed")
         assert verdict.reason == "replica 0 was 3 s late, 2 s are allowed; replica 2 was not heard of"
         assert verdict.void
@@ -46,32 +46,32 @@ class TestJudge:
         verdict = decide([contribution(0), contribution(2)], least=least, r1="was not heard of")
         assert verdict.contributors == contributors
         why = "replica 1 was not heard of"
-        assert verdict.reason == (why if contributors else f"2 of 3 contributions, 3 needed: {why}")
+        assert verdict.reason == (why if contributors else f"2 of 3 contributions are usable, 3 are needed: {why}")
         assert verdict.diverged == ()
 
     @pytest.mark.parametrize(
         ("change", "words"),
         [
             ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
-            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE}"),
-            ({"weight": 0.0}, "has the weight 0.0, which is not from 1e-18 to 1e+18"),
-            ({"weight": -1.0}, "has the weight -1.0"),
-            ({"weight": float("nan")}, "has the weight nan"),
-            ({"weight": float("inf")}, "has the weight inf"),
-            ({"weight": 1e39}, "has the weight 1e+39"),  # infinite in float32
-            ({"weight": 1e-46}, "has the weight 1e-46"),  # zero in float32
-            ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "payload of shape"),
-            ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "holds NaN or infinity at value 0"),
-            ({"buffers": torch.tensor([1.0, float("inf")])}, "holds model buffers that are not finite"),
-            ({"buffers": torch.tensor([1.0])}, "holds floating buffers of (1,) torch.float32 instead of (2,)"),
-            ({"buffers": None}, "holds floating buffers of none instead of (2,) torch.float32"),
-            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds integer buffers of (7,) torch.uint8 instead of"),
-            ({"integers": None}, "holds integer buffers of none instead of (8,) torch.uint8"),
+            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE} values"),
+            ({"weight": 0.0}, "its weight is 0.0, which is not from 1e-18 to 1e+18"),
+            ({"weight": -1.0}, "its weight is -1.0"),
+            ({"weight": float("nan")}, "its weight is nan"),
+            ({"weight": float("inf")}, "its weight is inf"),
+            ({"weight": 1e39}, "its weight is 1e+39"),  # infinite in float32
+            ({"weight": 1e-46}, "its weight is 1e-46"),  # zero in float32
+            ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "values must be a tensor of shape"),
+            ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "contains NaN or infinity at value 0"),
+            ({"buffers": torch.tensor([1.0, float("inf")])}, "its model buffers are not finite"),
+            ({"buffers": torch.tensor([1.0])}, "holds (1,) torch.float32 floating buffers instead of (2,)"),
+            ({"buffers": None}, "holds no floating buffers instead of (2,) torch.float32"),
+            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds (7,) torch.uint8 integer buffers instead of"),
+            ({"integers": None}, "holds no integer buffers instead of (8,) torch.uint8"),
         ],
     )
     @pytest.mark.parametrize("bad", [0, 2])
     def test_what_cannot_be_averaged_is_refused_and_named(self, change: dict[str, Any], words: str, bad: int) -> None:
-        """Invariant 11; also when it is the lowest replica, which speaks for no majority."""
+        """Invariant 11 holds for the lowest replica, too, which has no say over the majority's sizes."""
         sound = {"buffers": torch.ones(2), "integers": torch.zeros(8, dtype=torch.uint8)}
         given = [contribution(m, **(sound | change if m == bad else sound)) for m in range(3)]
         others = tuple(m for m in range(3) if m != bad)
@@ -82,7 +82,7 @@ class TestJudge:
         assert verdict.diverged == ()
         strict = decide(given, least=3)
         assert strict.void
-        assert strict.reason == f"2 of 3 contributions, 3 needed: {verdict.reason}"
+        assert strict.reason == f"2 of 3 contributions are usable, 3 are needed: {verdict.reason}"
         assert weighted_mean([given[m] for m in others]).contributors == others
 
     def test_the_digest_of_the_minority_makes_the_round_void(self) -> None:
@@ -123,7 +123,7 @@ class TestJudge:
         st.randoms(use_true_random=False),
     )
     def test_the_order_of_arrival_does_not_matter(self, cases: Any, least: int, random: Any) -> None:
-        """Property: every replica sees the same contributions, each in an order of its own."""
+        """Property: every replica receives the same contributions in a different order."""
         arrived = [contribution(m, digest=d, weight=w) for m, (d, w, here) in enumerate(cases) if here]
         absent = {m: "was not heard of" for m, (_, _, here) in enumerate(cases) if not here}
 
@@ -151,7 +151,7 @@ class TestMean:
     @pytest.mark.parametrize("codec", codec_names())
     @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 0.25, 1.0), (1e-3, 1e3, 1.0, 1.0, 7.0)])
     def test_agrees_with_a_reference_in_float64(self, codec: str, weights: tuple[float, ...]) -> None:
-        """Invariant 3: it divides by the weights that arrived."""
+        """Invariant 3: the mean divides by the weights of the contributions present."""
         given = [
             contribution(m, codec=codec, weight=w, base_weight=1e3, buffers=torch.tensor([m, 1.0]))
             for m, w in enumerate(weights)
@@ -160,7 +160,8 @@ class TestMean:
         terms = [w * each.codec.decode(each.payload, SIZE).double() for w, each in zip(weights, given, strict=True)]
         scale = torch.stack(terms).abs().sum(0) / sum(weights)
         error = (mean.values.double() - torch.stack(terms).sum(0) / sum(weights)).abs()
-        assert bool((error <= 2**-24 * 2 * (len(weights) + 1) * scale).all()), "two roundings a term and the division"
+        bound = 2**-24 * 2 * (len(weights) + 1) * scale  # two roundings per term, and the division
+        assert bool((error <= bound).all())
         assert mean.values.dtype == torch.float32
         assert mean.weight == sum(weights)
         assert mean.contributors == tuple(range(len(weights)))
@@ -183,7 +184,9 @@ class TestMean:
             assert first.buffers is not None
             assert torch.equal(again.buffers, first.buffers)
             assert (again.weight, again.contributors) == (first.weight, first.contributors)
-            assert again.integers is given[0].integers, "of the lowest replica, not of the first that arrived"
+            assert again.integers is given[0].integers, (
+                "the integers come from the lowest replica, not from the first arrival"
+            )
 
     def test_the_sum_is_float32_in_the_order_of_replicas(self) -> None:
         """(1 + 2^-24) + 2^-24 is 1 in float32; in the other order it would be 1 + 2^-23."""
@@ -192,7 +195,7 @@ class TestMean:
         assert weighted_mean(given[::-1]).values.item() == torch.tensor(1.0).div(3).item()
 
     def test_one_replica_gets_its_own_bits_back(self) -> None:
-        """Invariant 13; from subnormal to the largest that a mean may hold, zero included."""
+        """Invariant 13 holds from subnormal values to the largest that a mean may contain, including zero."""
         limits = torch.finfo(torch.float32)
         values = torch.cat([torch.tensor([0.0, limits.tiny / 4, LARGEST_MEAN, -LARGEST_MEAN]), torch.randn(SIZE)])
         buffers = torch.tensor([limits.max, 1e-30])
@@ -233,7 +236,7 @@ class TestMean:
     def test_nobody_weighs_more_than_eight_windows_of_another_one(
         self, codec: str, weight: float, base_weight: float
     ) -> None:
-        """A finite payload of 1e37 (or the codec's largest) and a weight of 1e18 made infinity of float32's sum."""
+        """A finite payload of 1e37 (or the codec's largest) with a weight of 1e18 overflows the float32 sum."""
         given = [contribution(m, codec=codec) for m in (0, 2)]
         given.append(contribution(1, codec=codec, weight=weight, base_weight=base_weight))
         assert weighted_mean(given).weight == 10.0
@@ -241,13 +244,13 @@ class TestMean:
         if codec == "float16":  # it saturates
             assert bool(torch.isfinite(weighted_mean(given).values).all())
             return
-        with pytest.raises(CodecError, match=r"the mean .*, to which replica 1 contributed most"):
+        with pytest.raises(CodecError, match=r"the mean .*; replica 1 contributed most"):
             weighted_mean(given)
 
     def test_a_mean_that_is_not_finite_is_void_and_its_largest_contributor_named(self) -> None:
         given = [contribution(m, torch.full((4,), 2e38)) for m in range(3)]
         given[1] = contribution(1, torch.full((4,), -3e38), weight=2.0)
-        with pytest.raises(CodecError, match="the mean is not finite, to which replica 1 contributed most"):
+        with pytest.raises(CodecError, match="the mean is not finite; replica 1 contributed most"):
             weighted_mean([*given, contribution(3, torch.full((4,), 3e38))])
         with pytest.raises(CodecError, match="the mean of the model's buffers is not finite"):
             weighted_mean([contribution(m, buffers=torch.tensor([3e38])) for m in range(2)])

@@ -1,4 +1,4 @@
-"""Buffers to flat vectors and back, for every dtype that a model may hold."""
+"""Conversion of buffers to flat vectors and back, for every dtype that a model may have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Holder(nn.Module):
 
 @pytest.mark.parametrize("name", [*VALUES, "all of them"])
 def test_what_is_collected_is_restored(name: str) -> None:
-    """An odd number of bytes before a wider type is no obstacle."""
+    """A wider type may follow an odd number of bytes."""
     values = dict(VALUES) if name == "all of them" else {name: VALUES[name]}
     source, target = Holder(values), Holder(values, fill=1)
     restore_buffers_(target, *collect_buffers(source))
@@ -59,7 +59,7 @@ def test_sizes_and_types_are_as_promised() -> None:
 
 
 def test_what_is_collected_is_a_copy() -> None:
-    """The buffers go on changing while the contribution is in flight."""
+    """The buffers keep changing while the contribution is in flight."""
     values = {"x": torch.ones(3), "n": torch.tensor([1])}
     model = Holder(values)
     floats, integers = collect_buffers(model)

@@ -1,4 +1,4 @@
-"""Clipping of contributions: a plain loop in the same order, exact numbers, and what it does to a mean and to a run."""
+"""Clipping of contributions: norms against a plain loop, exact numbers, and the effect on a mean and on a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NORMS = st.dictionaries(st.integers(0, 30), st.floats(0, 1e30), min_size=1, max_
 
 
 def folded(squares: list[float]) -> float:
-    """The sum by the definition, in Python's own float64."""
+    """Compute the sum by its definition, in Python's float64."""
     while len(squares) > 1:
         half = (len(squares) + 1) // 2
         upper = squares[half:]
@@ -45,7 +45,7 @@ def plain_norm(values: list[float], stretch: int) -> float:
 
 @given(st.lists(FLOATS, max_size=70), st.integers(1, 80))
 def test_the_norm_is_that_of_a_plain_loop_in_the_same_order(values: list[float], stretch: int) -> None:
-    """To the bit, whatever the length and the stretches."""
+    """The bits are equal for every length and range size."""
     with mock.patch.object(module, "STRETCH", stretch):
         assert vector_norm(torch.tensor(values, dtype=torch.float32)) == plain_norm(values, stretch)
 
@@ -104,7 +104,7 @@ def contributions(codec: str, scales: list[float], weights: list[float]) -> list
 
 @pytest.mark.parametrize("codec", codec_names())
 def test_the_mean_is_that_of_the_naive_formula(codec: str) -> None:
-    """``sum w f v / sum w``: norms of what was decoded, and the divisor stays the sum of the weights."""
+    """``sum w f v / sum w``: the norms are those of decoded values, the divisor stays the sum of the weights."""
     given = contributions(codec, [1.0, 1.0, 50.0, 1.0], [1.0, 2.0, 0.5, 1.0])
     mean = weighted_mean(given, Clipping(median_norm_factor=2.0))
     decoded = [make_codec(codec).decode(each.payload, 700).double() for each in given]
@@ -152,7 +152,7 @@ def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
 
 
 def with_a_liar(clipping: Clipping, steps: int = 200) -> Swarm:
-    """Four replicas with one target, of which the last goes up to a thousand times as far, the other way."""
+    """Four replicas share a target; the last one moves up to a thousand times as far in the opposite direction."""
     honest = quadratic(shared=True)
 
     def gradient(replica: int, step: int, model: Any) -> None:

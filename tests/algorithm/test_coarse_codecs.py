@@ -1,4 +1,4 @@
-"""int2 and topk2, which keep two bits of a value or drop it, against references."""
+"""The codecs int2 and topk2, which keep two bits of a value or drop it, against references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ any_codec = pytest.mark.parametrize("name", COARSE)
 
 
 def reference(codec: Codec, values: Tensor) -> Tensor:
-    """What the docstrings say, value by value, in float64."""
+    """Compute the documented result value by value in float64."""
     blocks = [
         _int2(block) if codec.name == "int2" else _topk2(block)
         for block in values.split(codec.block_size)
@@ -67,7 +67,7 @@ def test_it_decodes_to_what_its_docstring_says(name: str, numel: int) -> None:
     codec.validate(payload, numel)
     expected = reference(codec, values)
     decoded = codec.decode(payload, numel).double()
-    # a value at the border between two codes may fall to either side of it in float32
+    # in float32 a value at the border between two codes may get either of them
     close = (decoded - expected).abs() <= 2.0**-7 * expected.abs() + 1e-12
     assert int((~close).sum()) <= numel // 1000
     assert ((decoded == 0) == (expected == 0)).all()
@@ -142,8 +142,8 @@ def tampered(payload: Tensor, at: int, *values: int) -> Tensor:
         (0, (0x80, 0x7F)),  # infinity
         (0, (0x80, 0xBF)),  # -1
         (2, (0x00, 0x00)),  # high below low
-        (4, (0xFF, 0xFF, 0xFF)),  # positions that do not ascend
-        (4, (0x00, 0x00, 0x00)),  # twice the same
+        (4, (0xFF, 0xFF, 0xFF)),  # positions out of order
+        (4, (0x00, 0x00, 0x00)),  # equal positions
     ],
 )
 @pytest.mark.parametrize("numel", [TILE, 300])
@@ -169,7 +169,7 @@ def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
     assert codec.payload_bytes(numel) == 10
     bytes_ = torch.tensor(list(payload), dtype=torch.uint8)
     out = torch.zeros(numel + 1)
-    codec.accumulate(bytes_, out[:numel])  # writes nowhere else, validated or not
+    codec.accumulate(bytes_, out[:numel])  # must not write outside of `out`, even without validation
     assert out[numel] == 0
     try:
         codec.validate(bytes_, numel)
@@ -180,7 +180,7 @@ def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
 
 @any_codec
 def test_with_error_feedback_nothing_is_lost_in_the_long_run(name: str) -> None:
-    """What was sent in n rounds is n times the values, but for the residual, which stays bounded."""
+    """The values sent in n rounds are n times the input, up to the residual, which stays bounded."""
     codec = ErrorFeedback(COARSE[name](), TILE)
     values = torch.randn(TILE, generator=torch.Generator().manual_seed(3))
     sent, norms = torch.zeros(TILE), []

@@ -1,4 +1,4 @@
-"""The contract of codecs, as anybody's tests can call it: ours keep it, and what does not is told."""
+"""The contract tests of codecs: the package's codecs pass, and each broken contract is reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def halved(values: Tensor) -> Tensor:
 
 
 class Halves(Codec):
-    """A codec that keeps the contract; each of those below breaks it in one place."""
+    """A codec that keeps the contract. Each codec in `BROKEN` breaks it in one place."""
 
     name = "halves"
 
@@ -74,26 +74,30 @@ class Halves(Codec):
 
 BROKEN: dict[str, dict[str, Any]] = {
     "two instances encode": {"__init__": lambda self: setattr(self, "offset", float(torch.rand(())))},
-    "encoding again gives other bytes": {"_encode": lambda self, v, p: p.copy_(halved(v + torch.rand(()) - 0.5))},
+    "encoding them again gives different bytes": {
+        "_encode": lambda self, v, p: p.copy_(halved(v + torch.rand(()) - 0.5))
+    },
     "encode changed them": {"_encode": lambda self, v, p: p.copy_(halved(v.add_(1).clamp_(-60000, 60000)))},
     "the payload shares their memory": {
         "payload_bytes": lambda s, n: 4 * n,
         "encode": lambda s, v: v.view(torch.uint8),
     },
     "leaves values unwritten": {"_decode": lambda s, p, o: o[1:].copy_(p.clone().view(torch.float16)[1:])},
-    "rounded twice": {"_accumulate": lambda s, p, o, w: o.add_(s.decode(p, o.numel()).double() * w)},
+    "with two roundings": {"_accumulate": lambda s, p, o, w: o.add_(s.decode(p, o.numel()).double() * w)},
     "at an odd address": {"_decode": lambda s, p, o: o.copy_((p.data_ptr() % 2) + p.clone().view(torch.float16))},
-    "is not their payload": {"_cut": lambda self, payload, n, start, stop: payload[: 2 * (stop - start)]},
-    "holds NaN or infinity": {"_encode": lambda self, v, p: p.copy_(v.half().view(torch.uint8))},
-    "lets pass what decodes": {"_find_fault": lambda self, payload, numel: None},
-    "may raise CodecError alone": {
+    "differs from the payload of these values": {
+        "_cut": lambda self, payload, n, start, stop: payload[: 2 * (stop - start)]
+    },
+    "contains NaN or infinity": {"_encode": lambda self, v, p: p.copy_(v.half().view(torch.uint8))},
+    "accepts bytes that decode to NaN": {"_find_fault": lambda self, payload, numel: None},
+    "may only raise CodecError": {
         "_find_fault": lambda self, payload, numel: [None][Codec._find_fault(self, payload, numel) is not None],
     },
-    "validate takes a payload that is too short": {"_check_payload": lambda self, payload, numel: None},
+    "validate accepts a payload that is too short": {"_check_payload": lambda self, payload, numel: None},
     "decode writes to an `out`": {"_check_out": lambda self, payload, numel, out: None},
-    "has no name of its own": {"name": 3},
+    "its name is not a string": {"name": 3},
     "block_size is 0": {"block_size": 0},
-    "replicas can't compare it": {"parameters": lambda self: {"x": torch.zeros(1)}},
+    "which replicas can't compare": {"parameters": lambda self: {"x": torch.zeros(1)}},
 }
 
 

@@ -1,4 +1,4 @@
-"""Torch operations and compiled kernels give the same bits, and which of them runs is told."""
+"""Torch operations and compiled kernels give equal bits, and codecs report which of them runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pairs_of_implementations(block_size: int) -> Iterator[tuple[Codec, Codec]]:
 
 
 def fault_of(codec: Codec, payload: Tensor, numel: int) -> str | None:
-    """What ``codec`` has against a payload."""
+    """Return why ``codec`` refuses a payload, or "" if it does not."""
     try:
         codec.validate(payload, numel)
     except CodecError as error:
@@ -85,9 +85,9 @@ def test_native_is_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_kernels_of_another_version_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native_kernels.available():
-        assert "no compiled _kernels" in str(native_kernels.unavailable_reason())
+        assert "has no compiled _kernels" in str(native_kernels.unavailable_reason())
         return
     monkeypatch.setattr(native_kernels, "VERSION", 0)
     library, reason = native_kernels.load_library.__wrapped__()
     assert library is None
-    assert "install it again" in str(reason)
+    assert "reinstall the package" in str(reason)

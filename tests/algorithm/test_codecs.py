@@ -1,4 +1,4 @@
-"""What every codec loses at most, in every implementation; what else is asked of it is in test_codec_contract."""
+"""The error bound of every codec in every implementation. test_codec_contract tests the rest of the contract."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_bytes_that_are_no_payload_are_refused_by_validate(codec: Codec) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_seen_wherever_it_is(odd: float, dtype: torch.dtype) -> None:
-    """In whole vectors of the processor and in what is left of them; NaN also beside infinity."""
+    """Values are found in whole processor vectors and in the remainder; NaN wins over infinity."""
     for numel in (1, 7, 33, 257):
         for place in {0, 1, numel // 2, numel - 1} & set(range(numel)):
             values = torch.linspace(-3, 2, numel, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A digest tells any one bit apart and nothing else."""
+"""A digest depends on every bit of the state and on nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flipped(values: Tensor, index: int, bit: int) -> Tensor:
 
 @given(index=st.integers(0, SIZE - 1), bit=st.integers(0, 31))
 def test_any_one_bit_of_parameters_or_momentum_changes_it(index: int, bit: int) -> None:
-    """Property: also the sign of a zero, and a payload of a NaN."""
+    """Property: this includes the sign of a zero and the payload of a NaN."""
     params, momentum = torch.zeros(SIZE), torch.full((SIZE,), float("nan"))
     digest = digest_state(params, OuterState(3, {"momentum": momentum}))
     assert digest_state(flipped(params, index, bit), OuterState(3, {"momentum": momentum})) != digest
@@ -58,7 +58,7 @@ def test_layout_in_memory_does_not_count() -> None:
         digest_tensors({"x": table}),
         digest_tensors({"x": table.t().contiguous().t()}),  # the same values, columns first
         digest_tensors({"x": torch.stack([values, -values], dim=1)[:, 0]}),  # every other value
-        digest_tensors({"x": torch.cat([torch.zeros(1), values])[1:]}),  # not at the start of its memory
+        digest_tensors({"x": torch.cat([torch.zeros(1), values])[1:]}),  # at an offset in its memory
         digest_tensors({"x": values.clone().requires_grad_()}),
     }
     assert len(same) == 1
@@ -76,7 +76,7 @@ def test_every_dtype_and_size_has_one(dtype: torch.dtype) -> None:
 
 
 def test_it_is_the_same_on_every_machine() -> None:
-    """128 bits of XXH3 over name, a zero byte, and little-endian bytes: a change here parts old and new replicas."""
+    """XXH3-128 over name, a zero byte and little-endian bytes. A change here makes old and new replicas diverge."""
     assert digest_tensors({"x": torch.tensor([1.0, -2.0])}) == "8a8afd0bcf978a344cf2b1830dd52557"
 
 

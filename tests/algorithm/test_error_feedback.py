@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost, nothing counts twice, and it lets through what the codec alone would not."""
+"""Error feedback: no value is lost or counted twice, and values that the codec alone would drop are sent eventually."""
 
 from __future__ import annotations
 
@@ -153,20 +153,20 @@ def test_a_foreign_state_is_refused_whole(state: dict[str, Tensor]) -> None:
 
 def test_every_encode_has_one_outcome() -> None:
     codec = make()
-    with pytest.raises(CodecError, match=r"commit\(\) without an encode\(\)"):
+    with pytest.raises(CodecError, match=r"commit\(\) was called without an encode\(\)"):
         codec.commit()
     codec.rollback()
     codec.encode(random_values(0))
     with pytest.raises(CodecError, match="while a round is in flight"):
         codec.encode(random_values(1))
     codec.commit()
-    with pytest.raises(CodecError, match=r"commit\(\) without an encode\(\)"):
+    with pytest.raises(CodecError, match=r"commit\(\) was called without an encode\(\)"):
         codec.commit()
 
 
 def test_each_fragment_needs_its_own() -> None:
     codec = make()
-    with pytest.raises(CodecError, match="residual of 100 values but was given 99"):
+    with pytest.raises(CodecError, match="residual of 100 values but got 99"):
         codec.encode(random_values(0, NUMEL - 1))
     assert not codec.pending
 
@@ -207,5 +207,5 @@ def test_a_decay_forgets_what_waits() -> None:
         expected = values + 0.5 * expected - codec.decode(payload, 2)
         assert torch.equal(codec.residual, expected)
     assert float(codec.residual[1]) < 2e-3
-    with pytest.raises(ConfigurationError, match=r"decay=1\.5 .* from 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"decay must be a number from 0 to 1, got 1\.5"):
         ErrorFeedback(make_codec("fp4"), 2, decay=1.5)

@@ -1,4 +1,4 @@
-"""Bytes of a round, against an explicit simulation of both patterns."""
+"""The bytes of a round against an explicit simulation of both patterns."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from diloco.algorithm.codec import Codec, codec_names, make_codec
 from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange, shard_bounds
 
 Messages = list[tuple[int, int, int]]
-"""(from, to, bytes)."""
+"""``(sender, receiver, bytes)``."""
 
 
 def all_gather(sizes: list[int]) -> Messages:
-    """Everybody sends what it has to everybody else."""
+    """Every replica sends its payload to every other."""
     replicas = range(len(sizes))
     return [(a, b, sizes[a]) for a in replicas for b in replicas if a != b]
 
 
 def reduce_scatter(codec: Codec, lengths: list[int]) -> Messages:
-    """Replica b sums stretch b, so everybody sends it that stretch; then the float32 means are all-gathered."""
+    """Replica b sums range b, which every other replica sends to it; then the float32 means are all-gathered."""
     replicas = range(len(lengths))
     first = [(a, b, codec.payload_bytes(lengths[b])) for a in replicas for b in replicas if a != b]
     return first + all_gather([4 * length for length in lengths])
 
 
 def traffic(messages: Messages, num_replicas: int) -> tuple[list[int], list[int]]:
-    """Sent and received bytes of every replica."""
+    """Return the sent and received bytes of every replica."""
     sent = [sum(size for a, _, size in messages if a == m) for m in range(num_replicas)]
     return sent, [sum(size for _, b, size in messages if b == m) for m in range(num_replicas)]
 
@@ -54,7 +54,7 @@ def codecs(block_sizes: tuple[int, ...] = (2, 6, 64, 256)) -> list[Codec]:
 def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
     codec: Codec, numel: int, num_replicas: int, extra: int
 ) -> None:
-    """Property: exact for every replica, each way, whatever the shards."""
+    """Property: the bytes are exact for every replica and direction, for any shards."""
     plan = plan_exchange(codec, numel, num_replicas, extra)
     lengths = [stop - start for start, stop in plan.shards]
     beside = all_gather([extra] * num_replicas)
@@ -78,7 +78,7 @@ def test_shards_are_cut_between_blocks_and_as_even_as_blocks_allow(
     assert len(shards) == num_replicas
     assert (shards[0][0], shards[-1][1]) == (0, numel)
     assert all(before[1] == after[0] for before, after in pairwise(shards))
-    assert all(start % block_size == 0 for start, _ in shards), "so a codec can cut there"
+    assert all(start % block_size == 0 for start, _ in shards), "ranges must consist of whole blocks"
     lengths = [stop - start for start, stop in shards]
     assert min(lengths) >= 0
     assert max(lengths) - min(lengths) <= block_size
@@ -119,7 +119,7 @@ def test_one_replica_moves_nothing(codec: str, extra: int) -> None:
     ],
 )
 def test_where_the_patterns_meet(codec: str, num_replicas: int, pattern: str) -> None:
-    """At 256 * 8 * 9 * 5 values every stretch is whole blocks; on a tie the one trip of all-gather is taken."""
+    """At 256 * 8 * 9 * 5 values every range is whole blocks; on a tie all-gather is chosen, which needs one trip."""
     encoder, numel = make_codec(codec), 256 * 8 * 9 * 5
     plan = plan_exchange(encoder, numel, num_replicas)
     assert plan.pattern == pattern

@@ -31,7 +31,7 @@ def layer_numbers(fragment: Fragment) -> set[int]:
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_exactly_once_for_every_number_of_fragments(strategy: Strategy, tied: bool) -> None:
-    """Property, by exhaustion over layers and fragments."""
+    """Test the property for all small numbers of layers and fragments."""
     for num_layers in range(1, 8):
         model = Decoder(num_layers, tied=tied)
         for num_fragments in range(1, num_layers + 2):
@@ -100,7 +100,7 @@ def test_two_parameters_on_one_memory_are_refused() -> None:
             [["layers.*", "*.weight"], ["embedding.*", "head.*"]],
             r"'embedding.weight' matches the patterns of fragments \[0, 1\]",
         ),
-        ([["*"], ["nothing"]], "pattern 'nothing' of fragment 1 matches no"),
+        ([["*"], ["nothing"]], "The pattern 'nothing' of fragment 1 matches no"),
     ],
 )
 def test_patterns_that_miss_or_overlap_are_refused(patterns: list[list[str]], words: str) -> None:
@@ -126,13 +126,13 @@ def fragment_of(model: nn.Module, index: int, *names: str) -> Fragment:
 
 def test_a_parameter_left_out_twice_or_unknown_is_named() -> None:
     model = nn.Linear(2, 3)
-    with pytest.raises(FragmentError, match="no fragment holds bias"):
+    with pytest.raises(FragmentError, match="No fragment holds bias"):
         check_coverage(model, [fragment_of(model, 0, "weight")])
     with pytest.raises(FragmentError, match="'bias' is in fragments 0 and 1"):
         check_coverage(model, [fragment_of(model, 0, "weight", "bias"), fragment_of(model, 1, "bias")])
     with pytest.raises(FragmentError, match=r"names 'weight' of shape \(2, 2\)"):
         check_coverage(model, [Fragment(0, ("weight",), ((2, 2),))])
-    with pytest.raises(FragmentError, match="none may be empty"):
+    with pytest.raises(FragmentError, match="no fragment may be empty"):
         check_coverage(model, [fragment_of(model, 0, "weight", "bias"), Fragment(1, (), ())])
 
 

@@ -1,4 +1,4 @@
-"""A model's layers, read from its parameter names alone."""
+"""The layers of a model, derived from its parameter names."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def numbers(layers: list[list[str]], position: int) -> list[set[int]]:
 def test_layers_are_found_in_the_order_of_their_numbers(
     sizes: dict[str, int], position: int, count: int, outside: list[str]
 ) -> None:
-    """The embedding may be larger than all layers, numbers may have two digits, and layers numbered parts."""
+    """The embedding may be larger than all layers, numbers may have two digits, and layers may have numbered parts."""
     rest, layers = group_layers(sizes)
     assert rest == outside
     assert numbers(layers, position) == [{number} for number in range(count)]
 
 
 def test_the_numbers_of_parts_inside_a_layer_are_not_layers() -> None:
-    """Even if all values of the layers are in numbered parts: of equal containers the outermost is taken."""
+    """Even if numbered parts hold all values of the layers, the outermost of equal containers is chosen."""
     sizes = {f"layers.0.experts.{e}.w": 5 for e in range(4)}
     assert group_layers(sizes) == ([], [list(sizes)])
 
@@ -111,7 +111,7 @@ NAMES = st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2", "17"]), min
 
 @given(st.dictionaries(NAMES, st.integers(1, 100), max_size=15))
 def test_every_name_is_in_exactly_one_place(sizes: dict[str, int]) -> None:
-    """Property, and no layer is empty."""
+    """Property: this holds for any names, and no layer is empty."""
     rest, layers = group_layers(sizes)
     assert sorted([*rest, *(name for layer in layers for name in layer)]) == sorted(sizes)
     assert all(layers)
@@ -138,7 +138,7 @@ class TestPatterns:
             ([["embedding.*"], ["head.*", "layers.*", "W"]], r"'embedding.weight' matches the patterns of .* \[0, 1\]"),
             ([["*.weight"], ["layers.*"]], "'W' matches no pattern of any fragment"),
             ([["*.weight"], ["layers.*", "w"]], "'W' matches no pattern"),  # capitals count
-            ([["*"], ["layer.*"]], r"the pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
+            ([["*"], ["layer.*"]], r"The pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
             ([], "matches no pattern"),
         ],
     )

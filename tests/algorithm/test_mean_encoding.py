@@ -1,4 +1,4 @@
-"""The mean of a stretch, encoded by its owner: against NumPy, whole against in parts, and with what was lost before."""
+"""Encoded means of ranges: against NumPy, as a whole against in parts, and with residuals of earlier means."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_values(seed: int, numel: int) -> Tensor:
 
 
 def e3m0(values: NDArray[np.float32], block_size: int) -> NDArray[np.float32]:
-    """What fp4 makes of values, from the formulas in its docstring alone."""
+    """Return the values after fp4, computed from the formulas in its docstring."""
 
     def power(x: NDArray[np.float32]) -> NDArray[np.int64]:  # the nearest power of two, ties at 1.5 up, biased
         mantissa, exponent = np.frexp(x)
@@ -82,7 +82,7 @@ def test_rounds_of_fp4_means_agree_with_numpy(decay: float) -> None:
 def test_owners_encode_what_one_would_encode_of_all_values(
     kind: tuple[str, dict[str, int]], decay: float, numel: int, owners: list[int]
 ) -> None:
-    """Property: whatever the number of owners, and from view to view, bits and residuals are those of the whole."""
+    """Property: for any number of owners, across views, bits and residuals equal those of the whole."""
     means = encoding(*kind, decay)
     whole: list[Residual] = []
     held: list[Residual] = []
@@ -144,7 +144,7 @@ def test_an_exact_codec_changes_nothing_and_copies_nothing() -> None:
     stretch=st.lists(st.integers(0, 30), min_size=2, max_size=2).map(sorted),
 )
 def test_residuals_are_handed_over_whole(cuts: list[int], stretch: list[int]) -> None:
-    """Property: whoever owns what, each value of a residual comes to whoever owns it next, and once."""
+    """Property: each value of a residual reaches its next owner exactly once."""
     values = torch.arange(1.0, 31.0)
     held = [Residual(a, values[a:b]) for a, b in itertools.pairwise(cuts)]
     start, stop = stretch
@@ -165,7 +165,7 @@ def test_stretches_are_cut_between_the_blocks_of_both_codecs() -> None:
 
 
 class OfBits(Float32):
-    """Somebody's codec, of so many bits a value, in blocks of four."""
+    """A user-defined codec with a given number of bits per value, in blocks of four."""
 
     block_size = 4
 
@@ -182,7 +182,7 @@ class OfBits(Float32):
 def test_by_itself_it_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
     num_replicas: int, bits: int, encoded: bool
 ) -> None:
-    """And the plan of a round, its bytes included, is that of the codec which it then is."""
+    """The plan of a round, including its bytes, is that of the codec in effect."""
     codec, chosen = OfBits(bits), make_codec("int8" if encoded else "float32")
     plans = [
         plan_exchange(codec, 5000, num_replicas, mean=mean)

@@ -1,4 +1,4 @@
-"""Merge rules: their equations, exact at the ends, and nothing lost by a replica that was left out."""
+"""Merge rules: their equations, exact at both ends, and the unsent work of an excluded replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge, carry_ove
 from diloco.testing import check_merge_rule
 
 EPSILON = 2.0**-23
-"""Of float32, relative: twice the error of one rounding."""
+"""The relative spacing of float32, twice the error of one rounding."""
 
 
 def draw(seed: int, scale: float = 1.0) -> Tensor:
@@ -28,7 +28,7 @@ def vectors(draw_one: st.DrawFn, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_alpha_is_the_papers_equation(alpha: float) -> None:
-    """Algorithm 2, line 12, against float64."""
+    """Compare Algorithm 2, line 12, with float64."""
     local, global_params = draw(0), draw(1)
     expected = alpha * local.double() + (1 - alpha) * global_params.double()
     merged = local.clone()
@@ -38,7 +38,7 @@ def test_alpha_is_the_papers_equation(alpha: float) -> None:
 
 
 def test_the_ends_of_alpha_are_exact() -> None:
-    """0 takes the global parameters and 1 the local ones, whatever their sizes."""
+    """alpha = 0 gives the global parameters and alpha = 1 the local ones, for any magnitudes."""
     local, global_params = draw(0, 1e20), draw(1, 1e-20)
     for alpha, expected in ((0.0, global_params), (1.0, local)):
         merged = local.clone()
@@ -60,7 +60,7 @@ def test_alpha_lies_between_both(pair: list[Tensor], alpha: float) -> None:
 @settings(deadline=None)
 @given(vectors(3))
 def test_rebase_keeps_the_drift_of_the_overlapped_steps(three: list[Tensor]) -> None:
-    """Property: local - global afterwards is local - sent before, to the rounding of three operations."""
+    """Property: local - global after the merge equals local - sent before, up to the rounding of three operations."""
     local, global_params, sent = three
     merged = local.clone()
     RebaseMerge().merge(merged, global_params, sent)
@@ -70,7 +70,7 @@ def test_rebase_keeps_the_drift_of_the_overlapped_steps(three: list[Tensor]) -> 
 
 
 def test_rebase_without_drift_takes_the_global_bits() -> None:
-    """Invariant 13: with tau = 0 both rules are the same."""
+    """Invariant 13: with tau = 0 both rules are equal."""
     sent, global_params = draw(0), draw(1)
     merged = sent.clone()
     RebaseMerge().merge(merged, global_params, sent)
@@ -86,7 +86,7 @@ def test_ours_keep_the_contract(rule: MergeRule, keeps: bool) -> None:
 @settings(deadline=None)
 @given(vectors(3))
 def test_carry_over_keeps_the_pseudo_gradient(three: list[Tensor]) -> None:
-    """Property: nothing of a replica's unsent work is lost, but for rounding."""
+    """Property: none of a replica's unsent work is lost, except by rounding."""
     local, old, new = three
     moved = local.clone()
     carry_over(moved, old, new)

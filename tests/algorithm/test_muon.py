@@ -1,4 +1,4 @@
-"""Muon: against torch's own, and what one optimizer over two kinds of parameters has to keep."""
+"""Muon against torch's implementation, and the properties of one optimizer with two kinds of parameter groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco.testing import check_inner_optimizer
 
 
 class Model(nn.Module):
-    """Embedding, two hidden matrices of one shape and one of another, a norm, a head."""
+    """A model with an embedding, two hidden matrices of one shape and one of another, a norm and a head."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
 
 def test_patterns_name_what_adamw_shall_train(model: Model) -> None:
     assert list(hidden_matrices(model, ["layers.?.weight"])) == ["down.weight"]
-    with pytest.raises(ConfigurationError, match=r"the pattern 'layer\.\*' fits no trainable matrix .* layers\.0"):
+    with pytest.raises(ConfigurationError, match=r"The pattern 'layer\.\*' matches no trainable matrix .* layers\.0"):
         muon(model, adamw=["layer.*"])
-    with pytest.raises(ConfigurationError, match="has none beside its embeddings and head"):
+    with pytest.raises(ConfigurationError, match="has none besides its embeddings and head"):
         muon(model, adamw=["layers.*", "down.*"])
 
 

@@ -1,4 +1,4 @@
-"""Global parameters against local ones, and outer loops of one process that hold what they agree on once."""
+"""The outer loop: global against local parameters, and shared memory of the loops of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco.algorithm.outer_optimizer import Nesterov
 
 
 def loops(count: int) -> list[OuterLoop]:
-    """Of equal models, with two fragments and momentum that is not zero."""
+    """Return outer loops of equal models with two fragments and nonzero momentum."""
     made = []
     for _ in range(count):
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ def loops(count: int) -> list[OuterLoop]:
 
 
 def memory(*some: OuterLoop) -> int:
-    """Distinct tensors of global parameters and outer state."""
+    """Return the number of distinct tensors of global parameters and outer state."""
     tensors = [t for loop in some for t in loop.global_params]
     tensors += [t for loop in some for state in loop.outer_states for t in state.slots.values()]
     return len({tensor.data_ptr() for tensor in tensors})
@@ -42,7 +42,7 @@ def test_loops_that_hold_the_same_hold_it_once_and_whoever_changes_it_copies() -
         for changing in (second, first):
             changing.outer_step(0, torch.full((first.fragments[0].numel,), float(steps)))
             if changing is second:
-                assert first.digest(0) == alone.digest(0) != second.digest(0), "the other's was changed"
+                assert first.digest(0) == alone.digest(0) != second.digest(0), "the second loop has changed its state"
         alone.outer_step(0, torch.full((first.fragments[0].numel,), float(steps)))
         assert [each.digest(0) for each in (first, second)] == [alone.digest(0)] * 2
         second.share(first)
@@ -69,7 +69,7 @@ def test_a_loaded_state_is_no_other_loops() -> None:
 
 
 class Whole:
-    """A rule that is not known to be elementwise: it gets all values at once, and no parameter itself."""
+    """A rule without ``elementwise``, which gets all values at once and never a parameter itself."""
 
     def __init__(self, rule: MergeRule) -> None:
         self.rule, self.keeps_sent = rule, rule.keeps_sent
@@ -81,7 +81,7 @@ class Whole:
 
 
 def merged(make: Callable[[nn.Module], object], rule: MergeRule) -> list[Tensor]:
-    """The parameters of a model after a round of its one fragment, and after a move that they follow."""
+    """Return the parameters of a model after a round of its single fragment, and after a carried-over move."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(700, 500), nn.Linear(5, 3))  # the first one is longer than one piece
     make(model)

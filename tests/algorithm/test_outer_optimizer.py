@@ -1,4 +1,4 @@
-"""Outer optimizers: the contract that anybody's keep, with torch.optim as the reference of ours."""
+"""Outer optimizers: the common contract, and ours against the reference of torch.optim."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ours_keep_the_contract(name: str) -> None:
 
 
 def test_is_element_wise(name: str) -> None:
-    """The same value gets the same bits wherever it stands, so a fragment's layout can't matter."""
+    """Equal values get equal bits at every position, so a fragment's layout can't matter."""
     generator = torch.Generator().manual_seed(2)
     start, means = torch.randn(1001, generator=generator), torch.randn(4, 1001, generator=generator)
     whole, slots = run(OPTIMIZERS[name], start, means)
@@ -99,9 +99,9 @@ def test_schedules_are_functions_of_the_outer_step() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Sgd(learning_rate=-1.0), "learning_rate=-1.0"),
+        (lambda: Sgd(learning_rate=-1.0), "outer learning_rate must be a finite number of at least 0, got -1.0"),
         (lambda: Nesterov(momentum=1.5), "a number from 0 to 1"),
-        (lambda: Adam(betas=(0.9, 1.0)), "both must be from 0 to less than 1"),
+        (lambda: Adam(betas=(0.9, 1.0)), "must be two numbers from 0 to less than 1"),
     ],
 )
 def test_impossible_values_are_refused(make: Callable[[], object], words: str) -> None:
@@ -110,7 +110,7 @@ def test_impossible_values_are_refused(make: Callable[[], object], words: str) -
 
 
 def test_adams_square_root_is_correctly_rounded() -> None:
-    """Else replicas on processors of different makes drift apart in the last bit, and rounds become void."""
+    """Otherwise replicas on different processors would diverge in the last bit and their rounds would be void."""
     mean = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) + 0.1
     adam = Adam(learning_rate=1.0, betas=(0.0, 0.0), epsilon=1e-12)
     values, state = torch.zeros_like(mean), adam.init(mean)
@@ -131,5 +131,5 @@ def test_the_first_step_is_lr_times_1_plus_mu_and_equal_means_reach_the_gain(mom
 
 def test_a_gain_that_is_none_is_refused() -> None:
     for gain, momentum in ((-1.0, 0.9), (float("nan"), 0.9), (1.0, 1.5)):
-        with pytest.raises(ConfigurationError, match="was given"):
+        with pytest.raises(ConfigurationError, match=r"outer (gain|momentum) must be"):
             Nesterov.of_gain(gain, momentum=momentum)

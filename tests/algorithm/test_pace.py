@@ -1,4 +1,4 @@
-"""Dynamic local updates: the paper's formula, evenly spread, and what a slow replica's share does to convergence."""
+"""Dynamic local updates: the paper's formula, even spacing, and convergence with a slow replica."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SPEEDS = st.dictionaries(st.integers(0, 9), st.floats(1e-300, 1e300), min_size=1
 
 @given(SPEEDS, st.integers(1, 10_000))
 def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_steps: int) -> None:
-    """Asynchronous Local-SGD, section 4.2, in exact numbers; at least one step. One counts for eight times another."""
+    """Evaluate Asynchronous Local-SGD, section 4.2, in exact numbers, with at least one step and the bound of eight."""
     *others, fastest = sorted(steps_per_s.values())
     fastest = min(fastest, 8 * others[-1]) if others else fastest
     for replica, speed in steps_per_s.items():
         exact = min(Fraction(speed) / Fraction(fastest), Fraction(1)) * inner_steps
         steps = steps_to_train(replica, steps_per_s, inner_steps)
         near = {max(1, int(exact * (1 + side * Fraction(1, 1 << 50)))) for side in (-1, 0, 1)}
-        assert steps in near, "rounding of a float may decide at a whole number only"
+        assert steps in near, "rounding may change the result only next to a whole number"
         assert 1 <= steps <= inner_steps
         assert speed < fastest or steps == inner_steps
 
@@ -51,7 +51,7 @@ def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st
     length = data.draw(st.integers(1, inner_steps))
     assert sum(trains_at(first + t, steps, inner_steps) for t in range(inner_steps)) == steps
     trained = sum(trains_at(first + t, steps, inner_steps) for t in range(length))
-    assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "no stretch has more or less than its share"
+    assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "every range has its share of trained steps"
 
 
 @given(st.integers(1, 60), st.integers(0, 10_000))
@@ -60,7 +60,7 @@ def test_the_fastest_trains_every_step(inner_steps: int, step: int) -> None:
 
 
 def test_the_reference_formula_in_floats() -> None:
-    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # whose fractions floats hold exactly
+    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # fractions that floats represent exactly
         ratio = steps / inner_steps
         expected = [int((t + 1) * ratio) > int(t * ratio) for t in range(100)]
         assert [trains_at(t, steps, inner_steps) for t in range(100)] == expected
@@ -68,7 +68,7 @@ def test_the_reference_formula_in_floats() -> None:
 
 @pytest.mark.parametrize(("steps", "inner_steps"), [(0, 4), (5, 4), (-1, 4)])
 def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"use 1 to 4\."):
+    with pytest.raises(ConfigurationError, match=r"must be from 1 to 4, got"):
         trains_at(0, steps, inner_steps)
 
 
@@ -110,7 +110,7 @@ class TestStepRate:
 
 
 def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
-    """Replicas of which each trains its share of the scheduled steps."""
+    """A swarm in which each replica trains its share of the scheduled steps."""
     schedule = SyncSchedule(inner_steps=8)
     swarm = Swarm(len(shares), schedule, outer=Nesterov(learning_rate=0.5, momentum=0.5))
     gradient = quadratic(shared=shared)

@@ -1,4 +1,4 @@
-"""The schedule is a pure function of the step; its properties hold for every small H, P and tau."""
+"""The schedule is a pure function of the step. Its properties hold for every small H, P and tau."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_papers_example() -> None:
 
 @pytest.mark.parametrize("inner_steps", range(1, 25))
 def test_never_two_sends_of_a_fragment_in_flight_and_every_fragment_equally_often(inner_steps: int) -> None:
-    """By exhaustion for every P <= H and tau <= H: the actions of three cycles, replayed."""
+    """Replay the actions of three cycles for every P <= H and tau <= H."""
     for num_fragments in range(1, inner_steps + 1):
         offsets = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments).fragment_offsets
         assert len(set(offsets)) == num_fragments, "spread evenly: no two fragments at one step"
@@ -89,18 +89,18 @@ def test_rounds_counts_the_sends(steps: int, rounds: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"inner_steps": 0}, "inner_steps=0"),
-        ({"inner_steps": 4, "num_fragments": 5}, "Use 1 to 4"),
-        ({"inner_steps": 4, "num_fragments": 0}, "num_fragments=0"),
-        ({"inner_steps": 4, "overlap_steps": 5}, "Use 0 to 4"),
-        ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps=-1"),
+        ({"inner_steps": 0}, "inner_steps must be at least 1, got 0"),
+        ({"inner_steps": 4, "num_fragments": 5}, "num_fragments must be from 1 to 4 .* got 5"),
+        ({"inner_steps": 4, "num_fragments": 0}, "num_fragments must be from 1 to 4 .* got 0"),
+        ({"inner_steps": 4, "overlap_steps": 5}, "overlap_steps must be from 0 to 4 .* got 5"),
+        ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps must be from 0 to 4 .* got -1"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0,)}, "2 values from 0 to 3"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0, 4)}, "2 values from 0 to 3"),
     ],
 )
 def test_impossible_schedules_are_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        SyncSchedule(**arguments)  # type: ignore[arg-type]  # that is the point
+        SyncSchedule(**arguments)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_the_busy_steps_are_those_with_actions() -> None:

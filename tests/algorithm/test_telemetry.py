@@ -1,4 +1,4 @@
-"""What a round tells of itself: norms, cosines, gain and spread."""
+"""The measurements of a round: norms, cosines, gain and spread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_measuring_changes_no_bit_of_the_step() -> None:
 
 @pytest.mark.parametrize("numel", [1, 16_384, 16_385, 16_511, 16_512, 40_000])
 def test_a_sample_is_a_copy_whatever_the_size(numel: int) -> None:
-    """Stretches that touch each other are the values themselves, unless they are copied."""
+    """Adjacent ranges would be a view of the values unless they are copied."""
     values = torch.ones(numel)
     sample(values).zero_()
     assert torch.equal(values, torch.ones(numel))

@@ -1,4 +1,4 @@
-"""Learning rates are pure functions of the step; that they never rise again: tests/train/test_inner_optimizer."""
+"""Learning rates are pure functions of the step. tests/train/test_inner_optimizer tests that they never rise again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by what was trained: a plain formula, exact where nothing happens, and a count that goes with the rounds."""
+"""Weights by trained steps: the formula, exact in undisturbed runs, and the count across committed and void rounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_nothing_trained_weighs_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1e19, 1e-19, float("nan"), float("inf")])
 def test_what_no_base_weight_can_be_is_refused(weight: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"weight=.* was given; it must be a number from 1e-18 to 1e\+18\."):
+    with pytest.raises(ConfigurationError, match=r"weight must be a number from 1e-18 to 1e\+18, got .*\."):
         check_base_weight(weight)
 
 
@@ -65,7 +65,7 @@ def test_windows_are_the_steps_between_two_sends(inner_steps: int, num_fragments
 
 @given(st.lists(st.sampled_from(["step", "skip", "send", "commit", "void"]), max_size=60))
 def test_the_count_is_the_steps_that_no_mean_has_taken(happened: list[str]) -> None:
-    """Against a list of all steps, each struck out when a mean takes it."""
+    """Compare with a list of all steps, from which each step is removed once a mean contains it."""
     steps = TrainedSteps(1)
     open_steps: list[float] = []
     sent = 0
@@ -75,36 +75,36 @@ def test_the_count_is_the_steps_that_no_mean_has_taken(happened: list[str]) -> N
             open_steps.append(1.0 if each == "step" else 0.0)
         elif each == "send":
             sent = len(open_steps)
-            assert steps.hand_in(0) == sum(open_steps)
+            assert steps.submit(0) == sum(open_steps)
         elif each == "commit":
             steps.commit(0)
             open_steps, sent = open_steps[sent:], 0
         else:
             sent = 0
-            steps.hand_in(0)  # what is sent after a void round holds all of it again
+            steps.submit(0)  # a contribution after a void round contains all steps again
             sent = len(open_steps)
         again = TrainedSteps(1)
         again.load_state_dict(steps.state_dict())
-        assert again.hand_in(0) == sum(open_steps)
+        assert again.submit(0) == sum(open_steps)
 
 
 def test_fragments_are_counted_apart() -> None:
     steps = TrainedSteps(2)
     steps.add(1.0)
-    steps.hand_in(0)
+    steps.submit(0)
     steps.commit(0)
     steps.add(0.5)
-    assert (steps.hand_in(0), steps.hand_in(1)) == (0.5, 1.5)
+    assert (steps.submit(0), steps.submit(1)) == (0.5, 1.5)
     steps.forget(1)
-    assert (steps.hand_in(0), steps.hand_in(1)) == (0.5, 0.0)
+    assert (steps.submit(0), steps.submit(1)) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("trained", [-0.1, 1.1, float("nan"), float("inf")])
 def test_what_no_part_of_a_step_can_be_is_refused(trained: float) -> None:
     steps = TrainedSteps(1)
-    with pytest.raises(ConfigurationError, match=r"trained=.*0 \(nothing of it was trained\) to 1 .*not counted"):
+    with pytest.raises(ConfigurationError, match=r"trained must be from 0 \(.*\) to 1 \(.*\), got .*not counted"):
         steps.add(trained)
-    assert steps.hand_in(0) == 0.0
+    assert steps.submit(0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_state_that_is_none_is_refused(state: Any) -> None:
     steps.add(1.0)
     with pytest.raises(CheckpointError, match=r"two lists, 'since' and 'handed_in', of 1 numbers.*Nothing was loaded"):
         steps.load_state_dict(state)
-    assert steps.hand_in(0) == 1.0
+    assert steps.submit(0) == 1.0

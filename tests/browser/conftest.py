@@ -1,4 +1,4 @@
-"""A browser, where there is one, and `diloco watch` in a process of its own."""
+"""Fixtures for a browser, if one is installed, and for `diloco watch` in a separate process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LIMIT_S = 300.0
-"""Far more than anything here takes, for machines that are busy."""
+"""A time-out far above the usual times, for busy machines."""
 
 
 def until(page: Any, expression: str) -> None:
-    """Wait until it is true on the page. (playwright's own waiting needs `eval`, which the page forbids.)"""
+    """Wait until ``expression`` is true on the page. Playwright's own waiting needs `eval`, which the page forbids."""
     until_s = time.monotonic() + LIMIT_S
     while not page.evaluate(expression):
         assert time.monotonic() < until_s, expression
@@ -29,10 +29,10 @@ def until(page: Any, expression: str) -> None:
 
 
 class Watch:
-    """One `diloco watch` that serves.
+    """A running `diloco watch` server.
 
     Args:
-        arguments: of the command.
+        arguments: the arguments of the command.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -42,13 +42,13 @@ class Watch:
         self._tells = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="what diloco watch says", daemon=True)
         self._listener.start()
-        assert self._tells.wait(LIMIT_S), f"it told no address in time: {self._said}"
+        assert self._tells.wait(LIMIT_S), f"it printed no address in time: {self._said}"
         found = re.search(r"http://\S+", "".join(self._said))
         assert found, self._said
         self.address = found[0]
 
     def _listen(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
@@ -58,7 +58,7 @@ class Watch:
         self._tells.set()
 
     def end(self) -> None:
-        """As Ctrl-C does."""
+        """Interrupt it as Ctrl-C does."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         self._process.wait(LIMIT_S)
@@ -66,7 +66,7 @@ class Watch:
 
 
 class Pages:
-    """Opens pages, and remembers what went wrong on them and what they asked of the network."""
+    """Opens pages, and records their errors and network requests."""
 
     def __init__(self, browser: Any) -> None:
         self._browser = browser
@@ -75,7 +75,7 @@ class Pages:
         self.requests: list[str] = []
 
     def open(self, address: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> Any:
-        """A page of its own, once it shows numbers and curves."""
+        """Open a page, and wait until it shows figures and curves."""
         context = self._browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         context.set_default_timeout(1_000 * LIMIT_S)
         self._contexts.append(context)
@@ -90,7 +90,7 @@ class Pages:
         return page
 
     def _hear(self, words: str) -> None:
-        if "auto-margin redraws" not in words:  # of plotly, on labels whose width changes as it makes room for them
+        if "auto-margin redraws" not in words:  # from plotly, about labels whose width changes during layout
             self.complaints.append(words)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Pages:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, by playwright, whose own downloads are not needed."""
+    """Start an installed Chromium with playwright, without playwright's own downloads."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -117,7 +117,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def watch() -> Iterator[Any]:
-    """Starts `diloco watch` with arguments."""
+    """A function that starts `diloco watch` with the given arguments."""
     running: list[Watch] = []
 
     def start(*arguments: object) -> Watch:
@@ -131,7 +131,7 @@ def watch() -> Iterator[Any]:
 
 @pytest.fixture
 def pages(browser: Any, watch: Any) -> Iterator[Pages]:
-    """For one test; whatever a page complained of fails it. They are closed before what they show ends."""
+    """The pages of one test, which fails if a page logged an error. They are closed before the server ends."""
     opened = Pages(browser)
     yield opened
     opened.close()

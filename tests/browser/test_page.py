@@ -23,7 +23,7 @@ NEVER_S = 86_400 * 365
 
 
 def write(folder: Path, told: Iterable[Event], *, begins_s: float = 1e9) -> Path:
-    """Events, as a run writes them, one second apart."""
+    """Write events one second apart, as a run does."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("a") as file:
         for number, event in enumerate(told):
@@ -32,7 +32,7 @@ def write(folder: Path, told: Iterable[Event], *, begins_s: float = 1e9) -> Path
 
 
 def run_of(steps: int = 40, *, loss: float = 3.0) -> Iterable[Event]:
-    """Two replicas and two fragments; a void round, and one without replica 1."""
+    """Write a run of two replicas and two fragments, with a void round and one without replica 1."""
     yield started(total_steps=100, data_parallel_bytes_per_step=9_000)
     for number in range(1, steps + 1):
         yield step(number, loss - 0.01 * number, tokens=8 * number)
@@ -49,12 +49,12 @@ def run_of(steps: int = 40, *, loss: float = 3.0) -> Iterable[Event]:
 
 
 def quiet(*folders: Path) -> tuple[object, ...]:
-    """Arguments for folders whose times lie long ago."""
+    """Return arguments for folders whose records are old."""
     return (*folders, "--every-s", "0.1", "--alert.silent-s", NEVER_S, "--port", "0")
 
 
 def number(page: Any, name: str) -> str:
-    """What stands under a name at the top."""
+    """Return the figure under a name at the top."""
     return str(
         page.locator("#numbers div", has=page.locator("dt", has_text=re.compile(f"^{name}$")))
         .locator("dd")
@@ -101,7 +101,7 @@ def test_a_line_that_is_being_written_is_waited_for_and_a_damaged_one_told(
         file.write('{"schema": 1, "event": "StepFin\n' + line[:40])
     page = pages.open(watch(*quiet(folder)).address)
     assert number(page, "Step").split("\n")[0] == "10"
-    assert "is no record of an event and was left out" in page.locator("#problems").inner_text()
+    assert "is not a valid event record and was skipped" in page.locator("#problems").inner_text()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(line[40:] + "\n")
     until(page, "document.querySelector('#numbers').textContent.includes('11of 100')")
@@ -112,11 +112,11 @@ def test_when_the_server_ends_the_page_says_so_and_comes_back(tmp_path: Path, pa
     first = watch(*quiet(folder))
     page = pages.open(first.address)
     first.end()
-    until(page, "document.querySelector('#live').textContent.startsWith('The connection is lost')")
+    until(page, "document.querySelector('#live').textContent.startsWith('Connection lost')")
     port = first.address.rstrip("/").rpartition(":")[2]
     watch(*quiet(folder)[:-2], "--port", port)
     until(page, "document.querySelector('#live').textContent === 'live'")
-    pages.complaints.clear()  # the browser's own, about the connection
+    pages.complaints.clear()  # the browser's messages about the lost connection
 
 
 def test_a_page_that_was_exported_opens_from_disk_and_loads_nothing(tmp_path: Path, pages: Pages) -> None:
@@ -127,7 +127,7 @@ def test_a_page_that_was_exported_opens_from_disk_and_loads_nothing(tmp_path: Pa
     assert page.locator("#live").inner_text().startswith("as of ")
     assert number(page, "Step").split("\n")[0] == "40"
     assert page.locator("#figure-loss .scatterlayer .trace").count() == 2, "training and held-out"
-    assert page.locator("#outer .plot .scatterlayer").count() == 1, "the gain is told, the rest is not"
+    assert page.locator("#outer .plot .scatterlayer").count() == 1, "only the gain is reported"
     assert [address for address in pages.requests if not address.startswith(("file:", "data:", "blob:"))] == []
 
 
@@ -152,7 +152,7 @@ def test_the_keyboard_reaches_everything(tmp_path: Path, pages: Pages, watch: An
     assert "Fragment 1, outer step 2" in page.locator("#round").inner_text()
     assert page.locator("#grid td[tabindex='0']").count() == 1
     page.keyboard.press("ArrowDown")
-    assert "Fragment 1, outer step 2" in page.locator("#round").inner_text(), "there is nothing below"
+    assert "Fragment 1, outer step 2" in page.locator("#round").inner_text(), "there is no round below"
     page.locator("input[value='tokens']").focus()
     page.keyboard.press("Space")
     until(page, "document.querySelector('#figure-loss .plot').layout.xaxis.title.text === 'tokens'")
@@ -191,7 +191,7 @@ CONTRAST = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_in_light_and_dark(tmp_path: Path, pages: Pages, watch: Any, scheme: str) -> None:
-    """Contrast of at least 4.5 (WCAG 2.2, 1.4.3), with alerts of both kinds and every kind of peer on the page."""
+    """The contrast is at least 4.5 (WCAG 2.2, 1.4.3), with alerts of both levels and every kind of peer on the page."""
     told = [*run_of(), step(41, float("nan")), *(sent(m, 0, 5, digest="ab"[m]) for m in (0, 1))]
     told += [committed(0, 1, outer_step, contributors=(0,)) for outer_step in (5, 6, 7)]
     page = pages.open(watch(*quiet(write(tmp_path / "mine", told))).address, scheme=scheme)
@@ -213,7 +213,7 @@ def test_400_pixels_are_wide_enough(tmp_path: Path, pages: Pages, watch: Any) ->
 
 
 def test_what_strangers_write_is_text(tmp_path: Path, pages: Pages, watch: Any) -> None:
-    """In names of runs, samples, reasons, notes, facts, settings and curves."""
+    """Markup stays text in names of runs, samples, reasons, notes, facts, settings and curves."""
     told = [
         *run_of(),
         void(0, 0, 9, HOSTILE),

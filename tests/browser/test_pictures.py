@@ -1,4 +1,4 @@
-"""The pictures of docs/watch.md: real runs on the page of `diloco watch`, and what can be read there."""
+"""Take the screenshots of docs/watch.md from real runs on the page of `diloco watch`, and check their content."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ CAME_BACK = """(() => { const told = [...document.querySelectorAll("#views li")]
   const newest = (pattern) => told.findIndex((words) => pattern.test(words));
   const back = newest(/; ([0-9]+, )*3(, [0-9]+)* joined/), gone = newest(/; ([0-9]+, )*3(, [0-9]+)* left/);
   return back >= 0 && back < gone; })()"""
-"""The list begins with the newest view."""
+"""The list starts with the newest view."""
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough for these runs."""
+    """A text that is long enough for these runs."""
     return write_text(tmp_path_factory.mktemp("text"), documents=1_500)
 
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where pictures go. Runs are named from their own folder, so that no picture shows where that lies."""
+    """The folder of the screenshots. Runs are named relative to the working directory, to keep its path out of them."""
     if "DILOCO_PICTURES" not in os.environ:
         pytest.skip("`make test-browser` makes the pictures")
     place = Path(os.environ["DILOCO_PICTURES"]).resolve()
@@ -60,7 +60,7 @@ def train(out: Path, data: Path, arguments: str) -> Path:
 
 
 def take(page: Any, path: Path, height: int | None = None) -> None:
-    """A picture of 64 colours, of the page from its beginning."""
+    """Take a screenshot of the page from its top, with 64 colours."""
     from PIL import Image
 
     page.mouse.move(0, 0)
@@ -107,7 +107,7 @@ def test_three_runs(made: Path, tmp_path: Path, text: Path, pages: Pages, watch:
 def test_a_swarm_of_five_during_chaos(
     made: Path, tmp_path: Path, text: Path, keys: Path, pages: Pages, watch: Any
 ) -> None:
-    """One is killed, one stands still, and the killed one comes back."""
+    """One peer is killed, one is frozen until it is lost, and the frozen one rejoins."""
     (tmp_path / "peers").mkdir()
     with Processes() as processes:
 

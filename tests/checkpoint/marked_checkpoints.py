@@ -1,4 +1,4 @@
-"""Checkpoints that bear a mark in every part, so that one can tell whether all of it is there and of one save."""
+"""Checkpoints with a mark in every part, to check that a checkpoint is complete and comes from a single save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(folder: Path, step: int, mark: float, keep: int = 3) -> Path:
 
 
 def mark_of(path: Path) -> float:
-    """The mark of a checkpoint, once every part of it has been read and found to bear it."""
+    """Read every part of a checkpoint, check that all bear the same mark, and return it."""
     checkpoint = open_checkpoint(path)
     mark: float = checkpoint.about["mark"]
     for part, offset in (("replica-0", 0.0), ("replica-1", 0.5)):

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, under each of its names; which checkpoints stay, and when each is on the disk."""
+"""Saved state is loaded unchanged by every name of a checkpoint; which checkpoints are kept; when each is on disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, float(step), keep=2)
     assert names(tmp_path) == {"latest", "step-00000020", "step-00000030"}
-    # a run that goes on from step 20 once more: step 30 is of the run given up, and the oldest
+    # a run that resumes from step 20 again: step 30 belongs to the abandoned run and is the oldest
     save(tmp_path, 20, 20.5, keep=2)
     save(tmp_path, 25, 25.0, keep=2)
     assert [checkpoint.path.name for checkpoint in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000025"]
@@ -73,7 +73,7 @@ def test_parts_are_taken_one_at_a_time(tmp_path: Path) -> None:
 
     class OneByOne(Mapping[str, Any]):
         def __getitem__(self, part: str) -> Any:
-            for before in taken:  # what was taken before is on the disk by now
+            for before in taken:  # the parts read before are on disk by now
                 assert list(tmp_path.glob(f".step-00000000.*.partial/{before}.safetensors"))
             taken.append(part)
             return tree(1.0)
@@ -89,7 +89,7 @@ def test_parts_are_taken_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order: the files, the manifest last, their folder; the rename; the folder around it; ``latest``, likewise."""
+    """The order: the files, the manifest, their folder, the rename, the parent folder; ``latest`` in the same way."""
     events: list[str] = []
     place, replace = tmp_path / "step-00000003", os.replace
 
@@ -120,7 +120,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
 
 
 def test_the_layout_of_version_0_5_0_is_read(tmp_path: Path) -> None:
-    """Written here by hand, so that no change of the writer changes it too."""
+    """The checkpoint is written by hand here, so that a change of the writer can't change it too."""
     place = tmp_path / "checkpoints" / "step-00000007"
     place.mkdir(parents=True)
     rows = {

@@ -1,4 +1,4 @@
-"""Whatever is flipped, cut, forged or mistaken for a checkpoint is refused, by name, with what would work."""
+"""Damaged, truncated and forged checkpoints and other paths are refused, with their name and what would work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_all(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with steps 1 and 2; not to be changed."""
+    """A folder with the checkpoints of steps 1 and 2, which tests must not change."""
     folder = tmp_path_factory.mktemp("checkpoints")
     save(folder, 1, 1.0)
     save(folder, 2, 2.0)
@@ -33,7 +33,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(two: Path, tmp_path: Path) -> Path:
-    """A copy of ``two`` that may be changed."""
+    """A copy of ``two`` that tests may change."""
     return Path(shutil.copytree(two, tmp_path / "copy"))
 
 
@@ -50,7 +50,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(name: str, damaged: Path) -
             with pytest.raises(CheckpointError) as caught:
                 load_all(damaged)
             assert str(path) in str(caught.value)
-            assert "step-00000001 beside it is complete. Nothing was loaded." in str(caught.value)
+            assert "step-00000001 in the same folder is complete. Nothing was loaded." in str(caught.value)
     path.write_bytes(content)
     load_all(damaged)
 
@@ -69,7 +69,7 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
         outside = damaged / "outside"
         outside.write_bytes(content)
         path.symlink_to(outside)
-        if name == "manifest.json":  # it names no path, and its digest guards what it says
+        if name == "manifest.json":  # it names no path, and its digest protects its content
             load_all(damaged)
             return
     where = str(damaged / "step-00000002")
@@ -77,7 +77,7 @@ def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged:
         open_checkpoint(damaged)
     assert name in str(caught.value)
     if change in ("folder", "link") and name != "manifest.json":
-        assert "may lead outside of the checkpoint's folder" in str(caught.value)
+        assert "may point outside the checkpoint's folder" in str(caught.value)
     assert [checkpoint.path.name for checkpoint in list_checkpoints(damaged)] == ["step-00000001"]
 
 
@@ -96,7 +96,7 @@ def test_an_unknown_part_is_answered_with_the_nearest(two: Path) -> None:
 
 
 def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest as somebody would who knows how its digest is made."""
+    """Change a manifest and recompute its digest, as an attacker could."""
     path = place / "manifest.json"
     members = json.loads(path.read_bytes())
     del members["digest"]
@@ -107,7 +107,7 @@ def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_an_unknown_format_version_is_refused(damaged: Path) -> None:
     forge(damaged / "step-00000002", lambda members: members.update(format_version=2))
-    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2; diloco .* reads version 1\."):
+    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2, but diloco .* reads only"):
         open_checkpoint(damaged)
 
 
@@ -118,7 +118,7 @@ def test_a_manifest_cannot_point_elsewhere(name: str, damaged: Path) -> None:
         files[name] = files.pop("run.json")
 
     forge(damaged / "step-00000002", change)
-    with pytest.raises(CheckpointError, match="outside of the checkpoint's folder"):
+    with pytest.raises(CheckpointError, match="outside the checkpoint's folder"):
         open_checkpoint(damaged)
 
 
@@ -179,7 +179,7 @@ def test_forged_files_are_refused_by_part(name: str, content: bytes, damaged: Pa
 def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(
-        CheckpointError, match=r"is a pickle.*checkpoint folder of diloco or, for weights alone, a \.safetensors file"
+        CheckpointError, match=r"is a pickle.*checkpoint folder of diloco, or start .* weights in a \.safetensors file"
     ):
         open_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match=f"holds no complete checkpoint .{name} is a pickle"):
@@ -190,11 +190,11 @@ def test_paths_without_a_checkpoint_are_answered_with_what_would_work(tmp_path: 
     (tmp_path / "file").touch()
     (tmp_path / "latest").write_text("../elsewhere\n")
     for path, what in (
-        (tmp_path / "absent", "is not there; name a run folder, its checkpoints folder or one step-XXXXXXXX folder"),
+        (tmp_path / "absent", "does not exist. Use a run folder, its checkpoints folder or a step-XXXXXXXX folder"),
         (tmp_path / "file", "is not a folder"),
-        (tmp_path / "step-00000001", r"has no manifest\.json, so it is no complete checkpoint"),
+        (tmp_path / "step-00000001", r"has no manifest\.json, so it is not a complete checkpoint"),
         (tmp_path / "absent" / "latest", "holds no complete checkpoint"),
-        (tmp_path, r"latest says '\.\./elsewhere', which is not the name of a checkpoint"),
+        (tmp_path, r"latest contains '\.\./elsewhere', which is not the name of a checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=f"{what}.* Nothing was loaded"):
             open_checkpoint(path)
@@ -202,5 +202,7 @@ def test_paths_without_a_checkpoint_are_answered_with_what_would_work(tmp_path: 
 
 def test_a_latest_that_names_what_is_gone_is_no_reason_to_take_another_silently(damaged: Path) -> None:
     shutil.rmtree(damaged / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"step-00000002 has no manifest.* step-00000001 beside it is complete"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002 has no manifest.* step-00000001 in the same folder is complete"
+    ):
         open_checkpoint(damaged)

@@ -1,4 +1,4 @@
-"""A save that is killed, fails or is interrupted leaves what was complete, and no rest."""
+"""A save that is killed, fails or is interrupted leaves earlier complete checkpoints and no partial files."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 def kill_at(number: int) -> None:
-    """Arm this process to be killed at its so many-th system call of a save."""
+    """Arrange for this process to be killed at the given system call of a save."""
     calls = itertools.count(1)
 
     def tick() -> None:
         if next(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    os.fsync = lambda descriptor: tick()  # what a kill leaves is in the page cache, and that is what is looked at
+    os.fsync = lambda descriptor: tick()  # the test reads what a kill leaves in the page cache, so no sync is needed
     sys.addaudithook(lambda event, arguments: tick() if event in WATCHED else None)
 
 
 def save_and_be_killed(rank: int, top: Path) -> None:
-    """In a process: save again and again, each time killed one system call later, until a save gets through."""
+    """Save repeatedly in a process that is killed one system call later each time, until a save succeeds."""
     save(top / "before", 1, 1.0)
     save(top / "before", 2, 2.0)
     for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
@@ -80,11 +80,11 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
         else:
             assert scenario == "first"
             marks.append(0.0)
-            with pytest.raises(CheckpointError, match=r"no complete checkpoint|is not there"):
+            with pytest.raises(CheckpointError, match=r"no complete checkpoint|does not exist"):
                 open_checkpoint(folder)
         if scenario == "again":
             assert mark_of(folder / "step-00000002") == marks[-1]
-    # a kill comes before or after the new one is complete, and never again before once it was after
+    # a kill happens before or after the new one is complete; once it was after, every later kill is too
     assert marks == sorted(marks)
     assert set(marks) == {0.0 if scenario == "first" else 2.0, 3.0}
     assert len(marks) > 25
@@ -98,7 +98,7 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
 def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full, from the k-th call on, for every k until the save gets through."""
+    """The disk is full from the k-th call on, for every k until the save succeeds."""
     calls, fail_from = 0, 0
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,11 +142,11 @@ def test_a_state_that_cannot_be_saved_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, 1.0)
     for parts, about, what in (
         ({"good": [], "bad": {"a": {"b": {1, 2}}}}, {}, "Part 'bad': 'a.b' in the state is a builtins.set"),
-        ({"good": []}, {"loss": float("nan")}, "hold what JSON can't"),
-        ({"good": []}, {"path": tmp_path}, "hold what JSON can't"),
-        ({"../bad": []}, {}, r"named '\.\./bad'; its name must"),
+        ({"good": []}, {"loss": float("nan")}, "can't be saved as JSON"),
+        ({"good": []}, {"path": tmp_path}, "can't be saved as JSON"),
+        ({"../bad": []}, {}, r"name of a checkpoint part must .*; got '\.\./bad'"),
         ({"manifest": []}, {}, "must not be 'manifest'"),
-        ({"Good": []}, {}, "named 'Good'"),
+        ({"Good": []}, {}, "got 'Good'"),
     ):
         with pytest.raises(CheckpointError, match=what):
             save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
@@ -156,7 +156,7 @@ def test_a_state_that_cannot_be_saved_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("step", "keep"), [(-1, 1), (0, 0)])
 def test_impossible_numbers_are_refused(step: int, keep: int, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"step={step} and keep={keep} were given"):
+    with pytest.raises(CheckpointError, match=f"got step={step} and keep={keep}"):
         save_checkpoint(tmp_path / "new", step, {}, about={}, keep=keep)
     assert not (tmp_path / "new").exists()
 

@@ -1,4 +1,4 @@
-"""A replica's checkpoint is read by any number of ranks; by as many as before, it is as if they had never stopped."""
+"""Any number of ranks can load a replica's checkpoint; the same number resumes as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal
 
 AFTER = 8
-"""Steps after the checkpoint: what was in flight and one more round of each fragment are merged."""
+"""Steps after the checkpoint, in which the rounds in flight and one more round of each fragment are merged."""
 
 LOSSY: dict[str, Any] = {"codec": "fp4", "error_feedback": True}
 
 
 def take_over(rank: Rank, folder: Path) -> dict[str, Any]:
-    """Go on from the checkpoint in ``folder`` for `AFTER` steps."""
+    """Resume from the checkpoint in ``folder`` for `AFTER` steps."""
     void = load(rank, open_checkpoint(folder))
     loaded, common = rank.values(), rank.state.common()
     return {"void": void, "loaded": loaded, "common": common, **train(rank)}
@@ -53,7 +53,7 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
 
 
 def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
-    """Bit for bit (invariant 6): with a round in flight, its residual undecided, and Adam at work."""
+    """The bits are equal (invariant 6), with a round in flight, its residual undecided and Adam's moments in use."""
     with Processes() as processes:
         processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, **LOSSY), tmp_path)
         ranks = processes.results(timeout_s=300)
@@ -68,11 +68,11 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
     assert [*checkpoint.parts] == ["replica-0", *shards, "global"]
     saved = ranks[0]["ran"]["loaded"]
     agreed = {name.removeprefix("global/"): v for name, v in saved.items() if name.startswith("global/")}
-    assert unequal(dict(read_weights(tmp_path)), agreed) == [], "what knows nothing of ranks reads the whole of it"
+    assert unequal(dict(read_weights(tmp_path)), agreed) == [], "a reader without ranks gets whole tensors"
 
 
 def rank_in_relay(position: int, stages: Sequence[Setup], folder: Path) -> list[dict[str, Any]]:
-    """Take part in those stages that have a rank at this position: each takes over from the one before, and saves."""
+    """Take part in the stages with a rank at this position. Each stage resumes from the previous one and saves."""
     done = []
     for number, setup in enumerate(stages):
         if position < setup.size:
@@ -85,7 +85,7 @@ def rank_in_relay(position: int, stages: Sequence[Setup], folder: Path) -> list[
 
 
 def run_relay(stages: Sequence[Setup], folder: Path) -> list[list[dict[str, Any]]]:
-    """A replica of one rank trains; then the stages follow. For each stage, what each of its ranks has done."""
+    """Train a replica of one rank, then run the stages. Return the results of each rank of each stage."""
     first = Rank(replace(stages[0], strategy="none", size=1), ReplicaGroup())
     began = train(first, STEPS)
     save(first, folder / "checkpoints")
@@ -98,23 +98,23 @@ def run_relay(stages: Sequence[Setup], folder: Path) -> list[list[dict[str, Any]
 
 
 def test_other_shards_hold_the_same_and_drop_what_is_in_flight(tmp_path: Path) -> None:
-    """From one rank without shards to two with, to three, and back."""
+    """The replica goes from one rank without shards to two with shards, to three, and back."""
     two, three = (Setup(strategy="fsdp", size=size, error_feedback=True) for size in (2, 3))
     relay = run_relay([two, three], tmp_path)
     for before, after in pairwise(relay):
         for rank in after:
             assert unequal(rank["loaded"], before[0]["values"]) == []
             steps, committed, void = before[0]["counts"]
-            assert len(rank["void"]) == 1, "of the round in flight, the work is in the fragment's next round"
+            assert len(rank["void"]) == 1, "the fragment's next round contains the work of the round in flight"
             assert rank["counts"] == (steps + AFTER, committed + 3, void + 1)
             assert rank["losses"] == after[0]["losses"]
             assert all(bool(torch.isfinite(value).all()) for value in rank["values"].values())
     assert relay[1][0]["void"] == (RoundId(fragment=0, outer_step=2),)
-    assert relay[1][0]["common"]["diloco"]["finished_rounds"] == [3, 2, 2], "the void round is over, too"
+    assert relay[1][0]["common"]["diloco"]["finished_rounds"] == [3, 2, 2], "the void round has also ended"
 
 
 def test_where_all_ranks_hold_everything_their_number_may_change_in_flight(tmp_path: Path) -> None:
-    """From one rank to two to three and back, as one rank that never stopped."""
+    """The replica goes from one rank to two, to three and back, and equals one rank that never stopped."""
     two, three = (Setup(strategy="ddp", size=size, **LOSSY) for size in (2, 3))
     relay = run_relay([two, three], tmp_path)
     unbroken = Rank(Setup(**LOSSY), ReplicaGroup())
@@ -136,5 +136,5 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     rank.train(STEPS)
     save(rank, tmp_path)
     other = Rank(Setup(error_feedback=True), ReplicaGroup())
-    with pytest.raises(CheckpointError, match=r"or algorithm: only one side has residual/embedding\.weight"):
+    with pytest.raises(CheckpointError, match=r"checkpoint and this run has residual/embedding\.weight"):
         load(other, open_checkpoint(tmp_path))

@@ -1,4 +1,4 @@
-"""A sharded checkpoint is saved by all ranks or by none, and damage is found before anything is read."""
+"""A sharded checkpoint is saved by all ranks or by none, and damage is detected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FAILURES = {
     "replica-0.json": 0,
     "elsewhere": 1,
 }
-"""What can't be written, and by the rank at which position; the last: the folder that this rank is given."""
+"""The file that can't be written and the position of its rank. In the last case, that rank has another folder."""
 
 
 class FullDisk:
-    """A file on a disk that is full after the first write."""
+    """A file on a disk that becomes full after the first write."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -53,7 +53,7 @@ class FullDisk:
 
 
 def ranks_fail_to_save(position: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Each time they save once, then fail to, then save again, twice."""
+    """For each failure, the ranks save once, fail to save, and then save twice more."""
     setup = Setup(strategy="fsdp", size=2)
     rank = Rank(setup, open_group(setup, position, folder))
     seen = {}
@@ -92,7 +92,7 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
             seen, step = rank[who], 3 * number
             assert seen["left"] == ["latest", f"step-{step:08d}"]
             assert seen["kept"] == [f"step-{step + 2:08d}", f"step-{step + 3:08d}"]
-            assert "The checkpoints that were complete before still are" in seen["words"]
+            assert "Earlier complete checkpoints are unchanged" in seen["words"]
             assert f"position {position}: " in seen["words"]
             assert f"position {1 - position}: " not in seen["words"]
             assert ("elsewhere is not the folder" if who == "elsewhere" else who) in seen["words"]
@@ -138,7 +138,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "words"),
     [
-        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, and .* nothing of that name"),
+        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, but .* no value of that name"),
         ({"matrix": torch.zeros(3, 2)}, r"matrix is \(3, 2\), torch.float32 here, .* \(2, 3\), torch.float32"),
         ({"half": torch.zeros(5)}, r"half is \(5,\), torch.float32 here, .* \(5,\), torch.bfloat16"),
     ],
@@ -172,7 +172,7 @@ def test_a_piece_too_few_is_found(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"whole":[2,3]', '"whole":[4,3]'))
     facts = FileFacts(path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
     files = {**checkpoint.parts["values-shard-0"], path.name: facts}
-    with pytest.raises(CheckpointError, match="holds only a part of matrix"):
+    with pytest.raises(CheckpointError, match=r"is incomplete: it holds only \d+ pieces of matrix"):
         SavedValues(replace(checkpoint, parts={**checkpoint.parts, "values-shard-0": files}), "values")
 
 

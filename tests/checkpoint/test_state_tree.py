@@ -1,4 +1,4 @@
-"""Nested state survives JSON and safetensors exactly, and what would not survive is refused by its path."""
+"""Nested state survives JSON and safetensors exactly; values that would not survive are refused with their path."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.same import raw, same
 
 
 def through_files(tree: Any, folder: Path) -> Any:
-    """The tree after it was saved in a folder of its own and loaded."""
+    """Save the tree in a new folder and return it as loaded from there."""
     with TemporaryDirectory(dir=folder) as name:
         return read_part(Path(name), "tree", write_part(Path(name), "tree", tree), "cpu")
 
 
 def of_bytes(dtype: torch.dtype, shape: list[int], seed: int, transposed: bool) -> torch.Tensor:
-    """Any bit pattern of any dtype, NaN payloads and subnormals included; bool has only two."""
+    """Draw any bit pattern of any dtype, including NaN payloads and subnormals; bool has only two."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         tensor = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
@@ -169,7 +169,7 @@ def test_in_the_file_every_tensor_is_aligned_to_its_element_size() -> None:
 
 
 def test_in_memory_every_tensor_is_aligned_as_torchs_own(tmp_path: Path) -> None:
-    """A mapped file would have them wherever its header happens to end; the lengths of the names move that."""
+    """In a mapped file they would start where the header ends, which depends on the lengths of the names."""
     for length in range(1, 65, 8):
         assert through_files({"n" * length: torch.ones(100)}, tmp_path)["n" * length].data_ptr() % 64 == 0
 
@@ -255,5 +255,5 @@ def test_malformed_skeletons_are_refused_by_their_path(node: Any) -> None:
 
 
 def test_tensors_without_a_place_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="without a place: stray"):
+    with pytest.raises(CheckpointError, match="does not name the saved tensors stray"):
         unflatten([], {"stray": torch.ones(1)})

@@ -1,4 +1,4 @@
-"""Fixtures that several of the command line's test files use."""
+"""Fixtures that several test files of the command line use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.runs import SMALL
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``run.toml``, the text it trains on, and ``run``, a run stopped after step 6 of 8."""
+    """Return a folder with ``run.toml``, its training text, and ``run``, a run that was stopped after step 6 of 8."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
     (folder / "run.toml").write_text(SMALL)

@@ -1,4 +1,4 @@
-"""A small run as the command line begins it, and what it says when it refuses."""
+"""The command line of a small run, and the error messages of commands."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ tensorboard = false
 
 
 def train(files: Path, *flags: str) -> list[str]:
-    """The arguments of a small run."""
+    """Return the arguments of a small run."""
     return ["train", str(files / "run.toml"), "--data", str(files / "text.txt"), *flags]
 
 
 def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
-    """The message on stderr of a command that ends with ``code``, without a traceback and with nothing on stdout."""
+    """Run a command that must end with ``code``, print no traceback and nothing on stdout; return its stderr."""
     assert main(list(arguments)) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Traceback" not in captured.err
-    assert "│" not in captured.err, "a sentence, no box"
+    assert "│" not in captured.err, "tyro's box must become a sentence"
     return " ".join(captured.err.split())
 
 

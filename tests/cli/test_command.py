@@ -1,4 +1,4 @@
-"""The command as people and scripts call it: help, refusals, exit codes, and what it does not import."""
+"""The command line: help, error messages, exit codes, and modules that it must not import."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
         (["generate", "a", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} must be at most {2**63 - 2}"),
-        (["export", "a", "b", "--max-shard-size", "1e400GB"], "--max-shard-size 1e400GB was given; give a positive"),
+        (["export", "a", "b", "--max-shard-size", "1e400GB"], "--max-shard-size must be a positive number of KB"),
         (
             ["export", "a", "b", "--max-shard-size", "5XB"],
-            "--max-shard-size 5XB was given; give a positive number of KB",
+            "--max-shard-size must be a positive number of KB, MB, GB or TB, such as 500MB; got '5XB'",
         ),
         (["generate", "a", "--top-p", "2.0"], "top_p must be above 0 and at most 1, or None, not 2.0"),
-        (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, mps, cuda"),
+        (["generate", "a", "--device", "gpu"], "--device='gpu' is not a device. Use auto, cpu, mps, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "cannot be given together with --prompt-file y"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 must be 0 or more"),
         (["evaluate", "a", "--stride", "0"], "--stride 0 must be 1 or more"),
         (["evaluate", "a", "--by-document", "--sequences", "3"], "--sequences 3 cannot be combined with --by-document"),
         (["evaluate", "a", "--stride", "8", "--sequences", "3"], "--sequences 3 cannot be combined with --stride"),
         (["evaluate", "a", "--batch-size", "0"], "--batch-size 0 must be 1 or more"),
-        (["evaluate", "a", "--device", "gpu"], "--device='gpu' is no device"),
+        (["evaluate", "a", "--device", "gpu"], "--device='gpu' is not a device"),
         (["evaluate", "a", "--text-field", "body"], "--text-field 'body' needs --data PATH"),
         (["evaluate", "a", "--document-separator", "x"], "--document-separator 'x' needs --data PATH"),
         (["export", "a", "b", "--to", "safetensors", "--max-length", "9"], "--max-length needs --to hf"),
@@ -71,12 +71,12 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "absent.toml"], "absent.toml cannot be read"),
         (["train", "--codec", "int9"], "did you mean 'int8'"),
         (["train", "--transport", "hivemind"], "--run NAME"),
-        (["train", "--transport", "torch", "--replica", "0"], "Give --rendezvous HOST:PORT, an address"),
-        (["train", "--rendezvous", "10.0.0.1", "--transport", "torch"], "without transport.replica. Give --replica 0"),
+        (["train", "--transport", "torch", "--replica", "0"], "Pass --rendezvous HOST:PORT, an address"),
+        (["train", "--rendezvous", "10.0.0.1", "--transport", "torch"], "needs transport.replica. Pass --replica 0"),
         (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "Use --algorithm streaming"),
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
         (["train", "--fragments", "6"], "Use 1 to 5"),
-        (["train", "--steps", "0"], "it must be at least 1"),
+        (["train", "--steps", "0"], "train.steps must be at least 1, got 0"),
         (
             ["train", "--resume", "absent"],
             "or a checkpoint in one, but it does not exist",
@@ -119,7 +119,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
 
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
-    """Put ``run`` in the place of `diloco presets`."""
+    """Replace `diloco presets` by ``run``."""
     import diloco.cli.presets
 
     monkeypatch.setattr(diloco.cli.presets, "run", run)

@@ -1,4 +1,4 @@
-"""From `diloco finetune` to answers: what is learned is given back by every command that reads the run."""
+"""`diloco finetune`, and every command that reads its run: all of them reproduce the answers that it learned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = {"red?": "rot", "blue?": "blau"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a base model, a run on it that knows two words, and questions."""
+    """Return a folder with a base model, a fine-tuned run that has learned two answers, and questions."""
     folder = tmp_path_factory.mktemp("finetune")
     base = write_base(folder / "base", hidden_size=32, intermediate_size=48, initializer_range=0.5)
     known = [asked(question, answer) for question, answer in ANSWERS.items()]
@@ -63,7 +63,7 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
     record = json.loads(told(capsys, "evaluate", place / "merged", "--questions", place / "known.jsonl", "--json"))
     assert record["accuracy"] == 1.0
     generation = json.loads((place / "merged" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [256, 258]  # the end of a document, and of an answer
+    assert generation["eos_token_id"] == [256, 258]  # end of document, end of answer
     with torch.no_grad():
         tokens = torch.arange(20).unsqueeze(0) + 60
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
@@ -79,7 +79,7 @@ REFUSED = (
     ("export RUN x.safetensors --to safetensors --merge", "--merge needs --to hf"),
     ("export RUN RUN --to adapter", "is not an exported model"),
     ("export BASE x --merge", "has no adapters, so --merge"),
-    ("evaluate RUN --by-document", "which stand alone"),
+    ("evaluate RUN --by-document", "which are evaluated one by one"),
     ("evaluate RUN --questions q --data d", "--questions cannot be combined"),
     ("generate RUN --chat --json", "--chat cannot be combined"),
     ("generate RUN --system x", "--system needs --chat"),

@@ -1,4 +1,4 @@
-"""`diloco train --transport hivemind` as a user types it: real peers, compared with the run in one process."""
+"""The command `diloco train --transport hivemind`: real peers, compared with the run in one process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Peer(Command):
     """One `diloco train` process of a swarm.
 
     Args:
-        processes: it becomes one of these.
-        out: its folder.
-        arguments: beside those that all have.
-        joins: another one, whose address is waited for.
+        processes: the processes to which it is added.
+        out: its run folder.
+        arguments: its arguments in addition to those of all peers.
+        joins: the peer to join; its address is awaited.
     """
 
     def __init__(self, processes: Processes, out: Path, arguments: str, joins: Peer | None = None) -> None:
@@ -41,7 +41,7 @@ class Peer(Command):
         super().__init__(processes, words, out.with_suffix(f".{len(list(out.parent.iterdir()))}.txt"))
 
     def address(self) -> str:
-        """What others join by."""
+        """Return the address that other peers give as --join."""
         return self.until(lambda: re.search(r"--join (/ip4/127\S+)", self.words), "an address")[1]
 
     def metrics(self, event: str) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ class Peer(Command):
         return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
 
     def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Until it says so in its metrics."""
+        """Wait until the event is in its metrics."""
 
         def said() -> list[dict[str, Any]]:
             return [each for each in self.metrics(event) if all(each[name] == fields[name] for name in fields)]
@@ -58,7 +58,7 @@ class Peer(Command):
         return self.until(said, event)[0]
 
     def summary(self, code: int = 0) -> dict[str, Any]:
-        """Of the run, when it has ended with ``code``."""
+        """Wait for the process to end with ``code``, and return the summary of the run."""
         self.end(code)
         return dict(json.loads((self.out / "summary.json").read_text()))
 
@@ -68,7 +68,7 @@ MakePeer = Callable[..., Peer]
 
 @pytest.fixture
 def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
-    """Makes peers of one new run, of a name and arguments each."""
+    """Return a function that starts a peer of one new run, with a name and arguments."""
     with Processes() as processes:
 
         def make(name: str, arguments: str, joins: Peer | None = None) -> Peer:
@@ -92,7 +92,7 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
 
 
 def test_dynamic_steps_leave_no_replica_out_and_all_agree(new_peer: MakePeer) -> None:
-    """By either rule. How fast each one is depends on the machine; that they end with the same parameters does not."""
+    """Under either rule. The speeds depend on the machine, but the final parameters are always the same."""
     arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps --swarm.straggler grace"
     first = new_peer("a", f"{arguments} --replica 0")
     peers = (first, new_peer("b", f"{arguments} --replica 1", first))
@@ -110,10 +110,10 @@ ENDLESS = "--steps 100000 --inner-steps 8"
 
 
 def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> None:
-    """The third joins late, the first is asked to leave, and the others go on together.
+    """The third replica joins late, the first is asked to leave, and the others continue together.
 
-    At the end these get a signal that goes to all processes they have started, too, as Ctrl-C in a terminal, `timeout`
-    and batch systems send it, and they end as the first did.
+    At the end these receive a signal that also goes to all processes that they have started, as from Ctrl-C in a
+    terminal, `timeout` or batch systems, and they end as the first did.
     """
     first = new_peer("a", f"{ENDLESS} --replica 0")
     first.wait_for("RoundCommitted")
@@ -136,7 +136,7 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
 
 
 def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
-    """The other replica stands still, and is not missed for hours."""
+    """The other replica is stalled, and would be declared lost only after hours."""
     arguments = f"{ENDLESS} --transport.silence-s 9000 --transport.round-timeout-s 9001 --start-replicas 2"
     first = new_peer("a", f"{arguments} --replica 0")
     second = new_peer("b", f"{arguments} --replica 1", first)
@@ -146,8 +146,8 @@ def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
     first.until(lambda: len(first.metrics("RoundSent")) > len(first.metrics("RoundCommitted")), "a round in flight")
     os.kill(first.pid, signal.SIGINT)
     assert first.summary(130)["interrupted"] == "SIGINT"
-    assert len(first.metrics("StepFinished")) <= steps + 8, "it went no further than to the round that nobody ends"
-    assert first.metrics("CheckpointSaved"), "what it has not shared is kept"
+    assert len(first.metrics("StepFinished")) <= steps + 8, "it stops at the round that never ends"
+    assert first.metrics("CheckpointSaved"), "work that it has not shared is kept"
 
 
 def test_why_a_peer_does_not_answer_is_told(
@@ -190,11 +190,11 @@ def test_why_a_peer_does_not_answer_is_told(
     faults = [line.rstrip().rpartition("  ")[2] for line in shown.out.splitlines()]
     assert faults == ["faults", "none", "no data", "2 missed", "no data", "no data"]
     assert shown.err.splitlines()[:3] == [
-        "diloco: QmDone: replica 1 has finished the run, and has ended",
+        "diloco: QmDone: replica 1 has finished the run and exited",
         "diloco: QmFrozen: failed to dial QmFrozen",
-        "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
+        "diloco: QmLeft: replica 3 is no longer a member: it left or was lost, and the others continued",
     ]
-    assert "the digests differ because the peers were asked at different steps" in shown.err
+    assert "the digests differ because the peers answered at different steps" in shown.err
     found[-1] = visitor.PeerReport("QmAhead", 4, here | {"digest": "cd"})
     main(arguments)
     assert "peers at the same step show different digests" in capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Asked:
-        """Answers, fails once, answers again, and is interrupted."""
+        """A visitor that answers, fails once, answers again, and is interrupted."""
 
         step = 0
 
@@ -229,12 +229,12 @@ def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
     shown = capsys.readouterr().out
     rows = [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")]
     assert rows == ["1", "3"]
-    assert "could not be asked, and are asked again: the network is down" in shown
+    assert "could not be queried; trying again: the network is down" in shown
     assert main([*arguments, "--json"]) == main([*arguments, "--every-s", "0"]) == 2
 
 
 def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:
-    """One peer stops early and one late; the late one founds the swarm again, and the other takes over its state."""
+    """One peer stops early and one late. The late one founds the swarm again, and the other adopts its state."""
     early, late = tmp_path / "early", tmp_path / "late"
     first = new_peer("early", "--steps 32 --start-replicas 2 --stop-after 6")
     for peer in (first, new_peer("late", "--steps 32 --start-replicas 2 --stop-after 14", first)):
@@ -250,6 +250,6 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
         for folder in (early, late)
     }
     notes = {folder: [record["text"] for record in said[folder] if record["event"] == "Note"] for folder in said}
-    assert any("so it founds the swarm anew, at step 14." in note for note in notes[late])
-    assert any("who are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
+    assert any("so it founds a new swarm at step 14." in note for note in notes[late])
+    assert any("which are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
     assert [record["step"] for record in said[late] if record["event"] == "RunStarted"] == [0, 14]

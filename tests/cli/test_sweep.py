@@ -1,4 +1,4 @@
-"""``diloco sweep``: runs side by side, a table, and going on."""
+"""``diloco sweep``: concurrent runs, the table, and continuing a study."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.sweep.execute import only_sweep
+from diloco.sweep.execute import sweep_lock
 from tests.cli.runs import SMALL
 
 
@@ -22,7 +22,7 @@ def test_a_study_is_run_and_goes_on_where_it_was_interrupted(
     command = ["sweep", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
     assert main(command) == 1
     said = capsys.readouterr().out
-    assert "2 runs, 0 of them done; 2 side by side" in said
+    assert "2 runs, 0 of them done; 2 at a time" in said
     outcomes = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert {outcome["varied"]["schedule.overlap_steps"]: outcome["status"] for outcome in outcomes} == {
         1: "done",
@@ -36,7 +36,7 @@ def test_a_study_is_run_and_goes_on_where_it_was_interrupted(
 
 
 def _nested(text: str) -> str:
-    """The sections of a run's file as sections of [base]."""
+    """Return the sections of a run's file as sections of [base]."""
     head, *sections = text.split("\n[")
     return "[base]\n" + head + "".join(f"\n[base.{section}" for section in sections)
 
@@ -44,15 +44,15 @@ def _nested(text: str) -> str:
 def test_a_folder_is_one_sweeps_until_its_last_process_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep that is killed leaves runs behind, which go on."""
+    """The runs of a sweep that is killed keep running."""
     path = tmp_path / "study.toml"
     path.write_text("[axes]\nseed = [0]\n")
     command = ["sweep", str(path), "--out", str(tmp_path)]
-    with only_sweep(tmp_path) as inherited:
+    with sweep_lock(tmp_path) as inherited:
         left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=inherited)
     assert main(command) == 2
-    assert "another `diloco sweep`, or a run that one has begun, is at work in" in capsys.readouterr().err
+    assert "another `diloco sweep`, or a run that it started, is still working in" in capsys.readouterr().err
     assert not (tmp_path / "results.jsonl").exists()
     left.communicate()
-    with only_sweep(tmp_path):
+    with sweep_lock(tmp_path):
         pass

@@ -1,4 +1,4 @@
-"""`diloco train --transport torch` as a user types it: real processes, compared with the run in one process."""
+"""The command `diloco train --transport torch`: real processes, compared with the run in one process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ START = "--data-parallel-steps 3 --train.threads 1"
 
 
 class Replicas:
-    """Commands that train on ``data`` in ``out``: one that starts all ranks, or one for each rank, by hand."""
+    """Commands that train on ``data`` in ``out``: one command that starts all ranks, or one command for each rank."""
 
     def __init__(self, processes: Processes, data: Path, out: Path) -> None:
         self.processes, self.out = processes, out
         self.words = f"train {SMALL} {data} --out {out} --monitor.console quiet {START} --transport torch"
 
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
-        """One for each of ``of_one``, which has its own arguments."""
+        """Start one command for each entry of ``of_one``, which holds its own arguments."""
         meet = f"--rendezvous 127.0.0.1:{free_port()}"
         return [
             Command(self.processes, f"{self.words} {arguments} {meet} {own}".split(), self.out.with_suffix(f".{m}.txt"))
@@ -36,7 +36,7 @@ class Replicas:
         ]
 
     def of_two_ranks(self, arguments: str) -> list[Command]:
-        """Two replicas, whose ranks meet at a store of this process."""
+        """Start two replicas of two ranks each; the ranks of a replica rendezvous at a store of this process."""
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         size = f"--replica-size 2 --transport.inner-store 127.0.0.1:{self.store.port}"
         ranks = (
@@ -60,12 +60,12 @@ def replicas(data: Path, tmp_path: Path) -> Iterator[Replicas]:
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run in one process."""
+    """Return the summary of the run in one process."""
     return train(data, tmp_path_factory.mktemp("alone") / "run", START)
 
 
 def test_processes_that_stop_and_go_on_end_where_one_process_does(replicas: Replicas, alone: dict[str, Any]) -> None:
-    """Through a shared start, fragments in flight at the stop, and an average of fp4."""
+    """With a shared start, fragments in flight at the stop, and averages of fp4."""
     for command in replicas.by_hand("--stop-after 9", "--replica 0", "--replica 1"):
         command.end()
     assert (replicas.out / "replica-1" / "checkpoints" / "latest").read_text() == "step-00000009\n"
@@ -82,7 +82,7 @@ def test_processes_that_stop_and_go_on_end_where_one_process_does(replicas: Repl
 def test_two_replicas_of_two_ranks_are_two_replicas(
     replicas: Replicas, alone: dict[str, Any], parallelism: str
 ) -> None:
-    """To round-off: the ranks sum gradients in another order. What they trained can be evaluated like any run."""
+    """Up to round-off, since the ranks sum gradients in another order. The result can be evaluated like any run."""
     for command in replicas.of_two_ranks(f"--train.parallelism {parallelism}"):
         command.end()
     summary = replicas.summaries()[0]
@@ -92,7 +92,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
 
 
 def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Replicas) -> None:
-    """One of two has another codec; nothing of either stays behind."""
+    """One of two replicas has another codec. Neither leaves any files behind."""
     for command in replicas.by_hand("", "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
         assert "has codec = fp4 (block_size 256) and replica 1" in command.words
@@ -101,7 +101,7 @@ def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Repl
 
 
 def test_a_signal_to_one_stops_all_at_one_step_and_saves(replicas: Replicas) -> None:
-    """All ranks of both replicas."""
+    """All ranks of both replicas stop."""
     first, *others = replicas.of_two_ranks("--steps 100000 --train.parallelism ddp")
     metrics = replicas.out / "metrics.jsonl"
     first.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")

@@ -1,4 +1,4 @@
-"""`diloco train` as people and scripts call it: what a run leaves, going on, and folders."""
+"""The command `diloco train`: the files of a run, resuming, and run folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from diloco.cli import main
 from diloco.config.configuration import load_configuration
-from diloco.config.run_plan import command_to_go_on
+from diloco.config.run_plan import resume_command
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 
@@ -35,7 +35,7 @@ def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(fi
     finally:
         torch.set_num_threads(threads)
     [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert f"saved with train.threads={threads}, and this process has {threads + 1}" in note["text"]
+    assert f"saved with train.threads={threads}, but this process uses {threads + 1}" in note["text"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     flags = ["--steps", "9", "--evaluation.sequences", "2", "--stop-after", "7"]
     assert main(["train", "--resume", str(tmp_path / "run"), *flags]) == 0
     [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
-    assert "train.steps goes from 8 to 9: the learning-rate schedule" in note["text"]
+    assert "train.steps changes from 8 to 9: the learning-rate schedule" in note["text"]
     record = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (record["train"]["steps"], record["evaluation"]["sequences"]) == (9, 2)
     assert read_json(tmp_path / "run" / "summary.json")["steps"] == 7
@@ -90,9 +90,9 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     message = refused(train(files, "--out", str(files / "run")), capsys)
     assert "is not empty" in message
     assert f"--resume {files / 'run'}" in message
-    assert "is no folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
+    assert "is not a folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
-    assert "is not empty; choose another --out" in refused(occupied, capsys)
+    assert "is not empty. Choose another --out" in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
@@ -117,7 +117,7 @@ def test_folders_are_numbered_and_an_empty_one_is_taken(
 def test_a_run_that_never_began_leaves_no_folder(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next attempt with the same --out works."""
+    """The next attempt with the same --out succeeds."""
     out = tmp_path / "run"
     arguments = train(files, "--out", str(out), "--steps", "2")
     wrong = [*arguments[:3], str(tmp_path / "absent"), *arguments[4:]]
@@ -139,7 +139,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["tokens"] == "256 in 8 steps of 32 (2 replicas x 1 sequences x 16)"
-    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, and every 3 steps again; merged 1 later"
+    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, then every 3 steps; merged 1 step later"
     assert facts["rounds"] == "3 in all (2, 1 by fragment)"
 
 
@@ -149,18 +149,18 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.txt" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == (
-        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is no folder. Choose another "
-        "--out, where you may write. Nothing was started."
+        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is not a folder. Choose another "
+        "--out, in a place where you may write. Nothing was started."
     )
-    if Path("/proc/self").exists():  # a place where not even root makes folders
+    if Path("/proc/self").exists():  # even root can't create folders there
         assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
-    assert "is no folder. Choose another --out" in refused(train(files, *rank), capsys)
+    assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
-    assert "runs is no folder" in refused(train(files), capsys)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted read-only
-    assert f"{tmp_path} can't be written to" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
+    assert "runs is not a folder" in refused(train(files), capsys)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only disk
+    assert f"{tmp_path} is not writable" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
 
 
 def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
@@ -174,14 +174,14 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     monkeypatch.setattr(diloco.train.run, "run_training", stopped)
     folder = tmp_path / "my run"
     assert main(train(files, "--out", str(folder))) == 130
-    assert capsys.readouterr().err.endswith(f"To go on: diloco train --resume '{folder}'\n")
+    assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
 
 
 def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
-    """A replica that was started by itself, and a peer."""
+    """For a replica that was started separately, and for a peer."""
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
-    assert command_to_go_on(rank, Path("runs/a")) == command
+    assert resume_command(rank, Path("runs/a")) == command
     address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
     peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
-    assert command_to_go_on(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"
+    assert resume_command(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"

@@ -1,4 +1,4 @@
-"""What is done with a trained model: `diloco evaluate`, `generate`, `export` and `inspect`."""
+"""The commands that read a trained model: `diloco evaluate`, `generate`, `export` and `inspect`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli.runs import read_json, refused
 @pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "export"])
 def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = [str(tmp_path / "out")] if command == "export" else []
-    assert "absent is not there" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
+    assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
 
 
 def test_evaluate_gives_the_numbers_of_the_end_of_the_run(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_evaluate_slides_over_all_tokens_or_takes_each_document(
         found = json.loads(capsys.readouterr().out)
         counts[flags] = (found["tokens"], found["bytes"], found["documents"])
         assert found["bits_per_byte"] * found["bytes"] == pytest.approx(found["bits_per_token"] * found["tokens"])
-    # packed: 46 bytes and 2 ends, of which the first byte is only seen; by document: bytes alone, and all of them
+    # packed: 46 bytes and 2 end tokens, of which the first byte is not predicted; by document: all bytes, no end tokens
     assert list(counts.values()) == [(47, 45, 2), (46, 46, 2), (46, 46, 2)]
     assert "--sequence-length must be between 1 and 1024 tokens for this model, not 2000" in refused(
         [*arguments, "--sequence-length", "2000"], capsys
@@ -78,7 +78,7 @@ def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
     assert main([*alone, "3", "--num-samples", "2"]) == 0
     assert json.loads(capsys.readouterr().out) == samples
     assert main([*alone, "4"]) == 0
-    assert json.loads(capsys.readouterr().out) == samples[1:]  # the second one has the next seed
+    assert json.loads(capsys.readouterr().out) == samples[1:]  # the second sample has the next seed
     text = samples[0]["text"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é doc".encode())))
     assert main([*arguments, "--prompt-file", "-", "--stop", "absent", text[4:6].replace("\n", "\\n")]) == 0
@@ -88,7 +88,7 @@ def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
     assert main([*together, text[4:6].replace("\n", "\\n")]) == 0
     both = json.loads(capsys.readouterr().out)
     assert both == [stopped, both[1]]
-    assert both[1]["text"] == samples[1]["text"].partition(text[4:6])[0]  # it went on without the first
+    assert both[1]["text"] == samples[1]["text"].partition(text[4:6])[0]  # it continued after the first had ended
     (tmp_path / "prompt").write_bytes(b"\xff")
     broken = refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
     assert "cannot be read" in broken
@@ -112,7 +112,7 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
     assert results[1]["heldout_loss"] == pytest.approx(results[0]["heldout_loss"], rel=1e-6)
     assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
     assert results[1]["step"] is None
-    assert "so nothing was held out: give --data PATH" in refused(["evaluate", str(exported)], capsys)
+    assert "so it has no held-out text: give --data PATH" in refused(["evaluate", str(exported)], capsys)
     assert "is not a run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 

@@ -1,4 +1,4 @@
-"""`diloco watch` as a user types it."""
+"""The command `diloco watch`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def run_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "Give the folder of a run"),
+        ("", "give the folder of a run"),
         ("--run mine", "--join, the address of a peer, is missing"),
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
-        ("absent", "absent is no folder"),
-        ("{folder} --alert.silent-s 0", "alert.silent_s=0"),
+        ("absent", "absent is not a folder"),
+        ("{folder} --alert.silent-s 0", "alert.silent_s must be positive"),
         ("{folder} --every-s 0", "--every-s must be positive"),
-        ("{folder} --host 203.0.113.7", "Nothing can listen at 203.0.113.7"),
+        ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),
         ("{folder} --port {taken}", "Choose another --port"),
     ],
 )

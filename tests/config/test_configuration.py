@@ -1,4 +1,4 @@
-"""Preset, TOML file and command line: which one counts, the names of flags, and what is refused."""
+"""Preset, TOML file and command line: their precedence, the names of flags, and invalid settings."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def test_every_model_preset_has_a_run_preset() -> None:
 
 
 def test_an_outer_gain_and_a_learning_rate_replace_each_other_from_layer_to_layer(tmp_path: Path) -> None:
-    """The preset has a learning rate."""
+    """The preset sets a learning rate, which a gain replaces."""
     outer = compose(command_line(outer__gain=2.0)).outer
     assert (outer.gain, outer.learning_rate) == (2.0, None)
     file = toml_file(tmp_path, "[outer]\ngain = 2.0\n")
     outer = compose(command_line(file, outer__learning_rate=0.3)).outer
     assert (outer.gain, outer.learning_rate) == (None, 0.3)
     both = compose(command_line(file, outer__gain=3.0, outer__learning_rate=0.3))
-    with pytest.raises(ConfigurationError, match="were both given"):
+    with pytest.raises(ConfigurationError, match=r"outer\.gain=3 can't be combined with outer\.learning_rate"):
         resolve(both, num_layers=4)
 
 
@@ -169,13 +169,13 @@ def test_a_wrong_flag_is_refused_with_the_nearest(
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_configuration(flags.split())
-    assert capsys.readouterr() == ("", ""), "it is for the command to say it"
+    assert capsys.readouterr() == ("", ""), "the command prints the error, not the parser"
     for word in words:
         assert word in str(caught.value)
 
 
 def test_checks_see_final_values_only(tmp_path: Path) -> None:
-    """Neither the file nor the flags alone would pass, and the error of the whole is the settings' own."""
+    """Neither the file nor the flags are valid alone. An error in the result comes from the checks of the settings."""
     file = toml_file(tmp_path, "[transport]\nlatency_s = [0.1, 0.2]\nstep_time_s = [1]")
     assert load_configuration([str(file), "--replicas", "2"]).transport.latency_s == (0.1, 0.2)
     with pytest.raises(ConfigurationError, match=r"latency_s must have .* one per replica \(4\), got 2 values"):
@@ -212,7 +212,7 @@ def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
     [
         (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
         (["--inner.arguments", "3"], "inner.arguments"),
-        (["--data", "text.txt", "run.toml"], "--data was given run.toml"),
+        (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )
 def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells those who want to take part."""
+"""The command with which further peers join a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco.config.configuration import Configuration
-from diloco.config.run_plan import words_for_others
+from diloco.config.run_plan import join_command
 from diloco.train.settings import CheckpointSettings
 from diloco.transport.hivemind.settings import SwarmSettings
 
@@ -22,10 +22,10 @@ TYPED = (
 
 @pytest.mark.parametrize(("typed", "told"), TYPED)
 def test_others_are_told_what_was_typed_without_what_is_about_this_peer(typed: str, told: str) -> None:
-    assert " ".join(words_for_others(typed.split(), Configuration())) == told
+    assert " ".join(join_command(typed.split(), Configuration())) == told
 
 
 def test_others_are_told_the_name_of_a_run_that_goes_on() -> None:
     going_on = Configuration(checkpoint=CheckpointSettings(resume=Path("x")), swarm=SwarmSettings(run="a"))
-    told = words_for_others(["train", "--resume", "x"], going_on)
+    told = join_command(["train", "--resume", "x"], going_on)
     assert " ".join(told) == "diloco train --transport hivemind --run a --join"

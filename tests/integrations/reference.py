@@ -1,4 +1,4 @@
-"""What our own trainer makes of the model, batches and settings of an example."""
+"""A reference for the integration tests: diloco's own trainer on the model, batches and settings of an example."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ __all__ = ["STEPS", "assert_equal", "example", "options", "schedule_of", "sessio
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 50
 TWO_ROUNDS = "--steps 50 --inner-steps 20 --overlap-steps 3 --codec float32"
-"""Sent at 20 and 40, merged at 23 and 43; the last seven steps show that training went on from the merged weights."""
+"""Fragments are sent at 20 and 40 and merged at 23 and 43. The last seven steps show that training continues from the
+merged weights."""
 
 
 def example(name: str) -> ModuleType:
-    """An example, as a module."""
+    """Return an example as a module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
     return importlib.import_module(name)
@@ -49,7 +50,7 @@ def example(name: str) -> ModuleType:
 def options(
     out: Path, more: str = "", replica: int = 0, replicas: int = 1, of: str = "plain_pytorch"
 ) -> argparse.Namespace:
-    """Of an example, small, and of two rounds in 50 steps."""
+    """Return options of an example for a small model, with two rounds in 50 steps."""
     small = "--width 16 --layers 1 --batch-size 2 --sequence-length 16"
     everything = "--lora-rank 0" if of == "hf_trainer" else ""
     given = f"{TWO_ROUNDS} {small} {everything} --text {argparse.__file__} --out {out} {more}"
@@ -58,12 +59,12 @@ def options(
 
 
 def schedule_of(given: argparse.Namespace) -> SyncSchedule:
-    """That the options of an example name."""
+    """Return the schedule given by the options of an example."""
     return SyncSchedule(inner_steps=given.inner_steps, num_fragments=given.fragments, overlap_steps=given.overlap_steps)
 
 
 class Wrapped(LanguageModel):
-    """Any module whose logits a function gives, as our trainer takes it."""
+    """A module whose logits a function computes, with the interface that diloco's trainer needs."""
 
     def __init__(self, module: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Wrapped(LanguageModel):
 
 
 class Batches:
-    """In place of a sampler: the batches of an example."""
+    """A stand-in for a sampler that yields the batches of an example."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         size = given.batch_size * given.accumulation
@@ -106,7 +107,7 @@ def session_of(
     logits: Callable[[nn.Module, Tensor], Tensor],
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Session:
-    """Our own trainer, with one replica for each of the options of an example."""
+    """Return diloco's own trainer, with one replica per options of an example."""
     first = given[0]
     settings = RunSettings(
         train=TrainSettings(
@@ -132,7 +133,7 @@ def session_of(
         transport=TransportSettings(replicas=len(given)),
         model=ModelSettings(),
     )
-    tokens = np.zeros(10_000, dtype=np.uint16)  # never drawn from: the batches are the example's
+    tokens = np.zeros(10_000, dtype=np.uint16)  # never sampled: the batches come from the example
     corpus = Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), 1, 1, 1, 1, "")
     fleet = InProcessFleet(make_transport(settings.transport))
 
@@ -149,7 +150,7 @@ def session_of(
 def trained_by_us(
     given: Sequence[argparse.Namespace], module: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor]
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """After all steps: the local parameters of each replica, and the global ones."""
+    """Train all steps, and return the local parameters of each replica and the global ones."""
     session = session_of(given, module, logits)
     for _ in range(given[0].steps):
         session.step()
@@ -162,7 +163,7 @@ def trained_by_us(
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To float32 round-off: the order of sums may differ, and Adam divides by the roots of small ones."""
+    """Compare up to float32 rounding: the order of sums may differ, and Adam divides by roots of small sums."""
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         difference = (found[name].detach() - values.detach()).abs().max()

@@ -1,4 +1,4 @@
-"""A loop with `AcceleratedDiLoCo` trains what our own trainer trains, and resumes exactly."""
+"""A loop with `AcceleratedDiLoCo` gives the results of diloco's own trainer, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(given: Any, transport: Transport | None = None) -> nn.Module:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With two micro-batches a step."""
+    """With two micro-batches per step."""
     given = options(tmp_path, "--accumulation 2")
     model = train(given)
     (expected,), _ = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
@@ -56,7 +56,7 @@ def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(tmp_path: Pat
 
 
 class Loop:
-    """Micro-batches of a small model, at will."""
+    """A small model whose micro-batches the test controls."""
 
     def __init__(self, accumulation: int, scale: float | None = None, **arguments: Any) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
@@ -79,7 +79,7 @@ class Loop:
 
 
 def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
-    """12 micro-batches are 3 steps, of which the scaler skips the second."""
+    """12 micro-batches make 3 steps, of which the scaler skips the second."""
     loop = Loop(4, 1024.0, schedule=SyncSchedule(inner_steps=3))
     for number in range(12):
         loop.micro_batch(float("inf") if number == 5 else 1.0)
@@ -105,6 +105,6 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -
 def test_deepspeed_is_refused() -> None:
     with (
         mock.patch.object(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.DEEPSPEED),
-        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters to itself"),
+        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters private"),
     ):
         ours.AcceleratedDiLoCo(accelerate.Accelerator(cpu=True), nn.Linear(1, 1), None)

@@ -1,6 +1,6 @@
-"""PEFT in others' trainers: TRL's `SFTTrainer` and `DPOTrainer`, Accelerate with FSDP2, Lightning; and `device_map`.
+"""PEFT in TRL's `SFTTrainer` and `DPOTrainer`, in Accelerate with FSDP2 and in Lightning; and models with `device_map`.
 
-Each is a replica: adapters travel, what is frozen does not.
+Each trainer is a replica that sends its adapters but not its frozen parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ datasets, peft, trl = Lazy("datasets"), Lazy("peft"), Lazy("trl")
 pl, ours_of_lightning = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
 transformers, ours_of_transformers = Lazy("transformers"), Lazy("diloco.integrations.transformers")
 
-# what these libraries say about themselves and each other is no concern of ours
+# ignore warnings of these libraries about themselves and each other
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 4
@@ -72,7 +72,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Trained:
-    """What a replica began and ended with."""
+    """The parameters of a replica before and after training."""
 
     def __init__(self, model: nn.Module) -> None:
         self.before = values(model)
@@ -122,7 +122,7 @@ def dpo(base: Path, out: Path, transport: Transport) -> Trained:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of one. Accelerate takes FSDP for GPUs alone, so it is told that the rank has one."""
+    """Create a process group of one rank. Accelerate supports FSDP only on GPUs, so the rank pretends to have one."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     accelerate.PartialState(cpu=True)
@@ -133,7 +133,7 @@ def one_rank() -> Iterator[None]:
 
 
 def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
-    """Sharded by FSDP2."""
+    """With parameters sharded by FSDP2."""
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
@@ -187,10 +187,10 @@ Train = Callable[[Path, Path, Transport], Trained]
 
 
 def check_two_replicas(train: Train, base: Path, tmp_path: Path) -> None:
-    """They end with the same adapters, and nothing else has changed."""
+    """Check that all replicas end with the same adapters and that nothing else has changed."""
 
     def run(replica: int, transport: Transport) -> Trained:
-        torch.manual_seed(0)  # of the adapters
+        torch.manual_seed(0)  # seeds the adapters
         return train(base, tmp_path / str(replica), transport)
 
     one, other = in_turns(run)
@@ -216,7 +216,7 @@ def test_two_sharded_replicas_end_with_the_same_adapters(base: Path, tmp_path: P
 
 
 def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_not(base: Path, tmp_path: Path) -> None:
-    """Frozen weights on the disk are read as they are needed; trained ones would be on no device."""
+    """Frozen weights on the disk are read on demand, but trained ones would be on the meta device."""
     places = {name: "cpu" for name in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")}
     places |= {f"model.layers.{layer}": ("cpu", "disk", "cpu")[layer] for layer in range(3)}
     spread = {"device_map": places, "offload_folder": tmp_path}
@@ -235,5 +235,5 @@ def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_
 
     here, away = trained(0, 2), trained(0, 2, **spread)
     assert all(torch.equal(away[name], value) for name, value in here.items())
-    with pytest.raises(ConfigurationError, match=r"not all on one device: .*layers\.1.* on meta .* a device_map"):
+    with pytest.raises(ConfigurationError, match=r"must be on one device, but .*layers\.1.* on meta .* a device_map"):
         trained(0, 1, **spread)

@@ -1,4 +1,4 @@
-"""What integrations find behind the wrappers of a framework, and what they refuse."""
+"""How integrations unwrap models and optimizers of a framework, and what they refuse."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:
     ("module", "name", "why"),
     [
         ("deepspeed.runtime.engine", "DeepSpeedEngine", "DeepSpeed keeps the parameters"),
-        ("accelerate.utils.megatron_lm", "MegatronEngine", "Megatron keeps its parameters in pieces"),
+        ("accelerate.utils.megatron_lm", "MegatronEngine", "Megatron shards its parameters"),
         (
             "torch.distributed.fsdp.fully_sharded_data_parallel",
             "FullyShardedDataParallel",
-            "FSDP1 keeps its parameters",
+            "FSDP1 shards its parameters",
         ),
     ],
 )
 def test_models_that_keep_their_parameters_to_themselves_are_refused(module: str, name: str, why: str) -> None:
     kept = a_class_of(module, name)()
     for model in (kept, nn.Sequential(nn.Linear(1, 1), kept)):
-        with pytest.raises(ConfigurationError, match=rf"a model with a {name} was given, but {why}"):
+        with pytest.raises(ConfigurationError, match=rf"A model with a {name} was given, but {why}"):
             bare_model(model)
 
 
 def test_what_is_no_optimizer_of_torch_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"a builtins\.dict was given"):
+    with pytest.raises(ConfigurationError, match=r"got a builtins\.dict"):
         bare_optimizer({})
     wrapped = a_class_of("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper", object)()
     with pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters"):
@@ -53,7 +53,7 @@ def test_what_is_no_optimizer_of_torch_is_refused() -> None:
 
 
 def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
-    """`GradScaler.step` calls it all the same, with ``found_inf`` as an attribute, and its kernel does nothing."""
+    """`GradScaler.step` still calls it, with ``found_inf`` as an attribute, and its kernel skips the step."""
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([parameter], fused=True)
     watch, scaler = StepWatch(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -77,7 +77,7 @@ def test_globals_are_shown_and_hidden_and_kept() -> None:
         model.weight.add_(1.0)
     for _ in range(2):
         replica.show()
-        replica.show()  # the local ones are not lost
+        replica.show()  # a second call must not overwrite the saved local parameters
         assert model.weight.item() == began
         assert replica.local()["weight"].item() == began + 1
         replica.hide()
@@ -99,9 +99,9 @@ def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None, sam
 
 
 def test_what_can_not_be_shared_out_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="replica=2 of 2 was given"):
+    with pytest.raises(ConfigurationError, match="replica must be from 0 to 1 with 2 replicas, got 2"):
         replica_share(range(5), replica=2, num_replicas=2)
-    with pytest.raises(ConfigurationError, match="1 samples were given to 2 replicas"):
+    with pytest.raises(ConfigurationError, match="got 1 for 2 replicas"):
         replica_share(range(1), replica=0, num_replicas=2)
     with pytest.raises(ConfigurationError, match=r"split_dataset_by_node\(dataset, rank=1, world_size=2\)"):
         replica_share(iter(range(5)), replica=1, num_replicas=2)

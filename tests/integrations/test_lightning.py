@@ -1,4 +1,4 @@
-"""A Lightning Trainer with `DiLoCoCallback` trains what our own trainer trains, and resumes exactly."""
+"""A Lightning Trainer with `DiLoCoCallback` gives the results of diloco's own trainer, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
     ),  # advice for large runs
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # of ModelCheckpoint's state
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch, which Lightning imports it from
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # of ModelCheckpoint
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # Lightning imports LeafSpec from torch
 ]
 
 QUIET: dict[str, Any] = {
@@ -53,7 +53,7 @@ def callback(given: Any, transport: Transport | None = None, **others: Any) -> A
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With two batches accumulated; the module ends with the global parameters."""
+    """With two accumulated batches per step; the module ends with the global parameters."""
     given = options(tmp_path, "--accumulation 2")
     made = fitted(given)
     _, shared = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
@@ -75,7 +75,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
 
 
 def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
-    """Saved with a round in flight."""
+    """The checkpoint is saved with a round in flight."""
     given = options(tmp_path, "--codec int8")
     checkpoints = [
         pl.callbacks.ModelCheckpoint(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1),
@@ -87,7 +87,7 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
     initial = example("lightning_module").Bytes(given).state_dict()
     for name in ("all-step=22", "weights-step=21"):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
-        for parameter, values in initial.items():  # nothing was merged by then
+        for parameter, values in initial.items():  # nothing has been merged yet
             assert torch.equal(saved[parameter], values), parameter
 
     given.resume = tmp_path / "all-step=22.ckpt"
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_diloco_is_begun_from_only_if_asked(tmp_path: Path)
 
 
 def small() -> Any:
-    """A class of modules with one weight, whose gradient is infinite where the batch is."""
+    """Return a class of modules with one weight, whose gradient is infinite if the batch is."""
 
     class Small(pl.LightningModule):
         def __init__(self) -> None:
@@ -132,7 +132,7 @@ def small() -> Any:
 
 
 def test_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
-    """12 batches are 3 steps, of which the scaler skips the second."""
+    """12 batches make 3 steps, of which the scaler skips the second."""
     events: list[Event] = []
     mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=events.append)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -161,8 +161,8 @@ def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
     mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=5), parameters=parameters)
     made = pl.Trainer(**QUIET, max_steps=4, val_check_interval=2, callbacks=[mine], enable_checkpointing=False)
     made.fit(module, DataLoader(torch.ones(4, 1)), DataLoader(torch.ones(1, 1)))
-    _, *validated = module.validated  # the first one is Lightning's sanity check
-    moved = 0.0 if parameters == "global" else 0.125  # no round has moved the global ones
+    _, *validated = module.validated  # the first validation is Lightning's sanity check
+    moved = 0.0 if parameters == "global" else 0.125  # no round has changed the global parameters
     assert validated == [began - 2 * moved, began - 4 * moved]
     assert module.layer.weight.item() == began - 4 * moved
 
@@ -172,7 +172,7 @@ def test_what_can_not_work_is_refused() -> None:
     Small = small()
 
     class Manual(Small):
-        """Steps twice with each batch."""
+        """A module that takes two optimizer steps per batch."""
 
         automatic_optimization = False
 
@@ -182,7 +182,7 @@ def test_what_can_not_work_is_refused() -> None:
             return batch.sum()
 
     arguments = QUIET | {"max_steps": 4, "enable_checkpointing": False}
-    with pytest.raises(ConfigurationError, match="took 2 steps of the optimizer with one batch"):
+    with pytest.raises(ConfigurationError, match="took 2 optimizer steps with one batch"):
         pl.Trainer(**arguments, callbacks=[ours.DiLoCoCallback()]).fit(Manual(), DataLoader(torch.ones(4, 1)))
 
     class ModelParallelStrategy:
@@ -192,8 +192,8 @@ def test_what_can_not_work_is_refused() -> None:
         strategy = ModelParallelStrategy()
 
     with pytest.raises(ConfigurationError, match="FSDP2 with Accelerate"):
-        ours.DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # all that setup looks at
+        ours.DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # has all that setup reads
     mine = ours.DiLoCoCallback()
     pl.Trainer(**(arguments | {"max_steps": 1}), callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))
-    with pytest.raises(ConfigurationError, match="a second fit"):
+    with pytest.raises(ConfigurationError, match="already been used by a fit"):
         pl.Trainer(**arguments, callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))

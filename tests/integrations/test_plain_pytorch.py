@@ -1,4 +1,4 @@
-"""`DiLoCo` around a plain loop trains what our own trainer trains."""
+"""`DiLoCo` in a plain loop gives the results of diloco's own trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With two micro-batches a step."""
+    """With two micro-batches per step."""
     given = options(tmp_path, "--accumulation 2")
     model = example("plain_pytorch").train(given, None)
     (expected,), shared = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
@@ -37,7 +37,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
     expected, _ = trained_by_us(given, example("plain_pytorch").make_model(given[0]), logits)
     for model, local in zip(models, expected, strict=True):
         assert_equal(dict(model.named_parameters()), local)
-    assert not torch.equal(models[0].head.weight, models[1].head.weight)  # they saw other data
+    assert not torch.equal(models[0].head.weight, models[1].head.weight)  # they saw different data
 
 
 def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replicas of several processes, as a host framework starts them: `connect_replica` fits what they hold."""
+"""Replicas of several processes, as a host framework starts them: `connect_replica` for whole and sharded models."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def model_of(held: Held) -> nn.Module:
         return DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(model)  # type: ignore[return-value]  # the module itself, of another class
+    return fully_shard(model)  # type: ignore[return-value]  # returns the module itself with another class
 
 
 def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, Any]:
-    """Three steps, a round in flight, the state saved and loaded, and two steps more."""
+    """Train three steps, save and load the state with a round in flight, and train two more steps."""
     replica, position = divmod(rank, 2)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / f"store-{replica}"), 2), rank=position, world_size=2
@@ -72,7 +72,7 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
 
 
 def _unfit(held: Held) -> Any:
-    """A transport for the other kind."""
+    """Return a transport that does not fit ``held``."""
     if held == "whole":
         return InProcessTransport(2).endpoint(0)
     from diloco.transport.leader import LeaderTransport
@@ -81,7 +81,7 @@ def _unfit(held: Held) -> Any:
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a launcher's are, before the framework has initialised torch.distributed: each would be replica 0."""
+    """A launcher started them, but torch.distributed is not initialised yet, so each would be replica 0."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     connecting = connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0", ranks="whole")
     with pytest.raises(ConfigurationError, match=r"has started 2 processes \(WORLD_SIZE\)"), connecting:
@@ -95,13 +95,13 @@ def test_two_replicas_of_two_ranks(held: Held, tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(4, trained, held, free_address(), tmp_path)
         found = processes.results(timeout_s=240)
-    for position in (0, 1):  # rank 0 and 1 are replica 0, 2 and 3 replica 1
+    for position in (0, 1):  # ranks 0 and 1 are replica 0, ranks 2 and 3 are replica 1
         assert found[position]["digest"] == found[2 + position]["digest"]
         assert found[position]["rounds"] == 2
         assert found[position]["steps"] == 3
     if held == "whole":
         assert torch.equal(found[0]["local"], found[1]["local"])
         assert found[0]["digest"] == found[1]["digest"]
-    assert not torch.equal(found[0]["local"], found[2]["local"])  # they saw other data, and are a step ahead
+    assert not torch.equal(found[0]["local"], found[2]["local"])  # they saw different data after the merge
     saved = sorted(path.name for path in (tmp_path / "of-0" / "diloco").iterdir())
     assert saved == (["replica-0"] if held == "whole" else ["replica-0-rank-0-of-2", "replica-0-rank-1-of-2"])

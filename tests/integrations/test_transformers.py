@@ -1,4 +1,4 @@
-"""A Trainer with `DiLoCoCallback` trains what our own trainer trains, and resumes exactly."""
+"""A Trainer with `DiLoCoCallback` gives the results of diloco's own trainer, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def trainer(given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **callback: Any) -> Any:
-    """As the example's, with other arguments of the callback."""
+    """Return the example's trainer with other arguments of the callback."""
     hf = example("hf_trainer")
     arguments = hf.make_arguments(given, **(QUIET | (more or {})))
     data = example("hf_trainer").share(given)
@@ -52,7 +52,7 @@ def callback_of(made: Any) -> Any:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With two micro-batches a step; the model ends with the global parameters, and the logs have the figures."""
+    """With two micro-batches per step; the model ends with the global parameters, and the logs have the figures."""
     hf, given = example("hf_trainer"), options(tmp_path, "--accumulation 2")
     made = hf.make_trainer(hf.make_arguments(given, **QUIET), given, None)
     made.train()
@@ -77,7 +77,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
 
 
 def watching() -> Any:
-    """A callback that remembers what the model held while it was evaluated, and after 25 steps, when it stops."""
+    """A callback that records the model's parameters during evaluations and after step 25, where it stops training."""
 
     class Watching(transformers.TrainerCallback):
         def __init__(self) -> None:
@@ -96,7 +96,7 @@ def watching() -> Any:
 
 
 def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
-    """Saved with a round in flight, after the evaluation of two data sets."""
+    """The checkpoint is saved with a round in flight, after the evaluation of two data sets."""
     given, watched, again = options(tmp_path, "--codec int8"), watching(), watching()
     straight = trainer(given, more={"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
     straight.add_callback(watched)
@@ -104,7 +104,7 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
     saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
     initial = example("hf_trainer").make_model(given).state_dict()
     assert len(watched.evaluated) == 2
-    for held in (saved, *watched.evaluated):  # nothing was merged by then, so the global ones are the initial ones
+    for held in (saved, *watched.evaluated):  # without a merge, the global parameters are the initial ones
         for name, values in initial.items():
             assert torch.equal(held[name], values), name
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-2"
 
     elsewhere = options(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"use DiLoCoCallback\(resume_from_checkpoint=that folder\)"):
+    with pytest.raises(CheckpointError, match="to DiLoCoCallback as resume_from_checkpoint"):
         trainer(elsewhere).train(resume_from_checkpoint=str(folder))
     more = {"max_steps": 3, "save_strategy": "no"}
     trainer(elsewhere, more=more, resume_from_checkpoint=folder).train(resume_from_checkpoint=str(folder))
@@ -143,17 +143,17 @@ def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
     def train(replica: int, transport: Transport) -> None:
         trainer(given[replica], transport, {"max_steps": 2, "save_steps": 2}).train()
 
-    with pytest.raises(ConfigurationError, match="Give each replica a folder of its own"):
+    with pytest.raises(ConfigurationError, match="Give each replica its own folder"):
         in_turns(train)
 
 
 def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:
-    """12 micro-batches are 3 steps, of which the scaler skips the second."""
+    """12 micro-batches make 3 steps, of which the scaler skips the second."""
 
     class Overflowing(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             if state.global_step == 1:
-                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
 
     given = options(tmp_path, "--accumulation 4 --inner-steps 3 --overlap-steps 0")
     events: list[Event] = []
@@ -170,10 +170,10 @@ def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: 
 
 def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     given = options(tmp_path)
-    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without asking any callback"):
+    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without calling callbacks"):
         trainer(given, more={"enable_jit_checkpoint": True}).train()
-    with pytest.raises(ConfigurationError, match="parameters='both' was given"):
-        ours.DiLoCoCallback(parameters="both")  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ConfigurationError, match="parameters must be 'global' or 'local', got 'both'"):
+        ours.DiLoCoCallback(parameters="both")  # type: ignore[arg-type]
     made = trainer(given, more={"max_steps": 1, "save_strategy": "no"}, schedule=SyncSchedule(inner_steps=1))
     made.train()
     with pytest.raises(ConfigurationError, match="a second train"):
@@ -186,7 +186,7 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_best_model_at_the_end_is_of_global_parameters(tmp_path: Path) -> None:
-    """What was evaluated best is what was saved, and what the model keeps."""
+    """The model keeps the parameters that were evaluated as the best and saved."""
     given = options(tmp_path, "--inner-steps 4 --overlap-steps 1")
     more = {
         "max_steps": 10,

@@ -1,7 +1,7 @@
-"""Two training scripts in one process, of which one runs at a time: it hands over when it waits for the other.
+"""Run two training scripts in the threads of one process, one at a time: a script yields when it waits for the other.
 
-So whatever a framework keeps once for the process, such as random generators and warning filters, is used by one at a
-time, and a test repeats itself exactly.
+Process-wide state of a framework, such as random generators and warning filters, is thus used by one script at a time,
+and tests are exactly reproducible.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _TurnTakingPending:
 
 
 def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[Any]:
-    """What ``train(replica, transport)`` returns for each replica; the first error that one raises is raised."""
+    """Return the results of ``train(replica, transport)`` for every replica; raise the first error that one raises."""
     hub, turn = InProcessTransport(replicas), threading.Lock()
     results: dict[int, Any] = {}
 

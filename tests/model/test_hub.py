@@ -90,7 +90,7 @@ def test_who_waits_for_weights_is_told_how_much_has_come(hub: Hub, monkeypatch: 
     class Heard(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
-            if (come := re.search(r"([\d.]+) kB of which have come", lines[-1])) and float(come[1]) > CHUNK_BYTES / 1e3:
+            if (come := re.search(r"([\d.]+) kB received", lines[-1])) and float(come[1]) > CHUNK_BYTES / 1e3:
                 hub.told.set()
 
     monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
@@ -98,4 +98,4 @@ def test_who_waits_for_weights_is_told_how_much_has_come(hub: Hub, monkeypatch: 
     model = build_language_model(ModelSettings(source="hf:org/llama"), seed=0)
     assert model.weights == "stored"
     assert hub.told.is_set()
-    assert lines[-1].startswith(f"waiting for org/llama from http://127.0.0.1:{hub.server_port}, ")
+    assert lines[-1].startswith(f"waiting for org/llama from http://127.0.0.1:{hub.server_port} (")

@@ -1,4 +1,4 @@
-"""Events as a run of a few steps emits them; what a test looks at it gives, all else is any value."""
+"""Events as a short run emits them. A test gives the fields that it checks; the others have arbitrary values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def void(replica: int, fragment: int, outer_step: int, reason: str = "late", *, 
 
 
 def fetched(fragment: int, came: int, of_all: int, *, here: bool = False, step: int = 0) -> events.StateFetched:
-    """Of two fragments of 100 bytes each."""
+    """Return a ``StateFetched`` for two fragments of 100 bytes each."""
     return events.StateFetched(
         step=step,
         fragment=fragment,

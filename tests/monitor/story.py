@@ -1,4 +1,4 @@
-"""What the console is told in a run of 20 steps, two replicas and two fragments."""
+"""The events of a run with 20 steps, two replicas and two fragments, for the console tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from diloco import events
 from diloco.monitor.console import LiveConsole, PlainConsole
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
-REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions, 2 needed."
+REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions are usable, 2 are needed."
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -28,7 +28,7 @@ def told_step(number: int, loss: float = 3.0, **given: Any) -> events.StepFinish
 
 
 def story() -> Iterator[tuple[float, events.Event]]:
-    """(seconds passed, event)."""
+    """Yield (seconds since the previous event, event)."""
     facts = {"codec": "fp4, blocks of 256", "schedule": "fragment 1 of 2 sent at steps 5, 15, ..., merged 1 later " * 2}
     yield (
         0.0,

@@ -1,4 +1,4 @@
-"""The console as a display that is drawn again and again, with what is worth keeping above it."""
+"""The live console: a display that is redrawn, with lines for notable events above it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.monitor.story import REASON, Clock, tell, told_step
 
 
 def live(until: int = 100, *, width: int = 80, color: bool = False) -> str:
-    """Everything a terminal would be sent."""
+    """Collects all output that would be sent to a terminal."""
     stream, clock = io.StringIO(), Clock()
     console = Console(
         file=stream, force_terminal=True, width=width, height=50, color_system="truecolor" if color else None
@@ -28,14 +28,14 @@ def live(until: int = 100, *, width: int = 80, color: bool = False) -> str:
 
 
 def picture(text: str, lines: int = 5) -> list[str]:
-    """The last drawing of the display in what a terminal was sent."""
+    """Return the last drawing of the display in the output sent to a terminal."""
     start = text.rindex("\x1b[2K") + len("\x1b[2K")
     return text[start:].splitlines()[:lines]
 
 
 def test_the_live_display_half_way() -> None:
     head, *readings = picture(live(until=15))
-    # 39 and a half of 53 cells done; five steps of 0.5 s to go, and 2.3 s of pause for every 7 s of training
+    # 39.5 of 53 cells are filled; five steps of 0.5 s are left, with 2.3 s of pauses per 7 s of training
     assert head == "15/20   75 %    3.3s left  " + "\u2501" * 39 + "\u2578"
     assert readings == [
         "loss           2.5526 (perplexity 12.84)      speed          4.1K tokens/s",

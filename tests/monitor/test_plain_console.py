@@ -1,4 +1,4 @@
-"""The console as a log: a line every so many steps, what is worth one between them, and a summary."""
+"""The plain console: a row every few steps, lines for notable events between them, and a summary."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ streaming, 2 replicas, 1.1M parameters, 20 steps
 20/20   2.3912      10.93     4.1K  12.0 MB  99.1 %        0s
 20/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (final)
 
-sample, going on from 'def '
+sample, prompt 'def '
   def [bold]f[/bold](x):
   \treturn \\x1b[31mx\\r
 
@@ -63,7 +63,7 @@ finished
 
 
 def test_plain_output_of_a_whole_run() -> None:
-    assert {letter for letter in PLAIN if not letter.isprintable()} == {"\n", "\t"}, "nothing that a terminal obeys"
+    assert {letter for letter in PLAIN if not letter.isprintable()} == {"\n", "\t"}, "no control characters"
     assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
     stream, clock = io.StringIO(), Clock()
     tell(PlainConsole(stream, every_steps=8, clock=clock), clock)
@@ -93,7 +93,7 @@ def test_plain_output_of_an_interrupted_run_tells_where_it_stopped() -> None:
     assert stream.getvalue().split("\n\n")[1:] == [
         " step     loss perplexity tokens/s     sent compute time left\n"
         " 4/20   2.8718      17.67     4.1K   2.4 MB  99.1 %      8.0s\n"
-        " 4/20  SIGINT: the state is saved, the run stops here",
+        " 4/20  SIGINT: the state has been saved and the run stops",
         "stopped after step 4 of 20\n  sent  0 B per replica\n",
     ]
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_says_from_where() -> None:
         started(12, total_steps=20, num_replicas=1, parameters=900, facts={}, resumed_from=resumed_from)
     )
     assert stream.getvalue() == (
-        "diloco, 1 replica, 900 parameters, 20 steps, going on after step 12\n"
+        "diloco, 1 replica, 900 parameters, 20 steps, resuming after step 12\n"
         "  resumed from  runs/heron/checkpoints/step-12\n\n"
         " step     loss perplexity tokens/s     sent compute time left\n"
     )

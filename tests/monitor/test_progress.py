@@ -214,7 +214,7 @@ def test_pauses_do_not_slow_the_rate_and_do_count_in_the_time_left() -> None:
     speed.skip(10.0)
     speed.update(12.0, steps=2, tokens=200)
     assert speed.tokens_per_s == 50.0
-    # two seconds of training and ten of pause for one step
+    # two seconds of training and ten seconds of pauses for one step
     assert speed.eta_s(3) == 12.0
     assert speed.eta_s(2) == 0.0
     assert speed.eta_s(1) == 0.0

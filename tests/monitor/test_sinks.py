@@ -13,7 +13,7 @@ from diloco.monitor.sinks import Sinks, make_sinks
 
 
 class Recorder:
-    """Remembers what it was told; raises ``error`` at step ``fails_at``, and on closing when ``fails_at`` is 0."""
+    """A sink that records its events. It raises ``error`` at step ``fails_at``, or on closing if ``fails_at`` is 0."""
 
     def __init__(self, fails_at: int = -1, error: BaseException | None = None) -> None:
         self.steps: list[int] = []
@@ -46,7 +46,7 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(capsys: pytest.CaptureFix
     assert broken.steps == [1]
     assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
     assert capsys.readouterr().err == (
-        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training goes on.\n"
+        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training continues.\n"
     )
 
 
@@ -54,7 +54,7 @@ def test_all_sinks_may_break_and_training_still_goes_on(capsys: pytest.CaptureFi
     sinks = Sinks({"a": Recorder(fails_at=1), "b": Recorder(fails_at=1, error=ValueError())})
     tell(sinks, 1, 2)
     assert sinks.names == ()
-    assert capsys.readouterr().err.count("training goes on") == 2
+    assert capsys.readouterr().err.count("training continues") == 2
 
 
 def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(
 
 
 def test_a_sink_of_the_users_own_hears_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module in the working directory, as it is where somebody tries something."""
+    """Also from a module in the working directory, as in an experiment."""
     (tmp_path / "my_sinks.py").write_text(
         "class Steps:\n"
         "    def __init__(self, folder): self.file = (folder / 'steps.txt').open('w')\n"
@@ -155,7 +155,7 @@ def test_a_sink_of_the_users_own_hears_everything(tmp_path: Path, monkeypatch: p
     for name, words in (
         ("my_sinks:Stops", "no function or class 'Stops'"),
         ("my_sinks:number", "no function or class 'number'"),
-        ("Steps", "Give module:name"),
+        ("Steps", "Use module:name"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             make_sinks(MonitorSettings(sinks=(name,)), tmp_path / "run", is_terminal=False)

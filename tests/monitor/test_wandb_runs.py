@@ -1,4 +1,4 @@
-"""Weights & Biases without a network: what is written offline, and what happens where the server can't be reached."""
+"""Weights & Biases without a network: offline files, and a server that can't be reached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.runs import SMALL, write_text
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody's key, no server, and none of what wandb measures of the machine."""
+    """Use no API key, no server and none of wandb's measurements of the machine."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -39,26 +39,26 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def service() -> Iterator[None]:
-    """wandb's own process ends with these tests."""
+    """End wandb's own process after these tests."""
     yield
     end_service()
 
 
 def end_service() -> None:
-    """End wandb's own process, which writes a run's last records some time after the run has ended."""
+    """End wandb's own process, which otherwise writes a run's last records some time after the run."""
     import wandb
 
     wandb.teardown()
 
 
 def sent(folder: Path) -> list[dict[str, Any]]:
-    """What wandb recorded in the run folder: LevelDB's log format, blocks of 32 KiB with pieces of records in them."""
+    """Read wandb's records in the run folder: LevelDB's log format, 32 KiB blocks with fragments of records."""
     from google.protobuf.json_format import MessageToDict
     from wandb.proto import wandb_internal_pb2
 
     records = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        data, place, whole = path.read_bytes(), 7, b""  # behind ":W&B", a magic number and a version
+        data, place, whole = path.read_bytes(), 7, b""  # after ":W&B", a magic number and a version
         while place + 7 <= len(data):
             left = 32_768 - place % 32_768
             if left < 7:
@@ -67,7 +67,7 @@ def sent(folder: Path) -> list[dict[str, Any]]:
             _, length, kind = struct.unpack("<IHB", data[place : place + 7])
             whole += data[place + 7 : place + 7 + length]
             place += 7 + length
-            if kind in (1, 4):  # a whole record, or its last piece
+            if kind in (1, 4):  # a whole record or its last fragment
                 record = wandb_internal_pb2.Record()
                 record.ParseFromString(whole)
                 records.append(MessageToDict(record, preserving_proto_field_name=True))
@@ -76,7 +76,7 @@ def sent(folder: Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the curves, without what wandb adds."""
+    """Return the rows of the curves, without the fields that wandb adds."""
     rows = []
     for record in records:
         if "history" in record:
@@ -93,7 +93,7 @@ def exit_codes(records: list[dict[str, Any]]) -> list[int]:
 
 
 def test_a_run_and_its_continuation_are_one_run_offline(tmp_path: Path) -> None:
-    """Settings, group, curves, evaluations, samples and summary; the second part has the identifier of the first."""
+    """Settings, group, curves, evaluations, samples and summary; the resumed part has the identifier of the first."""
     folder = tmp_path / "run"
     settings = WandbSettings(mode="offline", project="p", tags=("t",), name="run-replica-1", group="run")
     config = {"train": {"steps": 9}, "data": {"paths": (Path("a"),)}}
@@ -131,7 +131,7 @@ def test_a_run_and_its_continuation_are_one_run_offline(tmp_path: Path) -> None:
 def test_a_server_that_cannot_be_reached_costs_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run is written as if offline, and one that ends without RunFinished is told to have failed."""
+    """The run is written as in mode offline, and one that ends without RunFinished is marked as failed."""
     monkeypatch.setattr("diloco.monitor.wandb_runs.LONGEST_START_S", 0.5)
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1:9\nlogin user\npassword {'k' * 40}\n")
     (tmp_path / "netrc").chmod(0o600)
@@ -149,7 +149,7 @@ def test_a_server_that_cannot_be_reached_costs_a_sentence(
 
 
 def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="needs an API key: use `wandb login`, WANDB_API_KEY, or"):
+    with pytest.raises(ConfigurationError, match=r"needs an API key\. Run `wandb login`, set WANDB_API_KEY, or"):
         make_sinks(MonitorSettings(wandb=WandbSettings(mode="online")), tmp_path / "run", is_terminal=False)
     assert not (tmp_path / "run").exists()
 
@@ -162,12 +162,12 @@ def test_without_wandb_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("settings", [{"every_steps": 0}, {"finish_timeout_s": 0.0}])
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be (at least 1|positive)\."):
+    with pytest.raises(ConfigurationError, match=r"must be (at least 1|positive), got"):
         WandbSettings(**settings)
 
 
 class Stuck:
-    """A wandb whose service says nothing until it may go on, and then fails."""
+    """A fake wandb whose service blocks until the test releases it, and then fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
@@ -191,8 +191,8 @@ def test_a_service_that_takes_nothing_is_given_up_and_training_goes_on(
     sinks.close()
     stuck.go_on.set()
     assert capsys.readouterr().err == (
-        "W&B failed at step 4 and is no longer written (RuntimeError: 3 points are waiting and wandb takes none); "
-        "training goes on.\n"
+        "W&B failed at step 4 and is no longer written (RuntimeError: the queue to wandb is full, with 3 points); "
+        "training continues.\n"
     )
 
 
@@ -209,7 +209,7 @@ def test_what_wandb_raises_in_its_thread_is_told_once(
 
 
 def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run trains where none of them is installed."""
+    """A run trains if none of the trackers is installed."""
     for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     words = [*SMALL.split(), str(write_text(tmp_path)), "--steps", "2", "--out", str(tmp_path / "run")]

@@ -1,4 +1,4 @@
-"""DiLoCo around a loop: agreement, resuming in flight, buffers, and errors a user can make."""
+"""`DiLoCo` in a training loop: agreement, resuming with rounds in flight, buffers, and user errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic
 @pytest.mark.parametrize("codec", codec_names())
 @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
 def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge: MergeRule) -> None:
-    """Invariant 1, after every step, with different data on every replica."""
+    """Invariant 1 holds after every step with different data on every replica."""
     swarm = streaming(codec=codec, merge=merge)
     for _ in range(30):
         swarm.run(1, quadratic())
@@ -33,7 +33,7 @@ def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge:
 
 
 def test_the_digest_tells_whether_replicas_agree() -> None:
-    """Of all fragments and the outer state; what a replica has not shared does not count."""
+    """The digest covers all fragments and the outer state, but not the work that a replica has not shared."""
     swarm = streaming()
     before = [diloco.digest() for diloco in swarm.replicas]
     swarm.run(14, quadratic())
@@ -47,7 +47,7 @@ def test_the_digest_tells_whether_replicas_agree() -> None:
 
 
 def test_converges_to_the_mean_of_the_replicas_targets() -> None:
-    """Each replica is pulled to its own target; what they agree on is the mean of the targets."""
+    """Each replica is pulled to its own target; the global parameters approach the mean of the targets."""
     swarm = streaming(codec="float32", outer=Nesterov(learning_rate=0.5, momentum=0.5))
     swarm.run(200, quadratic())
     generators = [torch.Generator().manual_seed(m) for m in range(3)]
@@ -186,7 +186,7 @@ class TestErrors:
     def test_schedule_and_fragments_must_agree(self) -> None:
         model = Vectors()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ConfigurationError, match="3 fragments were given with a schedule for 1"):
+        with pytest.raises(ConfigurationError, match="There are 3 fragments, but the schedule has num_fragments=1"):
             DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=4), outer_optimizer=Sgd(), **BALANCED)
 
     def test_fragments_of_another_model_are_refused(self) -> None:
@@ -217,7 +217,7 @@ def test_a_loop_that_ends_before_a_fragment_was_sent_warns() -> None:
 
 
 def test_a_whole_round_late_contributions_are_the_work_of_one_round_each() -> None:
-    """tau = H, against the algorithm written out: what was sent is neither sent again nor lost."""
+    """tau = H against an explicit implementation: work that was sent is neither sent again nor lost."""
     steps, inner_steps, replicas, gradient = 23, 5, 3, quadratic()
     outer = Nesterov(learning_rate=0.5, momentum=0.5)
     swarm = Swarm(
@@ -255,6 +255,6 @@ def test_a_whole_round_late_without_rebase_is_refused() -> None:
     model = Vectors()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = SyncSchedule(inner_steps=5, overlap_steps=5)
-    with pytest.raises(ConfigurationError, match=r"overlap_steps=5, a whole round late.*AlphaMerge\(alpha=0.5\)"):
+    with pytest.raises(ConfigurationError, match=r"overlap_steps=5 .* a whole round late.*AlphaMerge\(alpha=0.5\)"):
         DiLoCo(model, inner, schedule=schedule, merge=AlphaMerge(0.5))
     DiLoCo(model, inner, schedule=schedule)

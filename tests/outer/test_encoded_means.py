@@ -1,4 +1,4 @@
-"""Means encoded by their owners, in rounds that commit, are void, or go on elsewhere: what was lost is sent once."""
+"""Means encoded by their owners in committed and void rounds and across views: each residual is sent exactly once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encoded(num_replicas: int = 4, **more: Any) -> Swarm:
 
 
 def residuals(swarm: Swarm, fragment: int = 0) -> list[tuple[int, Tensor] | None]:
-    """What each replica holds of the means of a fragment: where it starts, and its values."""
+    """Return the residual of each replica for the means of a fragment: its start and its values."""
     found = [diloco.state_dict()["mean_residuals"][fragment] for diloco in swarm.replicas]
     return [None if each is None else (each["start"], each["values"].clone()) for each in found]
 
@@ -81,7 +81,7 @@ def test_a_lone_replica_has_its_own_mean_to_the_bit(mean_codec: str) -> None:
 
 
 def test_converges_to_the_mean_of_the_replicas_targets() -> None:
-    """As close as with means in float32, but for the noise of the gradients."""
+    """The result is as close as with float32 means, up to the noise of the gradients."""
     codecs = [make_codec("float32"), *(make_codec(name, block_size=4) for name in ("int8", "fp4"))]
     found = []
     for codec in codecs:
@@ -98,7 +98,7 @@ def test_converges_to_the_mean_of_the_replicas_targets() -> None:
 
 @pytest.mark.parametrize("least", [None, 3])
 def test_a_void_round_leaves_what_was_lost_as_it_was(least: int | None) -> None:
-    """And a round that goes on without a replica's contribution does not: that one still owns its part."""
+    """A round that excludes a replica's contribution changes it: that replica still owns its part."""
     fault = Fault(kind="drop", replica=2, round=RoundId(0, 1))
     swarm = encoded(transport=InProcessTransport(4, faults=[fault], min_contributors=least))
     swarm.run(9, quadratic())  # round (0, 1) was sent at 8 and is merged at 10
@@ -113,14 +113,14 @@ def test_a_void_round_leaves_what_was_lost_as_it_was(least: int | None) -> None:
 
 
 def test_who_misses_a_commit_drops_what_it_held_and_says_so() -> None:
-    """The others have applied a mean with it in it, so that it would be sent twice."""
+    """The others have applied a mean that contains the residual, so keeping it would send it twice."""
     fault = Fault(kind="miss-commit", replica=1, round=RoundId(0, 1))
     swarm = encoded(transport=InProcessTransport(4, faults=[fault]))
     swarm.run(11, quadratic())
-    assert residuals(swarm)[1] is not None, "nobody has told it yet"
+    assert residuals(swarm)[1] is not None, "replica 1 does not know of the commit yet"
     swarm.run(3, quadratic())
     void = [event for event in swarm.events if isinstance(event, RoundVoid) and event.outer_step == 2]
-    assert [event.reason.endswith("What it had kept of earlier means is dropped.") for event in void] == [
+    assert [event.reason.endswith("It drops the residual of its earlier means.") for event in void] == [
         event.replica == 1 for event in void
     ]
     held = residuals(swarm)
@@ -128,9 +128,7 @@ def test_who_misses_a_commit_drops_what_it_held_and_says_so() -> None:
     assert all(held[m] is not None for m in (0, 2, 3))
     swarm.run(4, quadratic())
     committed = [e for e in swarm.events if isinstance(e, RoundCommitted) and (e.fragment, e.outer_step) == (0, 3)]
-    assert {event.note for event in committed} == {
-        "the error feedback of the mean of 12 of 40 values is gone with its owner"
-    }
+    assert {event.note for event in committed} == {"the residual of the mean of 12 of 40 values is lost with its owner"}
     assert agree(swarm)
 
 
@@ -153,7 +151,7 @@ def test_stopping_anywhere_and_going_on_is_never_stopping(stop_at: int) -> None:
 
 
 def test_what_was_lost_goes_to_the_owners_among_other_replicas() -> None:
-    """Three go on from the checkpoint of four: what replica 3 held is gone, and the rest has new owners."""
+    """Three replicas continue from a checkpoint of four: replica 3's residual is lost, the others get new owners."""
     four, three = encoded(), encoded(3)
     four.run(6, quadratic())
     for diloco in four.replicas:
@@ -165,7 +163,7 @@ def test_what_was_lost_goes_to_the_owners_among_other_replicas() -> None:
     three.run(4, quadratic())
     committed = [e for e in three.events if isinstance(e, RoundCommitted) and e.fragment == 0]
     assert [event.note for event in committed] == [
-        "the error feedback of the mean of 12 of 40 values is gone with its owner"
+        "the residual of the mean of 12 of 40 values is lost with its owner"
     ] * 3
     assert [part and part[0] for part in residuals(three)] == [0, 12, 24]
     assert len(held) == 4
@@ -173,7 +171,7 @@ def test_what_was_lost_goes_to_the_owners_among_other_replicas() -> None:
 
 
 def by_itself(num_replicas: int, codec: str, **more: Any) -> Swarm:
-    """Fragments of 10 blocks of 256 values and more."""
+    """Return a swarm whose fragments have at least 10 blocks of 256 values."""
     return encoded(num_replicas, make_model=lambda: Rows(64), codec=codec, **{"mean_codec": "auto", **more})
 
 
@@ -191,7 +189,7 @@ def test_by_default_means_are_int8_among_eight_and_float32_among_seven() -> None
 
 
 def test_what_eight_have_lost_waits_while_they_are_seven() -> None:
-    """Their means are float32, which loses nothing; when they are eight again, all but what left is sent."""
+    """Seven replicas use exact float32 means. Among eight again, all residuals but the departed one's are sent."""
     eight, seven, again = (by_itself(number, "int8") for number in (8, 7, 8))
     eight.run(6, quadratic())
     for before, after in ((eight, seven), (seven, again)):
@@ -211,7 +209,7 @@ def test_what_eight_have_lost_waits_while_they_are_seven() -> None:
                 assert theirs is not None
                 assert torch.equal(mine[1], theirs[1])
         else:
-            assert notes == {"the error feedback of the mean of 512 of 2560 values is gone with its owner"}
+            assert notes == {"the residual of the mean of 512 of 2560 values is lost with its owner"}
     assert all(each is not None for each in residuals(again))
     assert agree(again)
 
@@ -224,7 +222,7 @@ def test_a_state_without_what_means_lost_is_told_of() -> None:
         del state["mean_residuals"]
         new.load_state_dict(state)
     assert [getattr(event, "text", "") for event in second.events] == [
-        "This was saved without what the encoding of earlier means lost, so that its error feedback begins anew."
+        "The saved state has no residuals of encoded means. Their error feedback restarts at zero."
     ] * 4
 
 

@@ -1,6 +1,6 @@
-"""Histories that a person can check by hand: weights of ones, a constant gradient of 1, inner SGD with lr = 1.
+"""Histories that can be checked by hand: weights of ones, a constant gradient of 1, inner SGD with lr = 1.
 
-Every inner step takes 1 away, so everything else in a history is the outer loop's doing.
+Every inner step subtracts 1; every other change in a history comes from the outer loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ones(replica: int, step: int, model: nn.Module) -> None:
 def history(
     schedule: SyncSchedule, steps: int, outer: OuterOptimizer, merge: MergeRule, num_replicas: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Local values of a and of b after every step; all replicas must agree."""
+    """Return the local values of a and b after every step, on which all replicas must agree."""
     patterns = [["a"], ["b"]] if schedule.num_fragments == 2 else [["*"]]
     swarm = Swarm(
         num_replicas,
@@ -74,7 +74,7 @@ def test_streaming_with_overlap_and_alpha() -> None:
 
 
 def test_streaming_with_rebase_and_half_the_outer_step() -> None:
-    """H = 2, P = 1, tau = 1, lr = 0.5: the drift of the overlapped step, -1, is kept.
+    """H = 2, P = 1, tau = 1, lr = 0.5: the work of the overlapped step, -1, is kept.
 
     sent at 2 (local -1, Delta 2); step 3: theta = 1 - 1 = 0, local = 0 + (-2 - -1) = -1
     sent at 4 (local -2, Delta 0 - -2 = 2); step 5: theta = 0 - 1 = -1, local = -1 + (-3 - -2) = -2

@@ -1,4 +1,4 @@
-"""Invariant 13: the degenerate cases are values, not branches, and so the algorithms turn into one another."""
+"""Invariant 13: degenerate cases are parameter values, not branches, so each algorithm reduces to the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_training(steps: int, replica: int = 0) -> torch.Tensor:
-    """One model, no DiLoCo at all."""
+    """Train one model without DiLoCo."""
     model = Vectors()
     optimizer, gradient = adamw(model), quadratic()
     for step in range(steps):
@@ -39,7 +39,7 @@ def test_one_replica_with_outer_sgd_of_lr_1_is_plain_training(merge: AlphaMerge 
 
 
 def test_a_whole_round_late_one_replica_is_plain_training_too() -> None:
-    """tau = H with rebase: the global parameters are those of a round ago, and the local ones go on as if alone."""
+    """With tau = H and rebase the global parameters lag one round, and the local ones continue as if alone."""
     swarm = Swarm(
         1,
         SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=4),
@@ -69,7 +69,7 @@ def test_h_1_with_sgd_inside_and_outside_is_data_parallel_sgd() -> None:
 
 
 def test_one_fragment_without_overlap_is_algorithm_1() -> None:
-    """Algorithm 1 of the Streaming paper, written with a whole model, a deep copy and torch's own Nesterov."""
+    """Algorithm 1 of the Streaming paper, implemented with a whole model, a deep copy and torch's own Nesterov."""
     swarm = Swarm(3, SyncSchedule(inner_steps=5), make_inner=adamw, outer=Nesterov(learning_rate=0.7, momentum=0.9))
     swarm.run(40, quadratic())
     anchor = Vectors()
@@ -106,7 +106,7 @@ def test_alpha_1_is_independent_replicas() -> None:
 
 @pytest.mark.parametrize(("num_replicas", "exact"), [(2, True), (4, True), (3, False)])
 def test_replicas_on_the_same_data_are_one_replica(num_replicas: int, exact: bool) -> None:
-    """Bit for bit where dividing by M is exact; within rounding elsewhere."""
+    """The results are equal bit for bit if dividing by M is exact, else within rounding."""
     arguments: dict[str, Any] = {
         "schedule": SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=1),
         "make_inner": adamw,
@@ -157,7 +157,7 @@ def test_the_partition_does_not_matter_when_all_fragments_share_their_steps() ->
 
 
 def test_snoo_without_momentum_is_lookahead() -> None:
-    """One replica (SNOO) with mu = 0: every H steps ``slow <- slow + lr (fast - slow)``, and fast begins from there."""
+    """One replica (SNOO) with mu = 0: every H steps ``slow <- slow + lr (fast - slow)``, then ``fast <- slow``."""
     schedule = SyncSchedule(inner_steps=5)
     swarm = Swarm(1, schedule, make_inner=adamw, outer=Nesterov(learning_rate=0.5, momentum=0.0))
     swarm.run(40, quadratic())
@@ -183,7 +183,7 @@ class Sparse(nn.Module):
 
 
 def few_of_two_sizes(replica: int, step: int, model: nn.Module) -> None:
-    """64 values that are not zero, of 1/2 or 1: as many as `topk2` keeps, and two levels are enough for them."""
+    """Set 64 nonzero gradients of 1/2 or 1: as many as `topk2` keeps, and two levels represent them exactly."""
     generator = torch.Generator().manual_seed(100 * step + replica)
     gradient = torch.zeros(4096)
     chosen = torch.randperm(4096, generator=generator)[:64]
@@ -195,7 +195,7 @@ def few_of_two_sizes(replica: int, step: int, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("decay", [1.0, 0.95])
 def test_topk2_that_keeps_all_and_rounds_nothing_is_sgd_on_the_mean(decay: float) -> None:
-    """SparseLoCo with k = all and no quantiser, H = 1; sums of powers of two, so bit for bit."""
+    """SparseLoCo with k = all, no quantiser and H = 1. All sums are of powers of two, so the bits are equal."""
     arguments: dict[str, Any] = {
         "make_model": Sparse,
         "make_inner": lambda model: torch.optim.SGD(model.parameters(), lr=0.125),

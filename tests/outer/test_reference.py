@@ -1,4 +1,4 @@
-"""Streaming DiLoCo's Algorithm 2, written again in plain NumPy from the paper's listing, against the package."""
+"""The package against Streaming DiLoCo's Algorithm 2, reimplemented in plain NumPy from the paper's listing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 
 def problem(seed: int) -> tuple[list[Array], list[Array]]:
-    """For each replica its own least squares: features (T, 15) and targets (T,), one row a step."""
+    """Return a least-squares problem for each replica: features (T, 15) and targets (T,), one row per step."""
     rng = np.random.default_rng(seed)
     features = [rng.normal(size=(STEPS, sum(SIZES))) for _ in range(M)]
     truths = [rng.normal(size=sum(SIZES)) for _ in range(M)]
@@ -31,7 +31,7 @@ def problem(seed: int) -> tuple[list[Array], list[Array]]:
 
 
 def reference(start: Array, features: list[Array], targets: list[Array]) -> tuple[list[Array], Array]:
-    """Lines 1-12 of the listing. theta[m] is theta_m^(t); synced holds theta_p^(t-H), per fragment, all in one."""
+    """Run lines 1-12 of the listing. theta[m] is theta_m^(t); synced holds theta_p^(t-H) of all fragments."""
     bounds = np.cumsum((0, *SIZES))
     parts = [slice(bounds[p], bounds[p + 1]) for p in range(P)]
     offsets = [p * H // P for p in range(P)]

@@ -1,4 +1,4 @@
-"""Rounds that are void, replicas that are left out, and replicas that differ: nothing is lost, and all agree again."""
+"""Void rounds, excluded replicas and diverged replicas: no work is lost and all replicas agree again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.replicas import Swarm, agree, quadratic, streaming
 @pytest.mark.parametrize("kind", ["drop", "truncate", "non-finite"])
 @pytest.mark.parametrize(("codec", "error_feedback"), [("float32", False), ("fp4", False), ("fp4", True)])
 def test_a_void_round_moves_nothing_and_loses_nothing(kind: FaultKind, codec: str, error_feedback: bool) -> None:
-    """Invariant 2: nobody steps, and the next round of the fragment commits with the work of both."""
+    """Invariant 2: no replica steps, and the next round of the fragment commits with the work of both rounds."""
     fault = Fault(kind=kind, replica=1, round=RoundId(0, 1))
     swarm = streaming(faults=[fault], codec=codec, error_feedback=error_feedback)
     swarm.run(9, quadratic())
@@ -51,7 +51,7 @@ def test_the_work_of_a_void_round_arrives_with_the_next() -> None:
 
 @pytest.mark.parametrize("merge", [AlphaMerge(0.0), RebaseMerge()])
 def test_a_replica_left_out_of_the_mean_keeps_its_work(merge: MergeRule) -> None:
-    """Its local parameters follow the global ones, and its next pseudo-gradient holds all it had."""
+    """Its local parameters follow the global ones, and its next pseudo-gradient contains all its work."""
     fault = Fault(kind="drop", replica=2, round=RoundId(0, 0))
     swarm = streaming(faults=[fault], least=2, merge=merge, codec="float32")
     swarm.run(5, quadratic())
@@ -79,7 +79,7 @@ def test_who_misses_a_commit_is_found_out_and_takes_over_the_majoritys_state() -
     assert agree(swarm)
     reasons = [event.reason for event in swarm.events if isinstance(event, RoundVoid)]
     assert len(reasons) == 1 + 3
-    assert "took over the state of replica 0" in " ".join(reasons)
+    assert "adopted the state of replica 0" in " ".join(reasons)
     swarm.run(20, quadratic())
     assert agree(swarm)
     assert [diloco.rounds_void for diloco in swarm.replicas] == [1, 2, 1]
@@ -89,24 +89,24 @@ def test_who_misses_a_commit_is_found_out_and_takes_over_the_majoritys_state() -
 def test_a_donors_state_is_taken_over_only_if_it_is_what_the_majority_holds(
     all_lie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replica 0 hands over another state than it holds; replica 2 is asked instead, and nobody is believed who lies."""
+    """Replica 0 sends a wrong state, so replica 2 is asked; no state is adopted if both send a wrong one."""
     swarm = streaming(faults=[Fault(kind="miss-commit", replica=1, round=RoundId(0, 0))])
     endpoint = swarm.replicas[1].transport
     fetch = endpoint.fetch
 
-    def lied_to(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+    def tampered_fetch(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         state = dict(fetch(fragment, donors, expected_bytes))
         return state | {"global_params": state["global_params"] + 1} if donors[0] == 0 or all_lie else state
 
-    monkeypatch.setattr(endpoint, "fetch", lied_to)
+    monkeypatch.setattr(endpoint, "fetch", tampered_fetch)
     swarm.run(10, quadratic())
     assert agree(swarm) == (not all_lie)
     reasons = " ".join(event.reason for event in swarm.events if isinstance(event, RoundVoid))
-    assert ("took over no state: what was offered is not what the majority holds" in reasons) == all_lie
+    assert ("adopted no state: no state that it received is the majority's" in reasons) == all_lie
 
 
 def test_a_corrupted_replica_is_found_before_its_first_average() -> None:
-    """From round 0: one flipped bit in the global parameters of one replica."""
+    """A single changed value in the global parameters of one replica is detected in round 0."""
     swarm = streaming()
     swarm.replicas[2].outer_loop.global_params[1][0] += 1e-6
     swarm.run(8, quadratic())
@@ -121,5 +121,5 @@ def test_a_replica_that_is_not_finite_sends_nothing_and_names_the_parameter() ->
     with torch.no_grad():
         swarm.models[0].third[0] = float("nan")  # type: ignore[union-attr, index]  # a parameter
     fragment = next(f.index for f in swarm.replicas[0].fragments if "third" in f.names)
-    with pytest.raises(NonFiniteError, match="local values of third hold NaN"):
+    with pytest.raises(NonFiniteError, match="local values of third contain NaN"):
         swarm.replicas[0].outer_loop.pseudo_gradient(fragment, keep_local=True)

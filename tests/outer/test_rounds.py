@@ -1,4 +1,4 @@
-"""What a round settles by the time its event is told: residuals, buffers, rounds finished, and what is in flight."""
+"""What a round has settled when its event is emitted: residuals, buffers, finished rounds, fragments in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 14
 
 
 def train(began: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[int, dict[str, Any]]]:
-    """One replica, from ``began`` on: its parameters at the end, and its state as of the event of each round."""
+    """Train one replica, resumed from ``began``. Return its final parameters and its state at each round's event."""
     model = Vectors()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     saved: dict[int, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ def train(began: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[int, 
 
 
 def test_a_state_saved_at_the_event_of_a_round_goes_on_as_if_never_stopped() -> None:
-    """The round is neither in flight any more, nor is what it settled still open."""
+    """At its event the round is no longer in flight, and its residuals and counters are settled."""
     whole, saved = train()
     assert list(saved) == [5, 7, 9, 11, 13]
     for began in saved.values():
@@ -61,13 +61,13 @@ def test_a_state_saved_at_the_event_of_a_round_goes_on_as_if_never_stopped() -> 
 
 
 def residuals(diloco: DiLoCo) -> list[torch.Tensor]:
-    """Of error feedback, by fragment."""
+    """Return the error-feedback residual of each fragment."""
     return [codec["residual"].clone() for codec in diloco.state_dict()["codecs"]]
 
 
 @pytest.mark.parametrize("least", [None, 2])
 def test_what_the_codec_lost_is_kept_only_of_work_that_a_mean_took(least: int | None) -> None:
-    """Void for all, or committed without replica 2: the next pseudo-gradient holds that work again, and its losses."""
+    """If the round is void or excludes replica 2, the next pseudo-gradient contains that work and its residual."""
     fault = Fault(kind="drop", replica=2, round=RoundId(0, 1))
     swarm = streaming(faults=[fault], least=least, codec="int8", error_feedback=True)
     swarm.run(9, quadratic())  # round (0, 1) was sent at 8 and is merged at 10
@@ -98,7 +98,7 @@ def test_a_replica_that_is_left_out_of_a_round_takes_its_mean_buffers() -> None:
 
 
 def test_a_void_round_counts_as_finished() -> None:
-    """Whoever fetches the state then is told so, and a checkpoint keeps it."""
+    """The count is part of the state that others fetch and of checkpoints."""
     swarm = streaming(faults=[Fault(kind="drop", replica=1, round=RoundId(0, 1))])
     found, saved = [], []
     for steps in (6, 4, 4):
@@ -114,7 +114,7 @@ def test_a_void_round_counts_as_finished() -> None:
 
 
 def test_a_replica_that_begins_from_the_global_parameters_owes_nothing() -> None:
-    """It goes on from another one's state: neither what that one's codec lost nor its steps are its own."""
+    """It continues from another replica's state, whose residuals and trained steps do not belong to it."""
     swarm = streaming(codec="int8", error_feedback=True)
     swarm.run(13, quadratic())
     diloco = swarm.replicas[0]

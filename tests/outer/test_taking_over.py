@@ -1,4 +1,4 @@
-"""Taking over state beside the training, whenever it comes: the end is the donor's state, bit for bit."""
+"""State recovery during training: whenever the state arrives, the result is the donor's state, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diloco.errors import TransportError
 from diloco.events import Event, Note
 from diloco.membership.view import View
 from diloco.outer.diloco import DiLoCo
-from diloco.outer.taking_over import SharedState, TakingOver
+from diloco.outer.recovery import SharedState, StateRecovery
 from diloco.protocol.actions import Average
 from diloco.transport.base import Fetching, Pending, Transport
 
@@ -38,7 +38,7 @@ def outer_loop(seed: int) -> OuterLoop:
 
 @dataclass
 class Slow:
-    """A fetch that ends when a test says so."""
+    """A fetch that ends when the test sets its outcome."""
 
     fragment: int
     donors: tuple[int, ...]
@@ -58,7 +58,7 @@ class Slow:
 
 @dataclass
 class FakeTransport(Transport):
-    """Of replica 2."""
+    """The transport of replica 2."""
 
     pair: Pair
     replica: int = 2
@@ -84,12 +84,12 @@ class FakeTransport(Transport):
 
 @dataclass
 class Flight:
-    """A round on its way.
+    """A round in flight.
 
     Attributes:
-        average: what comes of it, unless it is void.
-        matched: whether the joiner held the donor's state when it began.
-        applied: whether the donor is through with it.
+        average: The result, unless the round is void.
+        matched: Whether the joiner held the donor's state when the round began.
+        applied: Whether the donor has finished the round.
     """
 
     average: Average
@@ -105,55 +105,55 @@ class Pair:
         self.donor, self.joiner = SharedState(outer_loop(0)), SharedState(outer_loop(1))
         self.rounds = [0] * FRAGMENTS
         self.transport = FakeTransport(self)
-        self.taking_over = TakingOver(self.joiner, self.transport)
+        self.recovery = StateRecovery(self.joiner, self.transport)
         self.flights: dict[int, Flight] = {}
         self.behind: dict[int, list[Flight]] = {fragment: [] for fragment in range(FRAGMENTS)}
 
     def send(self, fragment: int) -> None:
-        """Both begin a round; the joiner's state is as it says in the round's header."""
+        """Begin a round on both sides, with the joiner's state as in its header of the round."""
         self.catch_up(fragment)
-        self.taking_over.sending(fragment)
+        self.recovery.round_begins(fragment)
         digests = [shared.outer_loop.digest(fragment) for shared in (self.donor, self.joiner)]
         matched = digests[0] == digests[1]
         self.flights[fragment] = Flight(self.average(fragment, None if matched else 0), matched)
 
     def merge(self, fragment: int, *, donor_lags: bool = False) -> str:
-        """The round ends; with a lag the donor's end of it comes when it catches up."""
+        """End the round; with ``donor_lags`` the donor ends it when it catches up."""
         flight = self.flights.pop(fragment)
         self.rounds[fragment] += 1
         self.behind[fragment].append(flight)
         if not donor_lags:
             self.catch_up(fragment)
         if flight.void:
-            if fragment not in self.taking_over.lacking:
+            if fragment not in self.recovery.lacking:
                 finished = self.joiner.finished_rounds[fragment]
                 self.joiner.finished_rounds[fragment] = max(finished, self.rounds[fragment])
         elif flight.matched:
             self.apply(self.joiner, flight.average)
         else:
-            return self.taking_over.missed(flight.average, 0)
+            return self.recovery.round_missed(flight.average, 0)
         return ""
 
     def catch_up(self, fragment: int) -> None:
-        """The donor ends the rounds that the joiner has ended."""
+        """End the rounds at the donor that the joiner has ended."""
         for flight in self.behind[fragment]:
             self.end_at_donor(flight)
         self.behind[fragment].clear()
 
     def end_at_donor(self, flight: Flight) -> None:
-        """Once."""
+        """End a round at the donor; repeated calls have no effect."""
         index, outer_step = flight.average.round.fragment, flight.average.round.outer_step
         if not flight.applied and not flight.void:
             self.apply(self.donor, flight.average)
         flight.applied = True
         self.donor.finished_rounds[index] = max(self.donor.finished_rounds[index], outer_step + 1)
 
-    def come_back(self) -> None:
-        """The joiner was left out: it takes all over anew, and what was in flight is the others' affair."""
+    def rejoin(self) -> None:
+        """Let the joiner rejoin: it fetches all fragments again, and the rounds in flight end without it."""
         self.transport = FakeTransport(self)
-        self.taking_over.change_transport(self.transport)
+        self.recovery.change_transport(self.transport)
         self.transport.at_once = True
-        list(self.taking_over.all_from((0,), keep_work=True, step=0))
+        list(self.recovery.fetch_all((0,), keep_work=True, step=0))
         self.transport.at_once = False
         for fragment in list(self.flights):
             self.behind[fragment].append(self.flights.pop(fragment))
@@ -194,7 +194,7 @@ class Pair:
         return [f for f in range(FRAGMENTS) if loops[0].digest(f) != loops[1].digest(f)]
 
     def settle(self) -> None:
-        """Answer everything that is asked, and let the rounds go on."""
+        """Answer every fetch and continue the rounds."""
         for _ in range(2 * FRAGMENTS + 2):
             for fragment in range(FRAGMENTS):
                 if fragment not in self.flights:
@@ -204,22 +204,22 @@ class Pair:
             for fetch in self.transport.fetches:
                 if fetch.outcome is None:
                     fetch.outcome = self.answer(fetch.fragment)
-            self.taking_over.poll()
+            self.recovery.poll()
 
 
 def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
     pair = Pair()
     pair.send(0)
-    assert "fetches beside the training" in pair.merge(0)
-    assert 0 in pair.taking_over.lacking
+    assert "fetches in the background" in pair.merge(0)
+    assert 0 in pair.recovery.lacking
     answer = pair.answer(0)
     for _ in range(3):
         pair.send(0)
         pair.merge(0)
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1)]
     pair.transport.fetches[0].outcome = answer
-    assert pair.taking_over.poll() == ()
-    assert 0 not in pair.taking_over.lacking
+    assert pair.recovery.poll() == ()
+    assert 0 not in pair.recovery.lacking
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
     assert pair.joiner.finished_rounds[0] == pair.donor.finished_rounds[0] == 4
 
@@ -230,8 +230,8 @@ def test_state_that_comes_between_sending_and_merging_takes_up_the_round() -> No
     pair.merge(0)
     pair.send(0)
     pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.taking_over.poll()
-    assert "has it now" in pair.merge(0)
+    pair.recovery.poll()
+    assert "this round is now applied to it" in pair.merge(0)
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
     assert len(pair.transport.fetches) == 1
 
@@ -242,10 +242,10 @@ def test_state_with_the_round_in_flight_in_it_takes_it_up_once() -> None:
     pair.merge(0)
     pair.send(0)
     average = pair.average(0, donor=0)
-    pair.apply(pair.donor, average)  # the donor merges before the joiner does
+    pair.apply(pair.donor, average)  # the donor merges before the joiner
     pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.taking_over.poll()
-    assert "that of this round included" in pair.taking_over.missed(average, 0)
+    pair.recovery.poll()
+    assert "already contains this round" in pair.recovery.round_missed(average, 0)
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
 
 
@@ -258,7 +258,7 @@ def test_what_was_trained_stays_to_be_shared() -> None:
     pair.send(0)
     pair.merge(0)
     pair.transport.fetches[0].outcome = pair.answer(0)
-    pair.taking_over.poll()
+    pair.recovery.poll()
     after, _, _ = loop.pseudo_gradient(0, keep_local=False)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
@@ -270,9 +270,9 @@ def test_one_fragment_is_fetched_at_a_time_in_the_order_found() -> None:
         pair.merge(fragment)
     assert [fetch.fragment for fetch in pair.transport.fetches] == [1]
     pair.transport.fetches[0].outcome = pair.answer(1)
-    pair.taking_over.poll()
+    pair.recovery.poll()
     assert [fetch.fragment for fetch in pair.transport.fetches] == [1, 0]
-    assert 0 in pair.taking_over.lacking
+    assert 0 in pair.recovery.lacking
 
 
 def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again() -> None:
@@ -280,8 +280,8 @@ def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again()
     pair.send(0)
     pair.merge(0)
     pair.transport.fetches[0].outcome = TransportError("gone.")
-    assert pair.taking_over.poll() == ("Taking over the state of replica 0 failed: gone.",)
-    assert 0 not in pair.taking_over.lacking
+    assert pair.recovery.poll() == ("Adopting the state of replica 0 failed: gone.",)
+    assert 0 not in pair.recovery.lacking
     pair.send(0)
     pair.merge(0)
     assert len(pair.transport.fetches) == 2
@@ -292,27 +292,27 @@ def test_over_another_transport_nothing_of_the_old_one_is_taken() -> None:
     pair.send(0)
     pair.merge(0)
     old, before = pair.transport.fetches[0], pair.joiner.outer_loop.digest(0)
-    pair.taking_over.change_transport(FakeTransport(pair))
+    pair.recovery.change_transport(FakeTransport(pair))
     old.outcome = pair.answer(0)
-    pair.taking_over.poll(wait=True)
+    pair.recovery.poll(wait=True)
     assert pair.joiner.outer_loop.digest(0) == before
 
 
 def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:
-    """As of a donor that has lost its way, or lies: it says that all rounds are in it. Now each is asked alone."""
+    """A diverged or malicious donor claims that its state contains all rounds. Donors are then asked one at a time."""
     pair = Pair()
     pair.send(0)
     pair.merge(0)
     pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
-    pair.taking_over.poll()
+    pair.recovery.poll()
     pair.send(0)
-    assert "fetches beside the training" in pair.merge(0)
+    assert "fetches in the background" in pair.merge(0)
     pair.send(0)
     pair.transport.fetches[1].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 2}
-    pair.taking_over.poll()
-    assert "fetches beside the training" in pair.merge(0), "it came after the round began"
+    pair.recovery.poll()
+    assert "fetches in the background" in pair.merge(0), "it arrived after the round began"
     pair.transport.fetches[2].outcome = pair.answer(0)
-    pair.taking_over.poll()
+    pair.recovery.poll()
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1), (0,), (1,)]
 
@@ -324,8 +324,8 @@ def test_a_state_that_is_not_what_all_held_at_its_round_changes_nothing() -> Non
         pair.send(0)
         pair.merge(0)
     pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
-    (failure,) = pair.taking_over.poll()
-    assert failure.endswith("failed: what was offered is not what the others hold.")
+    (failure,) = pair.recovery.poll()
+    assert failure.endswith("failed: the received state differs from the one that the other replicas hold.")
     assert pair.joiner.outer_loop.digest(0) == before
     pair.send(0)
     pair.merge(0)
@@ -339,14 +339,15 @@ def test_what_is_no_state_of_the_fragment_is_told_of_and_changes_nothing(odd: di
     pair.merge(0)
     before = pair.joiner.outer_loop.digest(0)
     pair.transport.fetches[0].outcome = pair.answer(0) | odd
-    (failure,) = pair.taking_over.poll()
-    assert failure.startswith("Taking over the state of replica 0 failed: what came is no state of fragment 0: ")
+    (failure,) = pair.recovery.poll()
+    reason = "the received data is not a valid state of fragment 0: "
+    assert failure.startswith(f"Adopting the state of replica 0 failed: {reason}")
     assert pair.joiner.outer_loop.digest(0) == before
-    assert not pair.taking_over.lacking
+    assert not pair.recovery.lacking
 
 
 class NotThere(FakeTransport):
-    """Every round is the others': this replica is always taking over."""
+    """Lets every round pass without this replica, which never holds the others' state."""
 
     def average(self, contribution: Contribution) -> Pending:
         pair, index = self.pair, contribution.round.fragment
@@ -358,7 +359,7 @@ class NotThere(FakeTransport):
 
 @dataclass
 class Had:
-    """A round that is over."""
+    """A finished round."""
 
     average: Average
 
@@ -380,9 +381,9 @@ def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
     assert not [each for each in said if isinstance(each, Note)]
     joiner.step()
     one().load_state_dict(joiner.state_dict())
-    assert joiner.state_dict()["finished_rounds"] == [0], "the round is not in the state that it shows to others"
+    assert joiner.state_dict()["finished_rounds"] == [0], "the published state does not contain the round"
     (note,) = (each for each in said if isinstance(each, Note))
-    assert note.text == "This was saved while the state of fragment 0 was being fetched. It will be fetched again."
+    assert note.text == "The state of fragment 0 was being fetched when this was saved. It is fetched again."
 
 
 fragments = st.integers(0, FRAGMENTS - 1)
@@ -398,9 +399,9 @@ happenings = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(happenings)
 def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings: list[tuple[str, int]]) -> None:
-    """Rounds are void, donors leave, are behind or ahead, or give a state that is none of theirs."""
+    """Rounds are void; donors leave, lag, run ahead, or send a wrong state."""
     pair = Pair()
-    read: dict[int, dict[str, Any]] = {}  # a donor reads its state when it is asked or later, and it arrives later yet
+    read: dict[int, dict[str, Any]] = {}  # a donor reads its state some time after the request; it arrives even later
     for what, fragment in happenings:
         flight = pair.flights.get(fragment)
         open_fetch = next((f for f in pair.transport.fetches if f.outcome is None and f.fragment == fragment), None)
@@ -415,7 +416,7 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
         elif what == "merge" and flight is not None:
             pair.merge(fragment, donor_lags=True)
         elif what == "read" and open_fetch is not None:
-            if pair.donor.finished_rounds[fragment] >= open_fetch.after:  # else it is told to ask later
+            if pair.donor.finished_rounds[fragment] >= open_fetch.after:  # else the donor asks it to try again later
                 read[id(open_fetch)] = pair.donor.snapshot(fragment)
         elif what == "arrive" and open_fetch is not None:
             open_fetch.outcome = read.get(id(open_fetch)) or pair.answer(fragment)
@@ -425,9 +426,9 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
             claimed = {"finished_rounds": open_fetch.after + 1}
             open_fetch.outcome = SharedState(outer_loop(7)).snapshot(fragment) | claimed
         elif what == "poll":
-            pair.taking_over.poll()
+            pair.recovery.poll()
         elif what == "come back":
-            pair.come_back()
+            pair.rejoin()
     pair.settle()
     assert pair.differing() == []
     assert pair.joiner.finished_rounds == pair.donor.finished_rounds
@@ -441,7 +442,7 @@ def test_who_takes_over_everything_says_how_much_has_come(
     began, asked = threading.Event(), threading.Event()
 
     class Lasting(FakeTransport):
-        """Whose fetches last until somebody is told of them."""
+        """Ends its fetches only after their progress has been reported."""
 
         @property
         def fetched_bytes(self) -> int:
@@ -455,13 +456,13 @@ def test_who_takes_over_everything_says_how_much_has_come(
             return super().fetch(fragment, donors, expected_bytes)
 
     pair = Pair()
-    list(TakingOver(pair.joiner, Lasting(pair, at_once=True)).all_from((0, 1), keep_work=False, step=0))
+    list(StateRecovery(pair.joiner, Lasting(pair, at_once=True)).fetch_all((0, 1), keep_work=False, step=0))
     words = "waiting for the state of replica 0, 1 (12 %, 20 B of 160 B; fragment 0: 20 %) for"
     assert caplog.records[-1].getMessage().startswith(words)
 
 
 def test_what_has_come_is_told_while_it_comes_and_with_every_fragment() -> None:
-    """Each look finds 40 bytes more; the fragments of 96 and 64 bytes come with 24 and 16 bytes of something else."""
+    """Each poll finds 40 more bytes; the fragments of 96 and 64 bytes arrive with 24 and 16 unrelated bytes."""
 
     class Counting(FakeTransport):
         came = 0
@@ -483,7 +484,7 @@ def test_what_has_come_is_told_while_it_comes_and_with_every_fragment() -> None:
 
     pair = Pair()
     transport = Counting(pair)
-    told = list(TakingOver(pair.joiner, transport).all_from((0,), keep_work=False, step=7))
+    told = list(StateRecovery(pair.joiner, transport).fetch_all((0,), keep_work=False, step=7))
     assert [(each.fragment, each.fragment_received_bytes, each.received_bytes, each.here) for each in told] == [
         (0, 40, 40, False),
         (0, 80, 80, False),

@@ -280,7 +280,7 @@ class Rank:
         assert given is not None
         verdict: Verdict = given.verdict
         if self.finds_unusable in verdict.contributors:
-            words = f"the mean is not finite, to which replica {self.finds_unusable} contributed most"
+            words = f"the mean is not finite; replica {self.finds_unusable} contributed most to it"
             self.handle(events.ExchangeEnded(view_id, round_id, words, spoiler=self.finds_unusable))
             return
         if not verdict.void:

@@ -328,7 +328,7 @@ def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: 
     network = simulated(replicas)
     for each in honest(network, liar):
         each.finds_unusable = liar
-    check_put_out(network, liar, "the mean is not finite, to which")
+    check_put_out(network, liar, "the mean is not finite; replica")
 
 
 @pytest.mark.parametrize(("replicas", "finders"), [(3, 1), (4, 1), (5, 2)])

@@ -16,7 +16,7 @@ from diloco.transport.links import Link
 
 @pytest.fixture(scope="session")
 def spans() -> tuple[Span, ...]:
-    """Streaming DiLoCo with two replicas on a link so slow that they wait."""
+    """Return the spans of Streaming DiLoCo with two replicas on a link that is slow enough to make them wait."""
     schedule = SyncSchedule(inner_steps=20, num_fragments=4, overlap_steps=2)
     traffic = outer_traffic(schedule, [10**6] * 4, [make_codec("float32")], 2)
     spending = Overheads(send_s_per_value=1.5e-7, merge_s_per_value=1.5e-7)

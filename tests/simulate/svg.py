@@ -1,4 +1,4 @@
-"""What is written in a drawn picture, and where."""
+"""Readers of the texts and positions in a drawn picture."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(path: Path) -> list[str]:
-    """Everything that is written in a picture, but for what shows when a part is pointed at."""
+    """Return all visible texts in a picture, without the tooltips."""
     return ["".join(node.itertext()).strip() for node in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
 def names(path: Path) -> list[str]:
-    """What shows when a part is pointed at."""
+    """Return the tooltips of a picture."""
     return [node.text or "" for node in ElementTree.parse(path).iter(f"{SVG}title")]
 
 
 def boxes(path: Path) -> dict[str, tuple[float, float, float]]:
-    """By what shows: left edge, right edge and top of each span of a drawn timeline, in points."""
+    """Return the left edge, right edge and top of each span of a drawn timeline in points, by its tooltip."""
     found = {}
     for node in ElementTree.parse(path).iter(f"{SVG}g"):
         if node.get("id", "").startswith("part-"):

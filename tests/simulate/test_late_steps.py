@@ -1,4 +1,4 @@
-"""Steps that late replicas leave out: by hand, and what must hold of any."""
+"""The steps that late replicas skip: examples computed by hand, and properties of all simulations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(step_times_s: list[float], link: Link, *, overlap_steps: int, steps: int
 
 @pytest.mark.parametrize(
     ("overlap_steps", "trained"),
-    # The others have sent at 10 s. Steps 6, 7 and 8 of the slow one would be over at 12, 14 and 16 s;
+    # The others send at 10 s. Steps 6, 7 and 8 of the slow replica would end at 12, 14 and 16 s;
     # its contribution is due at 10 s, 10 + 0.9 * 2 = 11.8 s, 12.7 s and 14.5 s.
     [(0, 5), (2, 5), (3, 6), (5, 7)],
 )
@@ -50,26 +50,26 @@ def test_who_takes_twice_as_long_trains_what_fits_into_the_overlap(overlap_steps
 
 
 def test_a_latency_and_what_an_exchange_took_shorten_the_grace() -> None:
-    """The first exchange is not known beforehand. It takes a second: a latency to all, and a vote."""
+    """The duration of the first exchange, a second, is not known beforehand: a latency each for payload and vote."""
     grown = Cluster.of([Link(latency_s=0.5)] * 3, [1.0, 1.0, 1.5], grace=True)
     traffic = traffic_of(3, 10, 3, numel=1)
     before, after = (simulate(traffic, grown, steps=steps).left_out.tolist() for steps in (10, 20))
-    # first round: 7 steps are over at 10.5 s; the eighth would be at 12.0, and 12.7 is allowed; the ninth at 13.5
+    # first round: step 7 ends at 10.5 s, step 8 would end at 12.0 s, which is before 12.7 s, and step 9 at 13.5 s
     assert before == [0, 0, 2]
-    # second one: it begins at 12 s, and begins its sixth step before it hears, at 20.5 s, that the others sent at 20 s;
-    # the seventh would be over at 22.5 s, and 20 + 0.9 (3 - 1) = 21.8 s are allowed
+    # second round: it starts at 12 s, and step 6 starts before the news at 20.5 s that the others sent at 20 s;
+    # step 7 would end at 22.5 s, which is after 20 + 0.9 (3 - 1) = 21.8 s
     assert after[2] - before[2] == 4
-    assert 20 + SHARE * (3 - 1) < 22.5 < 20 + SHARE * 3, "so it would be 3 without counting the exchange"
+    assert 20 + SHARE * (3 - 1) < 22.5 < 20 + SHARE * 3, "without the time of the exchange, one more step would fit"
 
 
 def test_whoever_has_not_heard_of_the_others_goes_on() -> None:
-    """They have sent at 10 s, which is heard of at 10.6 s. The eighth step begins at 10.5 s, the ninth at 12 s."""
+    """The others send at 10 s, which is known at 10.6 s. Step 8 starts at 10.5 s, step 9 at 12 s."""
     done = run([1.0, 1.0, 1.5], Link(latency_s=0.6), overlap_steps=0, steps=10)
     assert done.left_out.tolist() == [0, 0, 2]
 
 
 def test_who_leaves_out_the_step_of_a_send_sends_at_its_end_and_no_part_before() -> None:
-    """All leaves at the beginning of that step, which the others begin at 9 s; the slow one is there at 10 s."""
+    """Everything is sent at the start of that step, which is at 9 s for the others and at 10 s for the slow replica."""
     schedule = SyncSchedule(inner_steps=10, overlap_steps=0)
     early = outer_traffic(schedule, [1], [FP4], 3, releases=[((0.0, 1.0),)])
     done = simulate(early, Cluster.of([Link()] * 3, [1.0, 1.0, 2.0], grace=True), steps=10, history=True)
@@ -91,7 +91,7 @@ def test_where_a_quorum_is_level_nobody_is_waited_for_longer_than_a_step(
     traffic = traffic_of(len(times_s), inner_steps, overlap_steps)
     done = simulate(traffic, cluster, steps=rounds * inner_steps + overlap_steps)
     assert done.longest_wait_s.max() <= max(slow_s) + 1e-9
-    assert not done.left_out[: len(slow_s) + 1].any(), "nobody who is ahead leaves anything out"
+    assert not done.left_out[: len(slow_s) + 1].any(), "replicas that are ahead skip no steps"
     np.testing.assert_allclose(done.compute_s, (done.steps - done.left_out) * np.array(times_s))
 
 

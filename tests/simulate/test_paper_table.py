@@ -20,7 +20,7 @@ def test_a_cell_is_the_first_point_of_the_grid_that_suffices() -> None:
 
 
 def test_the_published_values_are_points_of_the_grid_as_printed() -> None:
-    """To one decimal; so the grid is the paper's own."""
+    """To one decimal, so the grid is that of the paper."""
     for values in PUBLISHED.values():
         for value in values:
             assert min(abs(value - point) for point in GRID_GBIT_PER_S) < 0.1

@@ -1,4 +1,4 @@
-"""Pictures of any kind, and of curves: what they say, in bytes that do not change, and what is refused."""
+"""Pictures in all formats: their texts, reproducible bytes, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_input_is_the_same_file(spans: tuple[Span, ...], tmp_path: Path
             assert dict(matplotlib.rcParams) == before
         drawn.append([(tmp_path / f"{name}{end}{suffix}").read_bytes() for end in ("", "-curves")])
     assert drawn[0] == drawn[1]
-    assert len(list(tmp_path.iterdir())) == 4  # nothing is left beside them
+    assert len(list(tmp_path.iterdir())) == 4  # no temporary files are left
 
 
 def test_a_picture_replaces_the_one_that_was_there(spans: tuple[Span, ...], tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_methods_differ_without_their_colours(tmp_path: Path) -> None:
     assert len(looks) == 40
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")
     dashes = re.findall(r"stroke-dasharray: ([0-9., ]+)", text)
-    assert len(set(dashes)) == len(pictures.METHOD_DASHES) - 1  # and lines without a break
+    assert len(set(dashes)) == len(pictures.METHOD_DASHES) - 1  # the solid line has no dashes
 
 
 def test_a_single_point_and_less_than_a_decade_are_drawn(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_no_curves_no_spans_and_odd_targets_are_refused(tmp_path: Path) -> None:
         draw_utilization({}, tmp_path / "a.svg", title="")
     with pytest.raises(ConfigurationError, match=r"targets \(95,\)"):
         draw_utilization(CURVES, tmp_path / "a.svg", title="", targets=(95,))
-    with pytest.raises(ConfigurationError, match="without spans"):
+    with pytest.raises(ConfigurationError, match="at least one span"):
         draw_timeline([], tmp_path / "a.svg", title="")
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +131,7 @@ def test_a_folder_that_is_not_there_and_one_that_is_are_refused(spans: tuple[Spa
     with pytest.raises(ConfigurationError, match="there is no folder"):
         draw_timeline(spans, tmp_path / "nowhere" / "a.svg", title="")
     (tmp_path / "folder.svg").mkdir()
-    with pytest.raises(ConfigurationError, match="that is a folder"):
+    with pytest.raises(ConfigurationError, match="it is a folder"):
         check_picture_path(tmp_path / "folder.svg")
     check_picture_path(tmp_path / "a.svg")
     assert not (tmp_path / "a.svg").exists()
@@ -146,7 +146,7 @@ def test_a_missing_matplotlib_is_refused_with_how_to_get_it(tmp_path: Path, monk
 
 
 def draw_one(rank: int, path: Path) -> list[str]:
-    """In a process that has drawn nothing: what it has imported of matplotlib before and afterwards."""
+    """Draw in a new process, and return the matplotlib modules that were imported before and after."""
     imported = [name for name in ("matplotlib", "matplotlib.pyplot") if name in sys.modules]
     draw_utilization({"a": (GRID[:1], GRID[:1])}, path, title="")
     return imported + [name for name in ("matplotlib", "matplotlib.pyplot") if name in sys.modules]

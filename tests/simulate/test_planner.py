@@ -1,4 +1,4 @@
-"""The planner: what it chooses is the least harmful of what reaches, by the papers' figures, and keeps its promise."""
+"""The planner: it chooses the settings of least cost among those that reach the target, and runs confirm its plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_WORK = Conditions(send_s_per_value=0.0, merge_s_per_value=0.0)
 
 
 def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 4, conditions: Conditions = NO_WORK) -> Site:
-    """A billion parameters would need long steps for what sends and merges cost on a CPU."""
+    """With a billion parameters, only long steps would make up for the work of sends and merges on a CPU."""
     links = (Link(bandwidth, latency),) * replicas
     return Site(workload=MODEL, links=links, step_time_s=(1.0,) * replicas, conditions=conditions)
 
@@ -43,7 +43,7 @@ def planned(bandwidth: float, target: float) -> tuple[Plan, tuple[Candidate, ...
 
 
 @settings(max_examples=10, deadline=None)
-@example(1374381351.0, 0.75)  # where both are the same but for round-off
+@example(1374381351.0, 0.75)  # both are equal up to round-off
 @given(st.floats(1e7, 1e11), st.floats(0.3, 0.97))
 def test_nothing_that_reaches_the_target_harms_less(bandwidth: float, target: float) -> None:
     made, found = planned(bandwidth, target)
@@ -85,7 +85,7 @@ SMALL = Workload(parameters=25_174_016, layers=8, step_time_s=0.254)
 
 
 def test_a_plan_for_a_long_link_counts_round_trips_and_the_work_of_sends_and_merges() -> None:
-    """H = 5 and tau = 3, with which 100 % was promised at 500 ms, was measured at 67.1 %."""
+    """H = 5 and tau = 3, once predicted to reach 100 % at 500 ms, was measured at 67.1 %."""
     here = Site(
         workload=SMALL, links=(LONG,) * 2, step_time_s=(0.254,) * 2, conditions=Conditions(congestion_control="bbr")
     )
@@ -97,7 +97,7 @@ def test_a_plan_for_a_long_link_counts_round_trips_and_the_work_of_sends_and_mer
     assert promised.compute_utilization == pytest.approx(0.671, abs=0.05)
     choice = plan(here, 0.95, candidates(here)).choice
     assert choice is not None
-    assert choice.overlap_steps * 0.254 > 3 * LONG.latency_s, "there and back, and half of it: room, payload, vote"
+    assert choice.overlap_steps * 0.254 > 3 * LONG.latency_s, "three latencies: flow control, payload and vote"
 
 
 def test_loss_and_slow_starts_ask_for_more_overlap_and_more_streams_for_less() -> None:
@@ -112,7 +112,7 @@ def test_loss_and_slow_starts_ask_for_more_overlap_and_more_streams_for_less() -
 
 
 def test_equal_replicas_are_two_of_them() -> None:
-    """What two that stand for all give is what all give, to the bytes of a block."""
+    """Simulating two replicas that represent all gives the result of simulating all, up to the bytes of a block."""
     schedule, here = SyncSchedule(inner_steps=10, num_fragments=9, overlap_steps=1), site(3e8, replicas=7)
     (shown,) = [
         candidate
@@ -154,9 +154,9 @@ def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: flo
     if choice.algorithm == "diloco":
         flags += " --fragments 1 --overlap-steps 0"
     summary = train(write_text(tmp_path), tmp_path / "run", f"{flags} --steps {10 * choice.inner_steps}")
-    # a run's first H steps exchange nothing, and its end waits for what is in flight
+    # the first H steps of a run exchange nothing, and its end waits for the rounds in flight
     assert summary["compute_utilization"] == pytest.approx(choice.compute_utilization, abs=0.05)
-    assert choice.compute_utilization < predict(here, choice, IDEAL), "the file's link carries what payload gets"
+    assert choice.compute_utilization < predict(here, choice, IDEAL), "the link is that of payload"
 
 
 def test_rounds_that_the_usual_time_out_would_end_get_a_longer_one() -> None:
@@ -213,4 +213,4 @@ def test_the_bandwidth_that_is_needed_is_the_least_that_does() -> None:
         if needed.bandwidth_bits_per_s:
             less = Cluster.of([Link(needed.bandwidth_bits_per_s / 1.02, 0.05)] * 2, 1.0)
             assert simulate_cycles(traffic, less).compute_utilization < needed.target
-    assert needed.bandwidth_bits_per_s is None, "0.1 s of latency in 50 s is more than that"
+    assert needed.bandwidth_bits_per_s is None, "0.1 s of latency per 50 s already misses the target"

@@ -1,4 +1,4 @@
-"""Spans of a simulated run add up to its clocks and bytes; the peak rate is what some window really carried."""
+"""The spans of a simulated run add up to its clocks and bytes, and the peak rate is that of an actual window."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Run:
 
 @st.composite
 def runs(draw: st.DrawFn, *, endless: bool = False) -> Run:
-    """Any schedule on unlike links and machines; ``endless``: links without limits, too."""
+    """Draw any schedule on unequal links and machines; with ``endless``, also unlimited links."""
     inner_steps = draw(st.integers(1, 9))
     num_fragments = draw(st.integers(1, inner_steps))
     replicas = draw(st.integers(1, 4))
@@ -70,7 +70,7 @@ def runs(draw: st.DrawFn, *, endless: bool = False) -> Run:
 
 
 def slow_pair(bandwidth: float = MEGABYTE_PER_S, **schedule: int) -> Run:
-    """Two replicas with steps of 1 s and a model of 4 MB, for 20 steps."""
+    """Simulate two replicas with steps of 1 s and a model of 4 MB, for 20 steps."""
     plan = SyncSchedule(**{"inner_steps": 10, **schedule})
     traffic = outer_traffic(plan, [10**6 // plan.num_fragments] * plan.num_fragments, [make_codec("float32")], 2)
     return Run(traffic, Cluster.of([Link(bandwidth)] * 2, 1.0), 20)
@@ -81,7 +81,7 @@ def of_lane(spans: tuple[Span, ...], replica: int, *lanes: str) -> list[Span]:
 
 
 def test_spans_that_can_be_checked_by_hand() -> None:
-    """Ten steps, 4 MB at 1 MB/s that nothing hides, ten steps, 4 MB again."""
+    """Ten steps, 4 MB at 1 MB/s without overlap, ten steps, and 4 MB again."""
     spans = [span for span in slow_pair().spans() if span.replica == 1]
     assert sorted(spans, key=lambda span: (span.start_s, span.lane)) == [
         Span(1, "compute", 0.0, 10.0, "steps 1 to 10"),
@@ -96,7 +96,7 @@ def test_spans_that_can_be_checked_by_hand() -> None:
 
 
 def test_overlap_hides_what_it_can() -> None:
-    """Sent after step 10, wanted after step 13, there at 14 s; the last one is still on its way at the end."""
+    """A payload is sent after step 10, needed after step 13, and complete at 14 s. The last one stays in flight."""
     spans = slow_pair(overlap_steps=3).spans()
     assert [(span.lane, span.start_s, span.stop_s) for span in of_lane(spans, 0, *LOOP)] == [
         ("compute", 0.0, 10.0),
@@ -141,7 +141,7 @@ def test_all_bytes_are_in_the_spans_at_the_link_s_rate(run: Run) -> None:
         sent = sum(span.stop_s - span.start_s for span in of_lane(spans, replica, "send")) * rates[replica]
         took_in = sum(span.stop_s - span.start_s for span in of_lane(spans, replica, "receive")) * rates[replica]
         assert sent == pytest.approx(simulated.sent_bytes[replica], rel=1e-6, abs=1)
-        # a download may take longer than its bytes: it lasts until the slowest sender is done
+        # a download may take longer than its bytes need: it lasts until the slowest sender has finished
         assert took_in >= simulated.received_bytes[replica] * (1 - 1e-6) - 1
     exchanged = run.traffic.schedule.rounds(run.steps) * run.cluster.num_replicas
     assert len([span for span in spans if span.lane == "send"]) == (exchanged if run.cluster.num_replicas > 1 else 0)
@@ -175,7 +175,7 @@ def test_the_peak_rate_of_a_scenario_is_that_of_it_alone_and_one_alone_is_drawn(
         alone = slow_pair(bandwidth=float(bandwidth), num_fragments=2, overlap_steps=1)
         assert peak_bytes_per_s(simulated)[index] == peak_bytes_per_s(alone.simulated())
     for result, steps in ((simulated, 20), (run.simulated(), 0)):
-        with pytest.raises(ConfigurationError, match="at least one step, and one scenario"):
+        with pytest.raises(ConfigurationError, match="at least one step and a single scenario"):
             timeline(result, many, steps)
 
 
@@ -242,5 +242,5 @@ def test_no_window_carries_more_than_the_peak_and_one_carries_it(
 
 @pytest.mark.parametrize("window_s", [0.0, -1.0, math.inf, math.nan])
 def test_a_window_that_is_none_is_refused(window_s: float) -> None:
-    with pytest.raises(ConfigurationError, match="a window of"):
+    with pytest.raises(ConfigurationError, match="the window must be above 0 s"):
         peak_bytes_per_s(slow_pair().simulated(), window_s)

@@ -1,4 +1,4 @@
-"""A drawn timeline names what it shows, stands where the times are, and says what it leaves out."""
+"""Drawn timelines: labels, positions, and notes about what is left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_timeline_names_its_rows_units_and_colours(spans: tuple[Span, ...], tm
     for label in ("Streaming DiLoCo, tau=2", "replica 0", "replica 1", "time (s)"):
         assert written.count(label) == 1, label
     assert (written.count("send"), written.count("receive")) == (2, 2)
-    assert written.count("compute") == 3  # a row of each replica, and the legend
+    assert written.count("compute") == 3  # one row per replica, and the legend
     for entry in ("wait for a merge", "encode, outer step, merge", *(f"fragment {p}" for p in range(4))):
         assert written.count(entry) == 1, entry
     assert "Only the first" not in " ".join(written)
@@ -132,7 +132,7 @@ def test_the_longest_legend_and_row_names_fit_on_the_page(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("stop_s", "unit"), [(0.0, "s"), (0.5, "ms"), (90.0, "s"), (3600.0, "min"), (1e6, "h")])
 def test_a_timeline_of_any_length_has_a_unit(tmp_path: Path, stop_s: float, unit: str) -> None:
-    """0: of nothing but payload on links without limits; such spans are there, without a width."""
+    """A timeline of 0 s has only payload on unlimited links. Its spans are drawn with no width."""
     draw_timeline([Span(0, "send", 0.0, stop_s, "sent", 0)], tmp_path / "a.svg", title="")
     assert f"time ({unit})" in texts(tmp_path / "a.svg")
     assert len(names(tmp_path / "a.svg")) == 1
@@ -141,11 +141,11 @@ def test_a_timeline_of_any_length_has_a_unit(tmp_path: Path, stop_s: float, unit
 def test_every_lane_has_its_row_and_look() -> None:
     assert set(pictures.ROWS) == set(get_args(Lane))
     inks = itertools.starmap(_contrast, zip(pictures.FRAGMENT_COLOURS, pictures.FRAGMENT_INKS, strict=True))
-    assert min(inks) >= 4.5  # what WCAG asks of text
+    assert min(inks) >= 4.5  # the minimum that WCAG requires for text
 
 
 def _contrast(colour: str, ink: str) -> float:
-    """WCAG's ratio of luminances."""
+    """Return WCAG's contrast ratio of two colours."""
 
     def luminance(red: float, green: float, blue: float) -> float:
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]

@@ -1,4 +1,4 @@
-"""The simulator against the in-process transport on its virtual clock, to rounding, and the laws that it must keep."""
+"""The simulator compared with the in-process transport on its virtual clock, and properties of all simulations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ one_link = st.tuples(st.floats(1e3, 1e7), st.floats(0, 1))
 def run_in_process(
     schedule: SyncSchedule, fragment_sizes: list[int], network: VirtualNetwork, steps: int, codec: str
 ) -> None:
-    """What `DiLoCo` does to a transport, without a model."""
+    """Drive a transport as `DiLoCo` does, without a model."""
     num_replicas, encoder = len(network.links), make_codec(codec)
     hub = InProcessTransport(num_replicas, network=network, round_timeout_s=math.inf)
     pending: list[dict[int, Pending]] = [{} for _ in range(num_replicas)]
@@ -97,7 +97,7 @@ def run_in_process(
 def test_it_is_the_virtual_clock(
     schedule: SyncSchedule, fragment_sizes: list[int], ways: list[Link], times: list[float], codec: str, steps: int
 ) -> None:
-    """Any schedule, unequal links and speeds, waiting at the end for what is in flight."""
+    """For any schedule and unequal links and speeds, with a wait at the end for the rounds in flight."""
     network = VirtualNetwork(ways, times[: len(ways)])
     fragment_sizes = fragment_sizes[: schedule.num_fragments]
     run_in_process(schedule, fragment_sizes, network, steps, codec)
@@ -110,7 +110,7 @@ def test_it_is_the_virtual_clock(
 
 
 def over(schedule: SyncSchedule, fragment_sizes: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:
-    """Three replicas alike, 50 steps of 0.1 s."""
+    """Simulate three identical replicas, with 50 steps of 0.1 s."""
     traffic = outer_traffic(schedule, fragment_sizes[: schedule.num_fragments], [more.pop("codec", FP4)], 3)
     return simulate(traffic, Cluster.of([Link(bandwidth, latency)] * 3, 0.1, **more), steps=50)
 
@@ -173,7 +173,7 @@ def test_one_fragment_without_overlap_is_diloco_by_hand() -> None:
 
 
 def test_payload_leaves_while_the_step_goes_on_where_it_is_ready() -> None:
-    """Half of it ready after half of a step of 1 s: a transfer of 4 s ends 3.5 s after the step, and not 4 s."""
+    """Half of the payload is ready after half of a step of 1 s, so a transfer of 4 s ends 3.5 s after the step."""
     link, half = [Link(8e6)] * 2, ((0.5, 0.5), (1.0, 0.5))
     early = simulate_cycles(data_parallel_traffic(4e6, 2, half), Cluster.of(link, 1.0))
     late = simulate_cycles(data_parallel_traffic(4e6, 2), Cluster.of(link, 1.0))
@@ -215,11 +215,11 @@ def test_jitter_is_drawn_by_seed_and_makes_the_fast_wait_for_the_slow() -> None:
 
 def test_nothing_to_measure_is_refused() -> None:
     traffic: Traffic = data_parallel_traffic(1.0, 2)
-    with pytest.raises(ConfigurationError, match="measure_from < steps"):
+    with pytest.raises(ConfigurationError, match="measure_from must be at least 0 and less than steps"):
         simulate(traffic, Cluster.of([Link()] * 2, 1.0), steps=5, measure_from=5)
 
 
 @pytest.mark.parametrize("times", [[1.0], [1.0, 0.0], [1.0, math.nan]])
 def test_clusters_that_are_none_are_refused(times: list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="one of each per replica"):
+    with pytest.raises(ConfigurationError, match="one link and one step time above 0 s per replica"):
         Cluster.of([Link()] * 2, times)

@@ -1,4 +1,4 @@
-"""Models by numbers: the same fragments and sizes as the real model has."""
+"""Workloads: they have the same fragments and sizes as the real model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sizes_add_up_where_layers_do_not_divide_the_parameters(more: int, layer
 
 @pytest.mark.parametrize("number", [0, 6, -1])
 def test_more_fragments_than_layers_are_refused(number: int) -> None:
-    with pytest.raises(ConfigurationError, match="choose 1 to 5"):
+    with pytest.raises(ConfigurationError, match="Choose 1 to 5"):
         Workload(parameters=100, layers=4, outside=20, step_time_s=1.0).fragment_sizes(number)
 
 
@@ -80,7 +80,7 @@ def test_the_last_layer_is_ready_first_and_the_first_at_the_end_of_the_step(laye
     ready = gradient_ready(layers)
     assert ready[0] == 1
     assert all(earlier > later for earlier, later in pairwise(ready))
-    assert min(ready) > 1 / 3, "nothing is ready before the forward pass is done"
+    assert min(ready) > 1 / 3, "no gradient is ready before the forward pass has ended"
 
 
 def test_only_layers_that_take_part_are_released() -> None:

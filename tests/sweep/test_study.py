@@ -1,4 +1,4 @@
-"""Studies as files, their runs, and what is shown of them."""
+"""Studies: their files, their runs, and the table and plot of the outcomes."""
 
 from __future__ import annotations
 
@@ -54,16 +54,19 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
     ("text", "words"),
     [
         ("[base", "is not valid TOML"),
-        ("[bases]\nseed = 1", r"has \[bases\]. A study has \[base\]"),
+        ("[bases]\nseed = 1", r"has an unknown table \[bases\]. A study has \[base\]"),
         ("[base]\nseed = 1", r"has no \[axes\]"),
-        ("[axes]\nseed = 1", "seed = 1 was given. An axis is a list of at least one value"),
+        ("[axes]\nseed = 1", "seed must be a list of at least one value, got 1"),
         ("[axes]\nseed = []", "at least one value"),
-        ("[axes]\nseed = [1, 1]", "seed has a value twice"),
+        ("[axes]\nseed = [1, 1]", "seed has the same value twice"),
         ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
-        ('[axes]\nseed = ["one"]', 'seed = "one" does not fit'),
+        ('[axes]\nseed = ["one"]', 'seed = "one" is not valid'),
         ("[base]\ntrain.stesp = 1\n[axes]\nseed = [1]", "unknown key 'train.stesp'"),
-        ('[base]\nout = "x"\n[axes]\nseed = [1]', "out was given, which a study sets for each run"),
-        ('[axes]\n"seed, train.steps" = [[1]]', r"seed, train.steps are varied together, and \[1\] is not a list of 2"),
+        ('[base]\nout = "x"\n[axes]\nseed = [1]', "out can't be given, since the study sets it for each run"),
+        (
+            '[axes]\n"seed, train.steps" = [[1]]',
+            r"so each point must be a list of 2 values, got \[1\]",
+        ),
         ('[axes]\n"inner.arguments.momentum" = [0.9]', r"varied as a whole: \"inner.arguments\" = \[\{ momentum = ..."),
         ('[axes]\nseed = [1]\n"seed, train.steps" = [[1, 2]]', "seed is on two axes"),
     ],
@@ -84,10 +87,10 @@ def test_outcomes_are_kept_by_settings_and_the_last_one_counts(tmp_path: Path) -
     outcomes.add(run, SUMMARY)
     again = Outcomes(tmp_path / "results.jsonl")
     assert again.is_done(run)
-    assert not again.is_done(other), "it was run with other settings"
+    assert not again.is_done(other), "the outcome is of a run with other settings"
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
     (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigurationError, match=r"Line 1 of .* is no outcome"):
+    with pytest.raises(ConfigurationError, match=r"line 1 of .* is not the outcome"):
         Outcomes(tmp_path / "results.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Inner loops of a small decoder, and what is looked at in them."""
+"""Inner loops of a small decoder, and the values that tests read from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONSTANT = ValueSchedule(peak=1e-2)
 
 
 def batch(seed: int, size: int = 6) -> tuple[Tensor, Tensor]:
-    """Sequences that count upwards from somewhere, modulo the vocabulary: learnt in a few steps."""
+    """Return sequences that count upwards modulo the vocabulary, which are learnt in a few steps."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, 17, (size, 1), generator=generator)
     tokens = (starts + torch.arange(9)) % 17
@@ -63,13 +63,13 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def optimizer_state(loop: InnerLoop) -> Tensor:
-    """Every number that the inner optimizer keeps."""
+    """Return all numbers in the state of the inner optimizer."""
     kept = [value for state in loop.optimizer.state.values() for value in state.values()]
     return torch.cat([torch.as_tensor(value, dtype=torch.float64).flatten() for value in kept])
 
 
 def spoil(model: nn.Module, value: float) -> None:
-    """One gradient is no number."""
+    """Set one gradient value to NaN or infinity."""
     parameter = next(model.parameters())
     assert parameter.grad is not None
     parameter.grad[3, 2] = value

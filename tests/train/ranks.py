@@ -1,4 +1,4 @@
-"""Replicas of several ranks, each rank in a process of its own, and the same training on one rank to compare with."""
+"""Replicas of several ranks, each in its own process, and the same training on one rank for comparison."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 
 CPU = torch.device("cpu")
 MODEL = ModelSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
-"""33 and 17 rows are no even shares of any number of ranks."""
+"""33 and 17 rows can't be divided evenly among any number of ranks."""
 
 SCHEDULE = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=2)
 STEPS = 19
-"""Each of the three fragments has been merged twice by then, and the third round of the first is in flight."""
+"""After these steps each of the three fragments has been merged twice, and the first has its third in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a replica trains; the same on all of its ranks."""
+    """The training setup of a replica, which is the same on all of its ranks."""
 
     strategy: Strategy = "none"
     size: int = 1
@@ -52,13 +52,13 @@ class Setup:
     accumulation: int = 2
     batch_size: int = 5
     copies: int = 1
-    """How often the same sequences come one after the other in a batch."""
+    """How often each sequence is repeated in a batch."""
     sparing: bool = False
     """Whether blocks are recomputed and the loss is computed in chunks."""
 
 
 def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
-    """Meet the other ranks through a file; alone there is nobody to meet."""
+    """Connect to the other ranks, if there are any, through a file."""
     if setup.strategy == "none":
         return ReplicaGroup()
     store = dist.FileStore(str(folder / f"store-{replica}"), setup.size)
@@ -66,7 +66,7 @@ def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> R
 
 
 class Rank:
-    """One rank, ready to train. Batches depend on the step and the replica."""
+    """One rank that is ready to train. Batches depend on the step and the replica."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Rank:
         self.state = ReplicaState(self.inner, self.diloco)
 
     def step(self) -> tuple[float, InnerStep]:
-        """One inner step and what is due after it: the loss, and what the step did."""
+        """Run one inner step and the synchronisation after it; return the loss and the step's result."""
         step = self.diloco.steps
         generator = torch.Generator().manual_seed(1000 * self.replica + step)
         batch = torch.randint(0, 17, (self.setup.batch_size, 13), generator=generator).repeat(self.setup.copies, 1)
@@ -116,35 +116,35 @@ class Rank:
         return float(loss), done
 
     def train(self, steps: int) -> tuple[list[float], list[float]]:
-        """Losses and gradient norms of some steps."""
+        """Run some steps and return their losses and gradient norms."""
         done = [self.step() for _ in range(steps)]
         return [loss for loss, _ in done], [inner.gradient_norm for _, inner in done]
 
     def values(self) -> dict[str, Tensor]:
-        """Everything in the shape of a parameter, whole: weights, inner state, global parameters, outer state."""
+        """Return all values with the shape of a parameter as whole tensors: weights, inner, global and outer state."""
         return {name: whole(value).clone() for name, value in self.state.values().items()}
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of a tensor, of which this rank may have a shard."""
+    """Return the whole of a tensor of which this rank may have a shard."""
     full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str = "") -> float:
-    """Over all values whose names begin with ``prefix``, which must be the same."""
+    """Return the largest difference over values whose names start with ``prefix``; both must have the same names."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one if name.startswith(prefix))
 
 
 def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> Sequence[str]:
-    """Names of the values that are not the same bits."""
+    """Return the names of the values whose bits differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
-    """Save what this rank has, as a session does."""
+    """Save the share of this rank, as a session does."""
     return save_checkpoint(
         folder,
         rank.diloco.steps,
@@ -158,6 +158,6 @@ def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
 
 
 def load(rank: Rank, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
-    """Go on from there; the rounds that are void."""
+    """Load the rank's state from a checkpoint and return the void rounds."""
     own = load_own(checkpoint, "replica-0", rank.group.position, rank.parallel.num_shards)
     return rank.state.load(SavedValues(checkpoint, "replica-0"), checkpoint.load("replica-0"), own)

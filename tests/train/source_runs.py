@@ -1,4 +1,4 @@
-"""Runs of models from a source, as `diloco train` begins them."""
+"""Runs of models from a source, started as `diloco train` starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping and averaging as a run has them: what is told before it, and with its rounds."""
+"""Clipping and average rules in a run: the facts printed at the start, and the events of its rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas over torch that have lost each other find one another again: to join, to found, or to end."""
+"""Replicas over torch that have lost each other find each other again, to join, found a view, or end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ WIRE = TcpWire(**QUICK | {"join_window_s": 1.0, "go_on": True, "comes_back": Tru
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """Fleets of one replica each, that begin together; ``ended``: there was one more, which has ended since it told
-    where it listens."""
+    """Fleets of one replica each that start together. With ``ended``, one more replica registered and has ended."""
     fleets: list[TorchFleet] = []
 
     def made(count: int, *, ended: bool = False) -> list[TorchFleet]:
@@ -54,7 +53,7 @@ def meet() -> Iterator[Meet]:
 
 @contextmanager
 def all_lost(fleets: list[TorchFleet]) -> Iterator[None]:
-    """None of them looks before all have closed their ways: who had not would be found as a member of the old view."""
+    """Make all fleets close their transports before any searches, or one would be found as a member of the old view."""
     close, all_closed = PeerTransport.close, threading.Barrier(len(fleets))
     ways = [fleet.transport for fleet in fleets]
 
@@ -68,7 +67,7 @@ def all_lost(fleets: list[TorchFleet]) -> Iterator[None]:
 
 
 def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
-    """Without the rendezvous, which is gone."""
+    """The rendezvous is no longer there."""
     fleets = meet(3)
     for fleet in fleets[:2]:
         fleet.transport.step = 40
@@ -80,7 +79,7 @@ def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
 
 
 def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet) -> None:
-    """Its connection to that one ends with the transport that the other closes, and only it can make another."""
+    """Its connection ends when the other replica closes its transport, and only the restarted one can reconnect."""
     fleets = meet(4)
     fleets[3].close()
     place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address)
@@ -111,8 +110,8 @@ def test_one_that_ends_while_all_connect_is_lost_and_joins_when_it_is_started_ag
 def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They have just been started as well, or average gradients at every step."""
-    monkeypatch.setattr(joining, "_AGAIN_S", 0.0)
+    """The others have just started as well, or average gradients at every step."""
+    monkeypatch.setattr(joining, "_RETRY_S", 0.0)
     session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock(sees_others=True)
     session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
     session.settings.train.data_parallel_steps = session.replicas[0].diloco.shared.begun_after = 0
@@ -144,16 +143,16 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
         assert at_once([lambda m=m: come_back(m) for m in range(3)]) == [None] * 3
     assert fleets[2].transport.view.id > 0
     for fleet in fleets:
-        wait_for_members(fleet.transport, 3)  # who joined first hears last of who joined after it
+        wait_for_members(fleet.transport, 3)  # the first replica to join is the last to learn of later joiners
 
 
 def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet) -> None:
-    """It counted on that view the next time, and went on alone in it, while the others went on without it."""
+    """Regression: it used that view the next time and continued alone, while the others continued without it."""
     fleets = meet(3)
     fleets[0].transport.step = 30
     with all_lost(fleets):
         assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
-    with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 came back; missing: 1, 2\. "):
+    with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 rejoined; missing: 1, 2\. "):
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()
@@ -162,7 +161,7 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
 
 
 def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(meet: Meet) -> None:
-    """It counted on that view when the founder looked again, and went on alone in it."""
+    """Regression: it used that view when the founder searched again, and continued alone in it."""
     fleets = meet(5)
     fleets[0].transport.step = 30
     with all_lost(fleets):
@@ -179,7 +178,7 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
 
 
 def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -> None:
-    """Two others may be going on, as far as it knows. Its port refuses nobody, which would look as if it had ended."""
+    """Two others may be continuing without it. Its port stays open, as a closed one would look as if it had ended."""
     fleets = meet(3)
     address = fleets[0].transport.address
     with all_lost(fleets):
@@ -190,7 +189,7 @@ def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -
 
 
 def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet) -> None:
-    """They told it while it was no member, and it may have been asleep."""
+    """The others announced it while this replica was not a member."""
     first, second = meet(2)
     second.transport.leave()
     first.tell_finished()

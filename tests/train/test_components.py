@@ -1,4 +1,4 @@
-"""From settings to the things they describe: each setting arrives where it should."""
+"""Components are constructed from settings, and each setting reaches the right place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestDevice:
 
     @pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:8", 8)])
     def test_one_that_is_absent_is_refused(self, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Asked for and unavailable is an error, never the CPU instead."""
+        """A device that is requested but not available is an error; the CPU is never used instead."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         with pytest.raises(ConfigurationError, match=f"'{device}' is not available: torch sees {count} CUDA devices"):
             choose_device(device)
@@ -62,7 +62,7 @@ class TestOuterOptimizer:
     def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(
         self, name: Literal["sgd", "nesterov", "adam"], kind: Literal["linear", "cosine"]
     ) -> None:
-        """Ten rounds of a fragment: from the peak, half-way at five, and at the end where it was told."""
+        """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
         settings = OuterSettings(
             name=name,
             learning_rate=0.8,
@@ -96,7 +96,7 @@ class TestOuterOptimizer:
         assert [at(outer.momentum, step) for step in range(5)] == pytest.approx([0.3, 0.6, 0.9, 0.9, 0.9])
 
     def test_a_schedule_is_laid_out_in_steps_of_the_optimizer(self) -> None:
-        """Two rounds, linear to zero: 1 and a half of the first two means, nothing of the third."""
+        """Two rounds, linear to zero: the factors are 1 and a half for the first two means and 0 for the third."""
         outer = make_outer_optimizer(
             OuterSettings(name="sgd", learning_rate=1.0, learning_rate_schedule="linear"), outer_steps=2
         )

@@ -1,4 +1,4 @@
-"""Averaging gradients: as one replica on the joined batch, the same bits everywhere, and what a bad gradient does."""
+"""Averaging of gradients equals one replica on the joined batch, with the same bits everywhere; bad gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch(seed: int, size: int = 2) -> tuple[Tensor, Tensor]:
 
 
 class Replicas:
-    """M replicas that average gradients at every step, as `Session` does."""
+    """M replicas that average gradients at every step, like `Session`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ def test_one_replica_keeps_its_own_bits() -> None:
 
 @pytest.mark.parametrize("codec", codec_names())
 def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
-    """On different data, whatever the gradients travel in; and the gradients that are applied are replicas' own."""
+    """This holds on different data and for every codec of the gradients."""
     replicas = Replicas(3, codec)
     start = replicas.weights()[0]
     for step in range(5):
@@ -134,7 +134,7 @@ def test_a_narrow_codec_is_as_near_as_it_says_and_half_the_bytes(codec: str, tol
 def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_the_replica(
     spoilt: int, odd: float, codec: str
 ) -> None:
-    """Also through a codec that saturates, and would hide it."""
+    """This includes a codec that saturates and would hide it."""
     replicas = Replicas(3, codec)
     replicas.step(0)
     held = replicas.weights()
@@ -146,7 +146,7 @@ def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_th
 
 
 def test_with_a_scaler_all_skip_and_stay_alike() -> None:
-    """Parameters stand still, every loss scale is halved, and the next step is taken by all."""
+    """The parameters do not change, every loss scale is halved, and all replicas take the next step."""
     replicas = Replicas(3, precision="float16")
     replicas.step(0)
     held, scale = replicas.weights()[0], replicas.loops[0].scaler.get_scale()
@@ -182,7 +182,7 @@ def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(
     assert [type(event) for event in replicas.events] == [Note] * lost
     last = str(replicas.events[-1])
     assert "replica 1 sent nothing" in last
-    assert "It is tried again." in last
+    assert "The round is tried again." in last
     assert replicas.hub.endpoint(0).sent_bytes == (1 + lost / 2) * undisturbed.hub.endpoint(0).sent_bytes
 
 
@@ -197,7 +197,7 @@ def test_a_contribution_that_is_lost_each_time_is_an_error_that_names_the_replic
 
 
 def test_absent_gradients_count_as_zero() -> None:
-    """One replica's batch never reached a parameter: the mean is half of the other's gradient."""
+    """If one replica's batch does not use a parameter, the mean is half of the other's gradient."""
     replicas = Replicas(2)
     replicas.compute(0)
     weight = [loop.model.norm.weight for loop in replicas.loops]

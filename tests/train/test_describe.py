@@ -1,4 +1,4 @@
-"""What is printed before a run, against what the run's own parts say."""
+"""The facts printed before a run agree with the components of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
     facts = facts_of(model, schedule__inner_steps=10, train__steps=100, transport__replicas=3, codec__name="int8")
     # P=3: offsets 0, 3, 6; sends at 10..100, 13..93, 16..96
     assert facts["rounds"] == "28 in all (10, 9, 9 by fragment)"
-    assert facts["schedule"] == "fragment 0 at step 10, 1 at 13, 2 at 16, and every 10 steps again; merged 1 later"
+    assert facts["schedule"] == "fragment 0 at step 10, 1 at 13, 2 at 16, then every 10 steps; merged 1 step later"
     codec = make_codec("int8", block_size=256)
     sizes = [fragment.numel for fragment in partition(model, num_fragments=3)]
     sent = sum(n * plan_exchange(codec, size, 3).mean_bytes for n, size in zip((10, 9, 9), sizes, strict=True))
@@ -47,7 +47,7 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
 
 
 def test_the_exchange_and_its_bytes_are_those_of_the_plan(model: Transformer) -> None:
-    """Sixteen replicas in fp4: means in fp4 are a sixth of the bytes."""
+    """With sixteen replicas in fp4, means in fp4 take a sixth of the bytes."""
     codec, sizes = make_codec("fp4", block_size=64), [f.numel for f in partition(model, num_fragments=3)]
     many = {"transport__replicas": 16, "codec__block_size": 64}
     plain = facts_of(model, **many, transport__mean_codec="float32")
@@ -64,7 +64,7 @@ def test_the_exchange_and_its_bytes_are_those_of_the_plan(model: Transformer) ->
         assert facts["exchange"] == f"reduce-scatter with means as {words}: {moved} per replica and round each way"
     lost = format_bytes(4 * model.num_parameters())
     for facts in (by_itself, means):
-        assert facts["memory"].endswith(f", {lost} for what means lost, and activations beside it")
+        assert facts["memory"].endswith(f", plus {lost} for the residuals of means, and activations")
     assert facts_of(model)["exchange"].startswith("all-gather: ")
 
 
@@ -78,9 +78,9 @@ def test_a_shared_start_shifts_the_schedule_and_is_counted_apart(model: Transfor
         inner__warmup_steps=0,
     )
     assert facts["algorithm"] == "DiLoCo, after 20 shared data-parallel steps"
-    assert facts["schedule"] == "the whole model at step 30, and every 10 steps again; merged at once"
+    assert facts["schedule"] == "the whole model at step 30, then every 10 steps; merged at once"
     assert facts["rounds"] == "1 in all (1 by fragment)"
-    assert "(the shared start sends " in facts["traffic"]
+    assert " for the shared start)" in facts["traffic"]
 
 
 def test_a_run_of_nothing_but_a_shared_start_sends_no_fragment(model: Transformer) -> None:
@@ -91,7 +91,7 @@ def test_a_run_of_nothing_but_a_shared_start_sends_no_fragment(model: Transforme
 
 def test_every_fragment_is_named_up_to_four_and_the_last_beyond(model: Transformer) -> None:
     many = facts_of(model, fragments__num_fragments=6, fragments__strategy="balanced", schedule__inner_steps=6)
-    assert many["schedule"] == "fragment 0 at step 6, 1 at 7, ..., 5 at 11, and every 6 steps again; merged 1 later"
+    assert many["schedule"] == "fragment 0 at step 6, 1 at 7, ..., 5 at 11, then every 6 steps; merged 1 step later"
 
 
 @pytest.mark.parametrize(

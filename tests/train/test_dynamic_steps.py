@@ -1,4 +1,4 @@
-"""Dynamic steps around a session: when speeds are told, which steps are left out, and what goes on regardless."""
+"""Dynamic steps in a session: when speeds are announced, which steps are skipped, and what is unaffected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.runs import SMALL
 
 
 class Others:
-    """Members that say what a test wants."""
+    """Members with the view, speeds and time limits that a test sets."""
 
     def __init__(self, members: tuple[int, ...] = (0, 1), speeds: Mapping[int, float] | None = None) -> None:
         self.view = View(0, members)
@@ -63,7 +63,7 @@ def test_a_slow_replica_trains_its_share() -> None:
 
 @pytest.mark.parametrize("speeds", [{}, {1: 0.5}, {1: 1.0}, {0: 9.0}])
 def test_nobody_faster_means_every_step(speeds: Mapping[int, float]) -> None:
-    """What is heard of oneself is not believed."""
+    """A report from others about this replica's own speed is ignored."""
     pace = measured(Others(speeds=speeds))
     assert all(pace.trains(step) for step in range(20))
 
@@ -106,7 +106,7 @@ def test_with_grace_a_step_is_trained_if_it_is_over_in_time(left_s: float | None
     others = Others(speeds={1: 9.0})
     pace = DynamicSteps(0, 10, others, shares=False, grace_steps=3)
     others.left_s = 0.0
-    assert pace.trains(0), "until its own speed is known"
+    assert pace.trains(0), "it trains until its own speed is known"
     for _ in range(6):
         pace.trained(2.0)
     others.left_s = left_s
@@ -153,7 +153,7 @@ def test_settings_say_why_a_step_may_be_left_out(
 
 
 def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(data: Path) -> None:
-    """The very case of a straggler: level with the others again after a send, it trains every step as before."""
+    """Once the straggler is level with the others after a send, it trains every step as before."""
     events: list[Event] = []
     session = session_of(data, events)
     others = Others((0,))
@@ -167,7 +167,7 @@ def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(
     assert [result.trained for result in results] == [step not in (5, 6, 7) for step in range(12)]
     sent = {(event.fragment, event.outer_step): event.weight for event in events if isinstance(event, RoundSent)}
     assert (sent[0, 0], sent[0, 1], sent[0, 2]) == (1.0, 0.25, 1.0)
-    assert session.totals.sequences == 2 * 9, "what was left out was seen by nobody"
+    assert session.totals.sequences == 2 * 9, "no replica trained the skipped sequences"
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
@@ -179,7 +179,7 @@ def session_of(data: Path, events: list[Event] | None = None) -> Session:
 
 
 class AtShare(DynamicSteps):
-    """A replica whose share is set, whatever its clock says."""
+    """A replica with a fixed share of the steps, independent of its measured speed."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(0, 4, Others((0,)))

@@ -1,4 +1,4 @@
-"""`diloco finetune` in one process: what counts, what a checkpoint holds, the same bits after a stop, other bases."""
+"""`diloco finetune` in one process: which tokens count, checkpoints, the same bits after a stop, other base models."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(base: Path, sums: Pa
     summary = trained(tmp_path / "cut", resumed)
     assert summary["global_params_digest"] == whole["global_params_digest"]
     assert summary["heldout_loss"] == whole["heldout_loss"]
-    assert whole["heldout_loss"] < 5.5  # ln(272) = 5.6 is where it begins
+    assert whole["heldout_loss"] < 5.5  # ln(272) = 5.6 at the start
 
 
 @pytest.fixture(scope="module")
 def run(base: Path, sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a whole run; not to be changed."""
+    """The folder of a whole run, which tests must not change."""
     folder = tmp_path_factory.mktemp("run")
     trained(folder, plan_of(base, sums))
     return folder
@@ -85,7 +85,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base(run: Path) -
     assert "rest" not in checkpoint.parts
     sizes = [fragment["numel"] for fragment in checkpoint.about["fragments"]]
     assert max(sizes) - min(sizes) < 0.1 * sum(sizes)  # balanced
-    # what data-parallel training would send is adapters, too
+    # data-parallel training would also send only adapters
     assert summary["data_parallel_bytes_per_replica"] < summary["parameters"] * 12 * 8
     model = load_trained(run).model
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
@@ -105,7 +105,7 @@ def test_peft_loads_what_a_run_leaves(base: Path, run: Path) -> None:
 
 
 def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: Path) -> None:
-    """A checkpoint names the weights that it needs, and replicas compare them before they begin."""
+    """A checkpoint names the weights that it needs, and replicas compare them before they start."""
     place = write_base(tmp_path / "base")
     trained(tmp_path / "run", plan_of(place, sums))
     write_base(place, seed=1)
@@ -118,7 +118,7 @@ def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: 
 
 
 def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:
-    """Of two replicas one has the longer answers; what their contributions will weigh is in a checkpoint."""
+    """One of two replicas has longer answers; a checkpoint holds the weights of their contributions."""
     records = [asked(f"q{number}", "7" * (3 if number < 20 else 15)) for number in range(40)]
     data = write_records(tmp_path / "data.jsonl", records)
     plan = plan_of(base, data, data__packing=False, data__sharding="contiguous", train__stop_after=3)
@@ -160,12 +160,12 @@ def test_all_tokens_that_count_weigh_the_same_in_a_batch(base: Path, accumulatio
 
 
 def test_replicas_of_any_precision_hold_the_same_global_bits(base: Path) -> None:
-    """The mean and the outer step are float32 for all, whatever a replica computes with and holds itself."""
+    """The mean and the outer step are float32, whatever dtype a replica uses for compute and for its weights."""
     transport = InProcessTransport(3)
     replicas = []
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         model = build_language_model(ModelSettings(source=f"hf:{base}"), seed=0)
-        for parameter in model.parameters():  # to what every one of the types holds exactly
+        for parameter in model.parameters():  # to values that all of the dtypes represent exactly
             parameter.data = parameter.data.mul(256).round().div(256)
         model.to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -195,7 +195,7 @@ def test_steps_that_are_given_are_kept(base: Path, sums: Path, steps: int) -> No
 
 def test_who_has_little_data_is_told_how_to_make_more_steps_of_it(base: Path, sums: Path) -> None:
     line = finetune_line(command_line(base, data__paths=(sums,)), full=False)
-    assert "15 rows, 16 in a step and read 3 times, make 3 steps" in with_steps(line, 15, 3.0, 2)[1]
+    assert "15 rows, 16 per step and read 3 times, give only 3 steps" in with_steps(line, 15, 3.0, 2)[1]
     assert "steps" not in with_steps(line, 300, 3.0, 2)[1]
 
 
@@ -212,10 +212,10 @@ def test_torchrun_says_how_many_replicas_there_are(
 REFUSED: tuple[tuple[list[str], str], ...] = (
     ([], "diloco finetune needs a model"),
     (["llama"], "diloco finetune needs conversations"),
-    (["run.toml", "--data", "a.jsonl"], "use diloco train run.toml"),
+    (["run.toml", "--data", "a.jsonl"], "use `diloco train run.toml`"),
     (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
-    (["llama", "--resume", "runs/a"], "whose model goes on"),
-    (["--resume", "runs/a", "--full"], "do not go with --resume"),
+    (["llama", "--resume", "runs/a"], "resumes the run with its own model"),
+    (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
     (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs 0 must be a positive number"),
     (["llama", "--data", "a.jsonl", "--epochs"], "--epochs needs a value"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),

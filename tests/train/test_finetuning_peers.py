@@ -1,4 +1,4 @@
-"""Replicas that are killed or lose the others, and come back: they end with the same adapters, which alone travel."""
+"""Replicas that are killed or lose the others, and rejoin, end with the same adapters and send nothing else."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from tests.train.test_finetuning import plan_of
 from tests.transport.wires import QUICK, at_once, rendezvous
 
 LIMIT_S = 60.0
-"""Far more than anything here takes, for machines that are busy."""
+"""A generous limit, for busy machines."""
 
 
 class Peer:
-    """One replica, and the thread in which it trains until all are asked to end, or it is killed.
+    """One replica and its thread, which trains until all replicas are asked to end or this one is killed.
 
     Args:
-        session: makes it, given its fleet and what gets its events.
+        place: the replica's place in the run.
+        make: creates the session from its fleet and a consumer of events.
     """
 
     def __init__(self, place: Place, make: Callable[..., Session]) -> None:
@@ -48,13 +49,13 @@ class Peer:
         self.digest = ""
 
     def make(self) -> None:
-        """With random numbers that all threads share, so while nobody trains, or where they don't matter."""
+        """Create the session. Call it while no replica trains, or if shared random numbers do not matter."""
         self.session = self._make(self.fleet, self._note)
-        for replica in self.session.replicas:  # NumPy crashes where one thread swaps its generator and another reads it
+        for replica in self.session.replicas:  # NumPy crashes if one thread swaps its generator while another reads it
             replica.random_state = mock.MagicMock()
 
     def start(self) -> None:
-        """Where the others are, if they are at work already."""
+        """Start training, at the step of the others if they are already training."""
         if self.fleet.joining:
             join_run(self.session, self.fleet, LIMIT_S)
         self.session.open_to_joiners()
@@ -86,7 +87,7 @@ class Peer:
             self._changed.notify_all()
 
     def wait_for_round_of(self, *replicas: int) -> None:
-        """One that comes from now on."""
+        """Wait for the next round of exactly these contributors."""
         before = len(self.events)
 
         def come() -> bool:
@@ -102,7 +103,7 @@ class Peer:
             assert self._changed.wait_for(come, LIMIT_S), f"no {what}: {self.events[-9:]}"
 
     def give_up_others(self, at_once: threading.Barrier) -> None:
-        """Lose all others at the moment at which they lose this one."""
+        """Lose all other replicas at the moment at which they lose this one."""
         connections = self.fleet.transport.connections
 
         def give_up() -> None:
@@ -112,12 +113,12 @@ class Peer:
         connections.post(give_up)
 
     def kill(self) -> None:
-        """Its connections end between two steps, and it has told nobody."""
+        """End the replica between two steps, without announcing it to the others."""
         self._killed.set()
         self._thread.join()
 
     def end(self) -> None:
-        """All at one step."""
+        """Ask the replica to stop and wait until its thread has ended."""
         self._asked.set()
         self._thread.join(LIMIT_S)
         if self._thread.is_alive():
@@ -131,10 +132,10 @@ def looks(event: Event) -> bool:
 
 
 class Peers:
-    """Three of a run, that begin together; all end at one step.
+    """Three replicas of a run that start together and end at the same step.
 
     Args:
-        data_parallel_steps: of the shared start.
+        data_parallel_steps: the length of the shared start.
     """
 
     def __init__(self, folder: Path, data_parallel_steps: int = 0) -> None:
@@ -203,7 +204,7 @@ def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Cal
 def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
     begin: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The founder trains only once others have joined: else they could found another view meanwhile."""
+    """The founder trains only after others have joined, because they could otherwise found another view."""
     peers = begin(data_parallel_steps=100_000)
     first, second, third = peers.all
     with monkeypatch.context() as cut:

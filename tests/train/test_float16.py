@@ -1,4 +1,4 @@
-"""Inner steps in float16: what is skipped, and how the scale goes, alone and beside other replicas."""
+"""Inner steps in float16: which are skipped and how the scale changes, alone and with other replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, tr
 def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale(
     value: float, seen_by_scaler: bool, name: str
 ) -> None:
-    """With a fused kernel and without; also when it came about after the gradients were unscaled."""
+    """This holds with and without a fused kernel, and for infinities that arise after the gradients are unscaled."""
     loop = make_loop("float16", name=name, arguments={})
     train(loop, 2)
     held, state = weights(loop.model), optimizer_state(loop)
@@ -43,7 +43,7 @@ def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale(
 
 
 def test_the_scale_goes_as_torchs_own_would() -> None:
-    """Reference: GradScaler by its manual, growing after three good steps; a bad one starts the count anew."""
+    """Reference: GradScaler used as documented. It grows after three good steps; a bad step restarts the count."""
     bad = {2, 7, 8}
     mine, theirs = make_loop("float16"), torch.amp.GradScaler("cpu", growth_interval=3)
     mine.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
@@ -64,7 +64,7 @@ def test_the_scale_goes_as_torchs_own_would() -> None:
 
 
 def test_skipping_for_another_replica_lowers_the_scale_alike() -> None:
-    """One replica saw infinity, the other skips because of it: the scalers stay the same, count and all."""
+    """One replica saw infinity and the other skips because of it. Their scalers stay equal, including the counts."""
     own, others = make_loop("float16"), make_loop("float16")
     for loop in (own, others):
         train(loop, 2)
@@ -84,7 +84,7 @@ def test_skipping_for_another_replica_lowers_the_scale_alike() -> None:
 
 
 def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_not() -> None:
-    """The others go on without this replica's gradients; if it alone stayed, the replicas would part."""
+    """The other replicas step with the mean; if this replica alone skipped, the replicas would diverge."""
     spoilt, sound = make_loop("float16"), make_loop("float16")
     for loop in (spoilt, sound):
         loop.accumulate_gradients(*batch(0))
@@ -100,7 +100,7 @@ def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_no
 
 
 def test_with_diloco_around_it_a_skipped_step_desynchronises_nothing() -> None:
-    """Steps, rounds and digests stay those of the swarm, and a scale never touches what is sent."""
+    """Steps, rounds and digests stay equal on all replicas, and the loss scale never affects contributions."""
     hub = InProcessTransport(2)
     loops = [make_loop("float16", rate=inner_learning_rate(InnerSettings(warmup_steps=4), 24)) for _ in range(2)]
     schedule = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)

@@ -1,4 +1,4 @@
-"""Models of `transformers`, trained as `diloco train` does it: what comes out, and what a checkpoint needs."""
+"""Models of `transformers` in `diloco train`: the results, and what a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.train.source_runs import plan_of, trained
 
 @pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "OPT", "Qwen3-MoE"])
 def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data: Path, tmp_path: Path) -> None:
-    """Tied, with dropout, with positions that are learnt, routed: two rounds of every fragment, in four bits and
-    overlapped."""
+    """Models with tied weights, dropout, learnt positions or routing run two rounds per fragment, in four bits with
+    overlap."""
     listener = Listener()
     plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
     summary = trained(tmp_path / "run", plan, listener)
@@ -51,7 +51,7 @@ def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data
     assert names == checkpoint.load("global").keys()
     model = load_trained(tmp_path / "run").model
     assert names == {name for name, _ in model.named_parameters()}
-    assert summary["heldout_loss"] < 5.7  # ln(272) = 5.6 is where it begins
+    assert summary["heldout_loss"] < 5.7  # ln(272) = 5.6 at the start
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -77,7 +77,7 @@ def test_muon_trains_a_model_of_transformers_and_goes_on(algorithm: str, data: P
 
 
 def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
-    """DiLoCo in transformers and torch alone: two replicas, AdamW, and SGD with Nesterov momentum outside."""
+    """DiLoCo written with only transformers and torch: two replicas, AdamW, and an outer SGD with Nesterov momentum."""
     from transformers import LlamaForCausalLM
 
     folder = write_config(tmp_path, "Llama")
@@ -121,7 +121,7 @@ def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
 def test_a_run_goes_on_exactly_when_its_source_is_gone(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With dropout, in four bits with error feedback, a tokeniser of the model's own, and stopped between rounds."""
+    """The run has dropout, four bits with error feedback and the model's own tokeniser, and stops between rounds."""
     folder = write_config(tmp_path, "GPT-2")
     ByteTokenizer().save(folder)
     values = {"codec__error_feedback": True, "transport__replicas": 2}
@@ -133,7 +133,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     shutil.move(folder / "tokenizer.json", kept)
     shutil.rmtree(folder)
     folder.mkdir()
-    shutil.move(kept, folder / "tokenizer.json")  # of the data, which is read again
+    shutil.move(kept, folder / "tokenizer.json")  # the tokeniser of the data, which is read again
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
     go_on = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
     assert trained(tmp_path / "run", go_on)["global_params_digest"] == straight["global_params_digest"]
@@ -155,7 +155,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
 
 
 def test_files_of_transformers_are_begun_from(data: Path, tmp_path: Path) -> None:
-    """Their names are those of the model inside; a tied weight may stand there twice."""
+    """The names are those of the wrapped model; a tied weight may occur twice."""
     folder = write_config(tmp_path, "Qwen3")
     model = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=8)
     state = {name: value.clone() for name, value in model.wrapped.state_dict().items()}  # type: ignore[union-attr, operator]
@@ -172,7 +172,7 @@ def test_files_of_transformers_are_begun_from(data: Path, tmp_path: Path) -> Non
 
 
 def test_the_record_of_a_run_begins_it_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another working directory; sequences and vocabulary are checked against the real model."""
+    """The run starts in another working directory. Sequence length and vocabulary are checked against the model."""
     write_config(tmp_path, "Llama")
     monkeypatch.chdir(tmp_path)
     plan = plan_of("hf:Llama", data, model__arguments={"num_hidden_layers": 7})

@@ -1,4 +1,4 @@
-"""One replica's inner steps: accumulation, clipping, precision, what stops them, and going on from a saved state."""
+"""Inner steps of one replica: accumulation, clipping, precision, errors, and resuming from a saved state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestAccumulation:
     @pytest.mark.parametrize("pieces", [2, 3, 6, 4, 5, 7])
     @pytest.mark.parametrize("precision", ["float32", "float16"])
     def test_pieces_have_the_gradient_and_the_loss_of_the_batch(self, pieces: int, precision: Any) -> None:
-        """Six sequences; 4 and 5 pieces are uneven, 7 are more than there are."""
+        """The batch has six sequences; 4 and 5 pieces are uneven, 7 are more than the batch has sequences."""
         whole, parts = make_loop(precision), make_loop(precision, accumulation=pieces)
         losses = [float(loop.accumulate_gradients(*batch(0))) for loop in (whole, parts)]
         for loop in (whole, parts):
@@ -54,7 +54,7 @@ class TestAccumulation:
 class TestClipping:
     @pytest.mark.parametrize("clip_norm", [1e-3, 1e9, None])
     def test_the_step_is_that_of_the_clipped_gradient(self, clip_norm: float | None) -> None:
-        """Plain SGD, so that the step shows the gradient; what is reported is the norm before clipping."""
+        """With plain SGD the step shows the gradient. The reported norm is the one before clipping."""
         loop = make_loop(name="SGD", arguments={}, clip_norm=clip_norm, rate=ValueSchedule(peak=1.0))
         before = weights(loop.model)
         loop.accumulate_gradients(*batch(0))
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_with_nothing_applied(
 def test_half_precision_trains_near_float32_with_float32_parameters_and_state(precision: Any) -> None:
     loop, reference = make_loop(precision), make_loop()
     losses, expected = train(loop, 30), train(reference, 30)
-    assert losses != expected, "the forward pass is another"
+    assert losses != expected, "the forward pass differs"
     assert losses[-1] == pytest.approx(expected[-1], abs=0.1)
     assert losses[-1] < 0.7 * losses[0]
     assert loop.scaler.is_enabled() == (precision == "float16")
@@ -103,14 +103,14 @@ def test_half_precision_trains_near_float32_with_float32_parameters_and_state(pr
 
 
 class TestMaskedSteps:
-    """On CUDA the device leaves out a bad step by itself; the CPU's fused kernels can do the same."""
+    """On CUDA the device skips a bad step by itself; the fused kernels of the CPU can do the same."""
 
     @pytest.mark.parametrize("name", ["AdamW", "SGD"])
     @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
     def test_good_steps_have_the_same_bits(self, name: str, precision: Any) -> None:
         arguments = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
         masked, plain = (make_loop(precision, name=name, arguments=arguments) for _ in range(2))
-        assert not plain.masked, "on the CPU nothing is gained by it"
+        assert not plain.masked, "on the CPU this gains nothing"
         masked.masked = masked.can_mask
         assert masked.masked
         assert train(masked, 5) == train(plain, 5)
@@ -151,7 +151,7 @@ class TestState:
     @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
     def test_going_on_from_a_saved_state_is_never_stopping(self, precision: Any, name: str) -> None:
-        """Invariant 6, bit for bit, after a skipped step where there can be one."""
+        """The bits are equal (invariant 6), also after a skipped step where a precision has one."""
         arguments = {"momentum": 0.9} if name != "AdamW" else {"weight_decay": 0.1}
         rate = inner_learning_rate(InnerSettings(warmup_steps=3, learning_rate=1e-2), 12)
         first, second = (make_loop(precision, name=name, arguments=arguments, rate=rate) for _ in range(2))
@@ -163,7 +163,7 @@ class TestState:
             first.apply(4)
         second.model.load_state_dict(first.model.state_dict())
         second.load_state_dict(first.state_dict())
-        expected = train(first, 6, start=5)  # the first goes on: what was loaded must be the second's own
+        expected = train(first, 6, start=5)  # the first continues: the second must have loaded a copy
         assert train(second, 6, start=5) == expected
         assert torch.equal(weights(first.model), weights(second.model))
         assert first.scaler.state_dict() == second.scaler.state_dict()

@@ -1,4 +1,4 @@
-"""Which optimizer an inner loop has, which parameters it decays, and at which learning rate."""
+"""The optimizer of an inner loop: its class, the parameters that it decays, and its learning rate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestLearningRate:
         assert values[-1] == pytest.approx(2.0 if stays else 2.0 * ratio)
 
     def test_it_is_a_function_of_the_global_step_alone(self) -> None:
-        """Invariant 7: a joiner at step 30 has the swarm's rate at once."""
+        """Invariant 7: a replica that joins at step 30 has the swarm's rate at once."""
         settings = InnerSettings(learning_rate=1e-2, warmup_steps=10)
         rate = inner_learning_rate(settings, 50)
         joiner = make_loop(rate=inner_learning_rate(settings, 50))
@@ -89,7 +89,7 @@ class TestOptimizer:
     def test_any_of_torch_trains_without_torchs_compiler(
         self, name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Which is 70 MB in every process that imports it."""
+        """The compiler takes 70 MB in every process that imports it."""
         monkeypatch.setitem(sys.modules, "torch._dynamo", None)
         rate = ValueSchedule(peak=1.0 if name == "Adadelta" else 0.1 if name == "SGD" else 1e-2)
         loop = make_loop(name=name, arguments=arguments, rate=rate)
@@ -109,7 +109,7 @@ class TestOptimizer:
 
     @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}, {"betas": (0.9, 0.95)}])
     def test_weight_decay_acts_on_matrices_only(self, arguments: dict[str, Any]) -> None:
-        """Also where it is the class's own default, as AdamW's 0.01: a zero gradient leaves norms as they are."""
+        """This includes the default of the class, such as AdamW's 0.01: with a zero gradient, norms do not change."""
         loop = make_loop(arguments=arguments, clip_norm=None)
         before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
         for parameter in loop.model.parameters():
@@ -141,24 +141,24 @@ class TestOptimizer:
         ("name", "arguments", "words"),
         [
             ("AdmaW", {}, "did you mean 'AdamW'"),
-            ("Optimizer", {}, "no optimizer of torch.optim"),
-            ("lr_scheduler", {}, "no optimizer of torch.optim"),
+            ("Optimizer", {}, "not an optimizer of torch.optim"),
+            ("lr_scheduler", {}, "not an optimizer of torch.optim"),
             (
                 "AdamW",
                 {"weight_deacy": 0.1},
-                "arguments.weight_deacy is no argument of AdamW; did you mean 'weight_decay'",
+                "arguments.weight_deacy is not an argument of AdamW; did you mean 'weight_decay'",
             ),
-            ("SGD", {"betas": (0.9, 0.95)}, "betas is no argument of SGD"),
-            ("AdamW", {"params": []}, "params is no argument of AdamW"),
-            ("AdamW", {"lr": 0.1}, "starts from inner.learning_rate: set that instead"),
+            ("SGD", {"betas": (0.9, 0.95)}, "betas is not an argument of SGD"),
+            ("AdamW", {"params": []}, "params is not an argument of AdamW"),
+            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set inner.learning_rate"),
             ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
             ("AdamW", {"betas": 0.9}, "torch.optim.AdamW refused"),
             ("SGD", {"nesterov": True}, "torch.optim.SGD refused .*momentum"),
             ("AdamW", {"eps": -1.0}, "torch.optim.AdamW refused .*-1.0"),
             ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
-            ("Muon", {"momntum": 0.9}, "momntum is no argument of Muon; did you mean 'momentum'"),
-            ("Muon", {"momentum": 1.5}, "momentum must be in"),
-            ("Muon", {"adamw": ["nowhere"]}, "fits no trainable matrix"),
+            ("Muon", {"momntum": 0.9}, "momntum is not an argument of Muon; did you mean 'momentum'"),
+            ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
+            ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
             ("SparseAdam", {}, "'SparseAdam' takes sparse gradients only"),
         ],
     )

@@ -1,4 +1,4 @@
-"""What replicas of one process hold once, and what each holds for itself."""
+"""Memory that replicas of one process share, and memory of each replica."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.train.test_session_state import make_session
 
 
 def held(tensors: list[torch.Tensor]) -> int:
-    """Values in distinct memory."""
+    """Return the number of values in distinct memory."""
     return sum({tensor.data_ptr(): tensor.numel() for tensor in tensors}.values())
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_eight_replicas_hold_once_what_they_agree_on(tmp_path: Path, precision: str) -> None:
-    """While gradients are averaged that is everything; then it is the global parameters and their momentum."""
+    """While gradients are averaged they share everything, then the global parameters and their momentum."""
     arguments = f"--replicas 8 --data-parallel-steps 2 --steps 8 --train.precision {precision}"
     session = make_session(write_text(tmp_path), arguments)
     session.step()
     models = {id(replica.model): replica.model for replica in session.replicas}
-    assert len(models) == (8 if precision == "float16" else 1), "a scaler looks at each replica's own gradients"
+    assert len(models) == (8 if precision == "float16" else 1), "a scaler checks the gradients of each replica"
     assert len({id(replica.inner) for replica in session.replicas}) == len(models)
     if len(models) == 1:
         assert all(parameter.grad is None for parameter in session.replicas[0].model.parameters())

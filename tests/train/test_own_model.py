@@ -1,4 +1,4 @@
-"""A model of one's own, from a function: what comes of it in a run, and what is told of mistakes."""
+"""The user's own model, from a function: its training in a run, and the messages about mistakes."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def few(vocab_size):
 
 
 def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
-    """A plain module: its layers are found though its head is larger, and what is frozen or a buffer comes along."""
+    """The layers of a plain module are found though its head is larger; frozen parameters and buffers are kept."""
     file = tmp_path / "nets.py"
     file.write_text(NETS, encoding="utf-8")
     plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)
-    assert plan.configuration.fragments.num_fragments == 3  # four layers, three to a fragment, and what is in none
+    assert plan.configuration.fragments.num_fragments == 3  # four layers, three per fragment, and the rest
     again = load_trained(tmp_path / "run").model
     assert isinstance(again, ForeignModel)
     assert (again.num_layers, again.vocab_size, again.wrapped.embedding.weight.shape[1]) == (4, 257, 12)
@@ -93,8 +93,8 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
 
     written_ns = file.stat().st_mtime_ns
     file.write_text(NETS.replace("range(4)", "range(5)"), encoding="utf-8")
-    os.utime(file, ns=(written_ns, written_ns))  # bytecode in `__pycache__` tells an edit by size and second
-    with pytest.raises(CheckpointError, match="the model that the run began with"):
+    os.utime(file, ns=(written_ns, written_ns))  # bytecode in `__pycache__` detects an edit by size and second
+    with pytest.raises(CheckpointError, match="Use the model with which the run started"):
         trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16)))
 
 
@@ -118,7 +118,7 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
         ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
         ("none", {}, "returned a int. It must return a torch.nn.Module"),
-        ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),
+        ("build", {"arguments": {"widht": 3}}, r"widht is not an argument.*did you mean 'width'"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             built(function, **settings)

@@ -1,4 +1,4 @@
-"""The ranks of a replica do together what one rank would do alone, and see every change of weights (invariant 10)."""
+"""The ranks of a replica together compute the same as one rank, and see every change of weights (invariant 10)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.processes import Processes
 from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal
 
 CLIPPED = {"clip_norm": 0.25, "accumulation": 2, "batch_size": 5}
-"""Uneven shares of a batch in pieces, and clipping at work."""
+"""Uneven shares of a batch in pieces, with clipping in effect."""
 
 EXACT = {"clip_norm": None, "accumulation": 1, "batch_size": 2}
-"""Where ranks that compute the same rows have the bits of one: the mean of two equal numbers is that number."""
+"""Ranks that compute the same rows have the bits of one rank: the mean of two equal numbers is that number."""
 
 
 def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
-    """What two ranks are asked to do, one thing after the other."""
+    """Run all jobs of a rank, one after the other."""
     done: dict[str, Any] = {}
     for number, (job, of_job) in enumerate(
         [
@@ -54,7 +54,7 @@ def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    """The strategy, and what each of two ranks has done."""
+    """The strategy, and the results of each of two ranks."""
     setup = Setup(strategy=request.param, size=2)
     with Processes() as processes:
         processes.start(2, ranks_do, setup, tmp_path_factory.mktemp("ranks"))
@@ -66,7 +66,7 @@ def rank_trains(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
     losses, norms, digests, evaluated = [], [], [], []
     heldout = torch.arange(26).view(2, 13) % 17
     for _ in range(STEPS):
-        with rank.diloco.global_model(), torch.no_grad():  # between any two steps, also right before a merge
+        with rank.diloco.global_model(), torch.no_grad():  # between any two steps, including right before a merge
             evaluated.append(float(rank.model.loss(heldout[:, :-1], heldout[:, 1:]).loss))
         loss, inner = rank.step()
         losses.append(loss)
@@ -86,12 +86,12 @@ def rank_trains(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one rank does."""
+    """Return the results of a single rank."""
     return rank_trains(Setup(**CLIPPED), ReplicaGroup())
 
 
 def assert_train_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Over two merges of each of three fragments, to the round-off of float32."""
+    """They agree to the round-off of float32 over two merges of each of three fragments."""
     assert alone["committed"] == 6
     assert len(set(alone["evaluated"])) == 7, "global parameters move when a fragment is merged, and only then"
     assert min(alone["norms"]) > 0.25, "the gradient is clipped at every step"
@@ -138,7 +138,7 @@ def rank_trains_sparingly(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
 def test_recomputed_blocks_and_a_loss_in_chunks_are_no_special_case(
     ranks: tuple[str, list[dict[str, Any]]],
 ) -> None:
-    """Also where the projection's weight is whole only inside the loss."""
+    """This includes a projection whose weight is gathered only inside the loss."""
     alone = rank_trains_sparingly(Setup(**CLIPPED), ReplicaGroup())
     for rank in ranks[1]:
         done = rank["rank_trains_sparingly"]
@@ -148,7 +148,7 @@ def test_recomputed_blocks_and_a_loss_in_chunks_are_no_special_case(
 
 
 class ByShard(Float32):
-    """What fp4 makes of values whose shards are encoded one by one, sent as float32."""
+    """A codec that sends float32 values with the errors of fp4, encoded shard by shard."""
 
     def __init__(self, shapes: dict[int, list[tuple[int, ...]]], num_shards: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def rank_trains_alike(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
 
 
 def test_ranks_that_compute_the_same_rows_have_the_bits_of_one(ranks: tuple[str, list[dict[str, Any]]]) -> None:
-    """So that quantisation can't hide behind round-off: with fp4, each rank's shard is encoded by itself."""
+    """Round-off can't hide quantisation here: with fp4, each rank's shard is encoded separately."""
     alone = Rank(Setup(codec="fp4", **EXACT), ReplicaGroup())
     if ranks[0] == "fsdp":
         shapes = {fragment.numel: list(fragment.shapes) for fragment in alone.diloco.fragments}
@@ -189,13 +189,13 @@ def test_ranks_that_compute_the_same_rows_have_the_bits_of_one(ranks: tuple[str,
 
 
 def rank_overflows(setup: Setup, group: ReplicaGroup) -> list[tuple[bool, float]]:
-    """Finds an infinity in what it holds of a gradient, before the second step; with fsdp only one rank does."""
+    """Put an infinity into this rank's part of a gradient before the second step; with fsdp only on one rank."""
     rank = Rank(setup, group)
     outcomes = []
     for step in range(3):
         batch = torch.arange(52).view(4, 13) % 17
         rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
-        if step == 1 and (group.position == 1 or setup.strategy == "ddp"):  # with ddp the mean has it on all ranks
+        if step == 1 and (group.position == 1 or setup.strategy == "ddp"):  # with ddp all ranks hold the mean
             gradient = rank.model.get_parameter("layers.0.feed_forward.up.weight").grad
             assert gradient is not None
             local_shard(gradient)[0, 0] = float("inf")
@@ -214,7 +214,7 @@ def test_in_float16_all_ranks_skip_the_same_steps(ranks: tuple[str, list[dict[st
 
 
 def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
-    """With nobody but itself, at first; then one rank finds a value that is not finite in what it holds."""
+    """Average gradients of a single replica; then one rank has a value that is not finite."""
     rank = Rank(setup, group)
     averager = GradientAverager(rank.model, InProcessTransport(1).endpoint(0), make_codec("float32"), group)
     batch = torch.arange(52).view(4, 13) % 17
@@ -264,11 +264,11 @@ def rank_is_refused(setup: Setup, group: ReplicaGroup) -> list[str]:
 
 def test_what_can_not_work_is_refused(ranks: tuple[str, list[dict[str, Any]]]) -> None:
     expected = [
-        "strategy 'none' was given to a replica of 2 ranks",
-        "a batch of 1 sequences was given to a replica of 2 ranks",
-        "already has a process group of 2",
+        "Strategy 'none' can't be used for a replica of 2 ranks",
+        "A replica of 2 ranks needs a batch of at least 2 sequences, one per rank, got 1",
+        "already has a default process group of 2 ranks",
         "'Adafactor' can't step parameters that are sharded",
-        "inner.arguments.fused was given to SGD",
+        "inner.arguments.fused can't be used here: the fused kernel of SGD",
     ]
     for rank in ranks[1]:
         words = rank["rank_is_refused"]

@@ -1,4 +1,4 @@
-"""Ranks of a replica at the edges: empty shards, no process group, and a rank that dies."""
+"""Edge cases of a replica's ranks: empty shards, no process group, and a rank that dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.train.ranks import CPU, MODEL, Rank, Setup, open_group, whole
 
 
 def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
-    """A fragment of one norm alone, whose 4 values 3 ranks share out as 2, 2 and none."""
+    """A fragment consists of one norm, whose 4 values are sharded over 3 ranks as 2, 2 and none."""
     group = open_group(Setup(strategy="fsdp", size=3), position, folder)
     narrow = replace(MODEL, width=4, layers=1)
     model = parallelise(build_model(narrow, seed=0), "fsdp", group, CPU).model

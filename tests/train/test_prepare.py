@@ -1,4 +1,4 @@
-"""Blocks recomputed, compiled, or both: the same bits, what is kept, no graph breaks."""
+"""Blocks that are recomputed, compiled, or both: the same bits, the activations that are kept, no graph breaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = torch.randint(17, (2, 13), generator=torch.Generator().manual_seed(0))
 
 
 class Operations(TorchDispatchMode):
-    """How often each operation was carried out."""
+    """Counts how often each operation runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def tracing() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
-        # of torch's tracer, about what it does itself
+        # a warning of torch's tracer about its own code
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor", category=UserWarning)
         yield
@@ -84,11 +84,11 @@ def test_selective_repeats_no_product_and_full_repeats_all() -> None:
     assert products["selective"] == products["none"]
     assert products["full"] > products["none"]
     rotations = {name: count["aten.roll.default"] for name, count in counts.items()}
-    assert rotations["selective"] > rotations["none"], "what is cheap is computed again"
+    assert rotations["selective"] > rotations["none"], "cheap operations are recomputed"
 
 
 def kept_bytes(checkpointing: Any) -> int:
-    """What the forward pass leaves for the backward pass, parameters aside."""
+    """Return the bytes that the forward pass keeps for the backward pass, without parameters."""
     model = build_model(SETTINGS, seed=0)
     prepare_blocks(model, checkpointing=checkpointing)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -112,7 +112,7 @@ def test_full_keeps_less_than_half_of_what_is_kept_without() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing: Any) -> None:
-    """On a backend that generates no code; "aot_eager" splits and recomputes as the real one does."""
+    """The backend "aot_eager" generates no code but splits and recomputes like the real one."""
     plain, compiled = build_model(SETTINGS, seed=0), build_model(SETTINGS, seed=0)
     with tracing():
         prepare_blocks(compiled, checkpointing=checkpointing, compiled=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Replicas take turns in one process and hear only their own dice; the process keeps its own."""
+"""Replicas that take turns in one process draw only their own random numbers, and the process keeps its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco.train.settings import RunSettings
 
 
 def draw() -> tuple[Any, ...]:
-    """From every generator an odd number of normal numbers too, so that one is left over in its cache."""
+    """Draw from every generator, with an odd number of normal numbers, so that one is left in its cache."""
     return (
         random.random(),
         random.gauss(0, 1),
@@ -42,7 +42,7 @@ def drawn(state: RandomState, times: int = 1) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(autouse=True)
 def _own_generators() -> Iterator[None]:
-    """These tests draw from the process's generators; the others shall not notice."""
+    """Restore the generators of the process after each test, as these tests draw from them."""
     with RandomState(99, 99).active():
         yield
 
@@ -77,7 +77,7 @@ def test_replicas_in_turns_draw_what_each_would_draw_alone() -> None:
     for _ in range(3):
         for replica, state in enumerate(together):
             in_turns[replica] += drawn(state)
-            draw()  # the process goes on drawing too
+            draw()  # the process keeps drawing too
     assert in_turns == alone
 
 
@@ -104,7 +104,7 @@ def test_the_largest_seed_works_everywhere() -> None:
 
 @pytest.mark.parametrize(("seed", "replica"), [(-1, 0), (0, -1)])
 def test_negative_seeds_are_refused(seed: int, replica: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"seed={seed} and replica={replica} were given"):
+    with pytest.raises(ConfigurationError, match=f"got seed={seed} and replica={replica}"):
         RandomState(seed, replica)
 
 
@@ -137,11 +137,11 @@ def test_different_states_nest() -> None:
 def test_while_active_the_same_state_can_be_neither_activated_nor_saved_nor_loaded() -> None:
     state, other = RandomState(0, 0), RandomState(0, 1).state_dict()
     with state.active():
-        with pytest.raises(DiLoCoError, match="activated while it was active"), state.active():
+        with pytest.raises(DiLoCoError, match="activated while it is active"), state.active():
             pass
-        with pytest.raises(DiLoCoError, match="while it was active"):
+        with pytest.raises(DiLoCoError, match="while it is active"):
             state.state_dict()
-        with pytest.raises(DiLoCoError, match="while it was active"):
+        with pytest.raises(DiLoCoError, match="while it is active"):
             state.load_state_dict(other)
         first = draw()
     assert [first] == drawn(RandomState(0, 0))
@@ -167,7 +167,7 @@ def test_a_saved_state_goes_on_where_it_was(draws: int) -> None:
     state, other = RandomState(0, 0), RandomState(5, 5)
     drawn(state, draws)
     saved = through_text(state)
-    expected = drawn(state, times=3)  # and what was saved does not move with it
+    expected = drawn(state, times=3)  # the saved state does not change with it
     other.load_state_dict(saved)
     assert drawn(other, times=3) == expected
 
@@ -217,13 +217,13 @@ def test_a_malformed_state_is_refused_and_changes_nothing(path: str, value: Any)
 
 
 def playing_cuda(patch: pytest.MonkeyPatch, devices: list[torch.Generator]) -> None:
-    """From now on CUDA has been started, and these are the generators of its devices."""
+    """Simulate that CUDA is initialised, with these as the generators of its devices."""
     patch.setattr(torch.cuda, "is_initialized", lambda: True)
     patch.setattr(torch.cuda, "default_generators", devices)
 
 
 class TestDevices:
-    """CUDA's generators, played by CPU generators: what matters is when they are there."""
+    """CPU generators stand in for those of CUDA, as only the time at which they exist matters."""
 
     @pytest.fixture
     def devices(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
@@ -267,5 +267,5 @@ class TestDevices:
 
     def test_starting_them_inside_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         state = RandomState(0, 0)
-        with pytest.raises(ConfigurationError, match="CUDA was started while"), state.active():
+        with pytest.raises(ConfigurationError, match="CUDA was initialised while"), state.active():
             playing_cuda(monkeypatch, [torch.Generator()])

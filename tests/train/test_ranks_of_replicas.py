@@ -1,4 +1,4 @@
-"""Two replicas of two ranks each, over real connections, are two replicas of one rank."""
+"""Two replicas of two ranks each, over real connections, equal two replicas of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.train.ranks import STEPS, Rank, Setup, largest_difference, open_group
 from tests.transport.wires import QUICK, at_once, rendezvous
 
 PATIENT = QUICK | {"round_timeout_s": 300.0, "silence_s": 300.0, "rendezvous_timeout_s": 300.0}
-"""A machine with few cores stands still for a while when four processes start."""
+"""A machine with few cores may stall for a while when four processes start."""
 
 
 def result_of(rank: Rank) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def rank_of_two_replicas(rank: int, strategy: Any, address: Address, folder: Pat
 
 @pytest.fixture(scope="module")
 def alone() -> list[dict[str, Any]]:
-    """What each of two replicas of one rank does."""
+    """Return the results of two replicas of one rank each."""
     hub = InProcessTransport(2)
     replicas = [Rank(Setup(), ReplicaGroup(), transport=hub.endpoint(m), replica=m) for m in (0, 1)]
     results = at_once([lambda replica=replica: result_of(replica) for replica in replicas])
@@ -90,6 +90,6 @@ def test_replicas_of_two_ranks_train_as_replicas_of_one(
     sent = [done["sent"] for done in ranks.values()]
     once = alone[0]["sent"]
     if strategy == "ddp":
-        assert sent == [once] * 4, "each value crosses the link once, and the other rank knows"
+        assert sent == [once] * 4, "each value crosses the link once, and every rank reports it"
     else:
         assert sent[0] + sent[1] == sent[2] + sent[3] == once

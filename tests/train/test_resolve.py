@@ -1,4 +1,4 @@
-"""From what was asked for to what will run: defaults by algorithm, and notes on runs that may not be meant."""
+"""Resolution of settings: defaults by algorithm, and notes on runs that are probably a mistake."""
 
 from __future__ import annotations
 
@@ -134,20 +134,24 @@ def test_defaults_of_every_algorithm_always_fit_together(
 def test_a_gain_is_another_way_to_give_the_outer_learning_rate() -> None:
     run = resolved(outer__gain=4.0)
     assert (run.outer.learning_rate, run.outer.gain) == (0.4, None)
-    assert resolve(run) == run, "what is resolved can be resolved again"
+    assert resolve(run) == run, "resolving is idempotent"
     assert resolved(outer__gain=1.75, outer__momentum=0.6).outer.learning_rate == 0.7
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.learning_rate == 1.5
     assert resolved(outer__name="sgd", outer__gain=1.5).outer.lasting_gain == 1.5
     assert resolved(outer__name="adam").outer.lasting_gain is None
-    with pytest.raises(ConfigurationError, match=r"outer.gain=4 and outer.learning_rate=0.5 were both given"):
+    with pytest.raises(
+        ConfigurationError, match=r"outer.gain=4 can't be combined with outer.learning_rate=0.5, because the gain"
+    ):
         resolved(outer__gain=4.0, outer__learning_rate=0.5)
-    with pytest.raises(ConfigurationError, match=r"outer.gain=4 was given with outer.name='adam', which has no gain"):
+    with pytest.raises(
+        ConfigurationError, match=r"outer.gain=4 can't be used with outer.name='adam', which has no gain"
+    ):
         resolved(outer__gain=4.0, outer__name="adam")
 
 
 def test_a_high_gain_and_few_rounds_are_noted() -> None:
     steps = {"schedule__inner_steps": 10, "train__steps": 490}
-    assert "a gain of 4 and 49 rounds per fragment" in notes(resolved(**steps))[0]
+    assert "a gain of 4 but only 49 rounds per fragment" in notes(resolved(**steps))[0]
     for fits in (
         steps | {"train__steps": 500},
         steps | {"outer__gain": 2.0},
@@ -161,19 +165,19 @@ def test_a_high_gain_and_few_rounds_are_noted() -> None:
 def test_fragments_that_are_never_sent_are_named() -> None:
     """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
     run = resolved(train__steps=140, inner__warmup_steps=0, outer__gain=1.0)
-    assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, and its global parameters do not move")
+    assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, so its global parameters do not change")
     assert "first sent after step 166" in notes(run)[0]
     assert notes(resolved(train__steps=166, inner__warmup_steps=0, outer__gain=1.0)) == ()
 
 
 def test_notes_tell_of_runs_that_exchange_nothing() -> None:
     assert notes(resolved(train__steps=10_000)) == ()
-    assert "train alone" in notes(resolved(merge__alpha=1.0))[0]
-    assert "one replica" in notes(resolved(transport__replicas=1, train__steps=10_000))[0]
+    assert "trains alone" in notes(resolved(merge__alpha=1.0))[0]
+    assert "a single replica" in notes(resolved(transport__replicas=1, train__steps=10_000))[0]
     first_send = resolved(train__steps=110, train__data_parallel_steps=10, fragments__num_fragments=1)
     assert notes(first_send) == ()
     too_short = resolved(train__steps=110, train__data_parallel_steps=11)
-    assert "No fragment is ever sent: the 99 steps" in notes(too_short)[0]
+    assert "No fragment is ever sent, so the global parameters do not change: the 99 steps" in notes(too_short)[0]
     assert notes(resolved(algorithm="none", train__steps=99, inner__warmup_steps=0, transport__replicas=1)) == ()
 
 
@@ -185,5 +189,5 @@ def test_codec_names_are_those_of_the_registry() -> None:
 def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
     assert resolved(None, fragments__num_fragments=90).fragments.num_fragments == 90
     assert resolved(None, algorithm="diloco").fragments.num_fragments == 1
-    with pytest.raises(ConfigurationError, match="required because the depth of this model is unknown"):
+    with pytest.raises(ConfigurationError, match="must be set, because the depth of this model is unknown"):
         resolved(None)

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave, resuming bit for bit, signals, comparisons by one flag."""
+"""Whole runs: their files, resuming with the same bits, signals, comparisons by one flag."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class Run:
 
 @pytest.fixture(scope="module")
 def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """With nothing but what all small runs have; not to be changed."""
+    """A run with only the options of all small runs, which tests must not change."""
     folder, listener = tmp_path_factory.mktemp("plain"), Listener()
     return Run(folder, listener, train(data, folder, sink=listener))
 
 
 def test_every_round_that_was_sent_is_merged_by_the_end(plain: Run) -> None:
-    """H = 4, P = 3, tau = 2, 12 steps: sends at 4, 5, 6, 8, 9, 10, 12; the last is drained."""
+    """With H = 4, P = 3, tau = 2 and 12 steps, sends are at 4, 5, 6, 8, 9, 10, 12; the last is drained."""
     listener = plain.listener
     assert plain.summary["rounds_committed"] == 7
     assert len(listener.of(RoundCommitted)) == 2 * 7
@@ -92,7 +92,7 @@ def test_every_round_that_was_sent_is_merged_by_the_end(plain: Run) -> None:
 
 
 def test_another_seed_gives_other_bits(data: Path, plain: Run, tmp_path: Path) -> None:
-    """That the same one gives the same is what runs show that are stopped and go on."""
+    """The runs that stop and resume show that the same seed gives the same bits."""
     other = train(data, tmp_path, "--seed 1")
     assert other["global_params_digest"] != plain.summary["global_params_digest"]
 
@@ -111,7 +111,7 @@ RESUMABLE = [
 
 @pytest.mark.parametrize("arguments", RESUMABLE)
 def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path: Path, arguments: str) -> None:
-    """Invariant 6, at a step where fragments are in flight and at one inside a shared start."""
+    """Invariant 6 holds at a step with fragments in flight and at one inside a shared start."""
     whole = train(data, tmp_path / "whole", arguments)
     for stop in (2, 5) if "--data-parallel-steps" in arguments else (5,):
         folder = tmp_path / f"stop-{stop}"
@@ -222,7 +222,7 @@ def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Pat
     toml.write_text(f"[transport]\nfaults = {json.dumps(faults)}\n")
     summary = train(data, tmp_path / "run", sink=listener, file=toml)
     void = [(event.replica, event.fragment, event.outer_step) for event in listener.of(RoundVoid)]
-    # The dropped round is void for both; the missed commit for one, and found out at the fragment's next exchange.
+    # The dropped round is void for both. The missed commit is void for one, which the fragment's next round detects.
     assert void == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]
     assert summary["rounds_void"] == 3
     assert summary["heldout_loss"] < 5.5
@@ -238,7 +238,7 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
     told = [(event.step, event.text) for event in listener.of(Note) if "void" in event.text]
     assert [step for step, _ in told] == [2]
     assert told[0][1].startswith("gradients of step 2 is void: ")
-    assert told[0][1].endswith("It is tried again.")
+    assert told[0][1].endswith("The round is tried again.")
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
@@ -274,11 +274,11 @@ def test_speed_is_told_and_the_use_of_a_peak_where_there_is_one(data: Path, tmp_
     ratio = summary["model_flops_utilization"] / summary["tokens_per_s"]
     assert ratio == pytest.approx(started.flops_per_token / 1e12), "no emulated time in either"
     unknown = train(data, tmp_path / "unknown", "--steps 5")
-    assert unknown["model_flops_utilization"] is None, "no made-up peak of a CPU"
+    assert unknown["model_flops_utilization"] is None, "the peak of a CPU is not known"
 
 
 def test_settings_for_speed_train_the_same_model(data: Path, tmp_path: Path) -> None:
-    """Recomputing gives the same bits; chunks the same loss; documents apart another one, also when evaluated."""
+    """Recomputation gives the same bits and chunks the same loss; document masks change it, also in evaluation."""
     plain = train(data, tmp_path / "plain", "--codec float32")
     recomputed = train(data, tmp_path / "recomputed", "--codec float32 --train.activation-checkpointing selective")
     assert recomputed["global_params_digest"] == plain["global_params_digest"]
@@ -289,4 +289,4 @@ def test_settings_for_speed_train_the_same_model(data: Path, tmp_path: Path) -> 
     assert chunked["global_params_digest"] != plain["global_params_digest"], "sums in another order"
     apart = train(data, tmp_path / "apart", "--codec float32 --train.document-masks")
     assert apart["heldout_loss"] != pytest.approx(plain["heldout_loss"], abs=1e-6)
-    assert torch.get_float32_matmul_precision() == "highest", "what a run sets is that of the next"
+    assert torch.get_float32_matmul_precision() == "highest", "each run sets its own precision"

@@ -1,4 +1,4 @@
-"""Samples during training: when they are drawn, of what, and that training does not notice."""
+"""Samples during training: when they are drawn and from which prompts, without an effect on training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_samples_are_drawn_when_due_and_leave_every_bit_of_training(tmp_path: Pa
     assert all(sample.text for sample in samples)
     if algorithm == "none":
         return
-    # drawn alike: what differs between two steps is the model
+    # drawn with the same seed: only the model differs between two steps
     again = Listener()
     train(data, tmp_path / "again", " ".join([flags, EVERY, "10", *prompts]), sink=again)
     assert [sample.text for sample in again.of(SampleGenerated)] == [sample.text for sample in samples[2:]]

@@ -1,4 +1,4 @@
-"""A session is saved and loaded whole; it may go on with another number of replicas: no document twice or left out."""
+"""A session is saved and loaded whole; with another number of replicas, no document is repeated or left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTH = 16
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The documents that the replicas read in each of their batches."""
+    """The documents that the replicas have read, by batch."""
     batches: list[list[str]] = []
     draw = Sampler.next_batch
 
@@ -53,7 +53,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> Path:
-    """Documents of which each is one sequence: 15 bytes and the token that ends them."""
+    """Documents of one sequence each: 15 bytes and the end-of-document token."""
     path = tmp_path / "numbered.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {n:06}"}) + "\n" for n in range(DOCUMENTS)))
     return path
@@ -64,7 +64,7 @@ CHANGES = [(2, 5), (4, 9), (1, 15), (3, 20)]
 
 
 def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: Path, tmp_path: Path) -> None:
-    """Through a shared start that ends after the first change."""
+    """The run has a shared start that ends after the first change."""
     fixed = "--steps 20 --data.heldout-fraction 0.05 --data-parallel-steps 7"
     for replicas, stop in CHANGES:
         arguments = f"{fixed} --replicas {replicas} --stop-after {stop}"
@@ -74,7 +74,7 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     assert drawn == 2 * (5 * 2 + 4 * 4 + 6 * 1 + 5 * 3)
     windows = len(counted)
     assert set(counted.values()) == {1, 2}
-    assert list(counted.values()).count(2) == drawn - windows, "the second epoch begins when the first is through"
+    assert list(counted.values()).count(2) == drawn - windows, "the second epoch begins when the first has ended"
     order = [document for batch in read for document in batch]
     whole = (windows // 2) * 2
     assert len(set(order[:whole])) == whole
@@ -83,12 +83,12 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     one = Sampler(corpus.train, sequence_length=LENGTH, batch_size=2, replica=0, num_replicas=1, seed=0)
     for _ in range(drawn // 2):
         one.next_batch()
-    assert [document for batch in read for document in batch] == order, "the order of one replica, shared out"
+    assert [document for batch in read for document in batch] == order, "the order of one replica, divided among all"
 
 
 @pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --codec.error-feedback", 3)])
 def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int) -> None:
-    """Rounds are in flight at step 6; replicas that stay keep their own, and new ones get what all agree on."""
+    """Rounds are in flight at step 6. Replicas that stay keep their state, and new ones get the shared state."""
     data = write_text(tmp_path)
     run, arguments = tmp_path / "run", f"--steps 24 --codec {codec}"
     train(data, run, f"{arguments} --stop-after 5")
@@ -98,18 +98,18 @@ def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int)
     train(data, run, f"{arguments} --resume {run} --replicas {now} "
           "--stop-after 12", sink=listener)  # fmt: skip
     texts = [event.text for event in listener.of(Note)]
-    assert texts[0].startswith(f"{now} replicas go on where 2 stopped: ")
+    assert texts[0].startswith(f"{now} replicas continue where 2 stopped: ")
     assert ("fresh inner optimizer" in texts[0]) == (now > 2)
-    assert ("is lost, and no more" in texts[0]) == (now < 2)
+    assert ("is lost" in texts[0]) == (now < 2)
     assert texts[1:] == [
-        f"fragment {p}, outer step 0 was in flight between others, and counts as void." for p in (0, 1)
+        f"fragment {p}, outer step 0 was in flight between other replicas and counts as void." for p in (0, 1)
     ]
     committed = listener.of(RoundCommitted)
     assert {event.contributors for event in committed} == {tuple(range(now))}
     after = open_checkpoint(run)
     assert after.about["num_replicas"] == now
     steps = [after.load(f"replica-{m}")["inner"]["optimizer"]["state"][0]["step"] for m in range(now)]
-    assert steps == [12.0] * min(now, 2) + [7.0] * max(0, now - 2), "moments of new replicas begin anew"
+    assert steps == [12.0] * min(now, 2) + [7.0] * max(0, now - 2), "moments of new replicas start fresh"
 
 
 def make_session(data: Path, arguments: str, kind: type[InProcessFleet] = InProcessFleet) -> Session:
@@ -122,20 +122,20 @@ def make_session(data: Path, arguments: str, kind: type[InProcessFleet] = InProc
 
 
 def resumed(data: Path, run: Path, arguments: str) -> Session:
-    """A session of three replicas that goes on from the newest checkpoint of ``run``."""
+    """Resume a session of three replicas from the newest checkpoint of ``run``."""
     session = make_session(data, f"{arguments} --replicas 3")
     load_session(session, open_checkpoint(run), run)
     return session
 
 
 class OfOneReplica(InProcessFleet):
-    """As where each replica is a process: saved by its ranks, of which there is one here."""
+    """A fleet that is saved as if each replica were a process: by its ranks, here a single one."""
 
     in_one_process = False
 
 
 def held_by(session: Session) -> list[Any]:
-    """All that its replicas hold."""
+    """Return the whole state of the session's replicas."""
     return [
         {
             "model": dict(replica.model.state_dict()),
@@ -150,7 +150,7 @@ def held_by(session: Session) -> list[Any]:
 
 @pytest.mark.parametrize(("replicas", "kind"), [(2, InProcessFleet), (1, OfOneReplica)])
 def test_everything_comes_back(tmp_path: Path, replicas: int, kind: type[InProcessFleet]) -> None:
-    """With rounds in flight, error feedback, and random numbers drawn."""
+    """The session has rounds in flight, error feedback, and has drawn random numbers."""
     data = write_text(tmp_path)
     arguments = f"--steps 24 --codec fp4 --codec.error-feedback --replicas {replicas}"
     session = make_session(data, arguments, kind)
@@ -218,7 +218,7 @@ def test_what_cannot_be_shared_out_anew_is_refused(tmp_path: Path, arguments: st
 
 
 def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> None:
-    """The order is handed on with the global parameters, from who has it and from who was told."""
+    """The order is sent with the global parameters, also by a replica that received it from another."""
     data, run = write_text(tmp_path), tmp_path / "run"
     train(data, run, "--stop-after 3")
     session = resumed(data, run, "")
@@ -239,8 +239,8 @@ def rank(replica: int, arguments: str, port: int) -> int:
 
 
 def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
-    """Replica 2 is new and begins from replica 0's checkpoint; then it and replica 1 go, and others read the documents
-    that they had begun: what each has read of a stream stands in its own checkpoint alone."""
+    """Replica 2 is new and starts from replica 0's checkpoint. Then it and replica 1 leave, and others read the
+    documents that they had begun: only a replica's own checkpoint records its position in a stream."""
     data = tmp_path / "text.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered_texts(120)))
     digests = []

@@ -1,4 +1,4 @@
-"""What devices can do at most, and what evaluation and copies make of batches."""
+"""Peak operations of devices, and the batches of evaluation and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first signal asks, the second ends the process, and afterwards signals are whose they were."""
+"""The first signal asks to stop, the second ends the process, and the earlier handlers are restored afterwards."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ with StopRequest() as stop:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> None:
-    """SIGINT would otherwise be a KeyboardInterrupt in the middle of a step, and SIGTERM the end."""
+    """Otherwise SIGINT would raise KeyboardInterrupt in the middle of a step, and SIGTERM would end the process."""
     with StopRequest() as stop:
         seen = [stop.signal]
         signal.raise_signal(number)
         assert [*seen, stop.signal] == [None, number.name]
-        assert sum(range(1000)) == 499500, "the step goes on"
+        assert sum(range(1000)) == 499500, "the step continues"
 
 
 def test_a_signal_from_another_process_counts() -> None:
@@ -55,7 +55,7 @@ def wait(stop: StopRequest, meanwhile: Callable[[], object]) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("before", [False, True])
 def test_a_wait_that_changes_nothing_is_interrupted(number: signal.Signals, before: bool) -> None:
-    """By a signal that comes while it lasts, and at once by one that has come before."""
+    """A signal during the wait interrupts it, and one before the wait interrupts it at once."""
     heard: list[str] = []
     with StopRequest(lambda: heard.append("asked")) as stop:
         if before:
@@ -75,7 +75,7 @@ def test_a_signal_after_such_a_wait_interrupts_nothing() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_handlers_are_put_back(fails: bool) -> None:
-    """Those of whoever called, also when the run ends in an error."""
+    """The handlers of the calling code are restored, even if the run ends in an error."""
     heard: list[int] = []
 
     def mine(number: int, frame: FrameType | None) -> None:
@@ -98,7 +98,7 @@ def test_handlers_are_put_back(fails: bool) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
 def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
-    """Exit code 130, the cursor shown again, and no cleaning up that could hang."""
+    """The exit code is 130, the cursor is shown again, and no clean-up code can hang."""
     done = subprocess.run([sys.executable, "-c", CHILD, first, second], capture_output=True, text=True, check=False)
     assert done.returncode == 130
     assert done.stdout == f"asked by {first}\n"
@@ -118,7 +118,7 @@ with StopRequest():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is looked up in Linux's /proc")
 def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library() -> None:
-    """As it is in a collective whose other ranks don't come."""
+    """A collective whose other ranks never arrive waits like this."""
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         lock = process.stdout.readline().decode().strip()
@@ -130,7 +130,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library(
 
 
 def test_a_signal_that_a_launcher_passes_on_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm sends SIGTERM to torchrun and to the ranks that torchrun sends it to."""
+    """Slurm sends SIGTERM to torchrun and also to the ranks to which torchrun forwards it."""
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Runs that read, tokenise and pack while they train: the same bits after a stop, and no document twice."""
+"""Runs that read, tokenise and pack while training: the same bits after a stop, and no repeated document."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_stopping_and_resuming_is_never_stopping_with_or_without_a_thread(data: 
 def test_every_document_once_while_replicas_come_and_go(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2, then 4, then 1, then 3 replicas: of every epoch, each token of each document, counted."""
+    """With 2, 4, 1 and then 3 replicas, every epoch contains each token of each document once."""
     targets: list[int] = []
     draw = DocumentStream.next_batch
 
@@ -64,7 +64,7 @@ def test_every_document_once_while_replicas_come_and_go(
     cursors = [open_checkpoint(run).load(f"replica-{m}")["sampler"] for m in range(3)]
     documents, _ = split_documents(numbered(120), 0.2)
     once = ByteTokenizer().encode_documents(documents).tolist()
-    # What is left of the epochs that were begun is read by one replica, until every token has been drawn as often.
+    # One replica reads the rest of the epochs that have begun, until all tokens have been drawn equally often.
     epochs = -(-max(cursor["sources"][0]["next"] for cursor in cursors) // cursors[0]["sources"][0]["blocks"])
     corpus = open_stream(DataSettings(paths=(data,), streaming=True, streaming_block=4, heldout_fraction=0.2))
     rest = corpus.batches(seed=0, sequence_length=16, batch_size=2, replica=0, num_replicas=1)
@@ -73,11 +73,11 @@ def test_every_document_once_while_replicas_come_and_go(
     while len(targets) < len(once) * epochs:
         rest.next_batch()
     del targets[len(once) * epochs :]
-    assert Counter(targets) == Counter(once * epochs), "no token of any document twice or left out"
+    assert Counter(targets) == Counter(once * epochs), "no token of any document is repeated or left out"
     assert summary["epochs"][""] == pytest.approx(drawn / len(once), abs=0.4)
     notes = [event.text for event in listener.of(Note)]
-    assert any(text.startswith("4 replicas go on where 2 stopped") for text in notes)
-    assert any("All of the data has been read; its epoch 2 begins" in text for text in notes)
+    assert any(text.startswith("4 replicas continue where 2 stopped") for text in notes)
+    assert any("All of the data has been read. Epoch 2 of it begins" in text for text in notes)
 
 
 def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> No
     summary = run_training(
         resolve(configuration, num_layers=2), folder=tmp_path / "run", sink=listener, config_toml=to_toml(configuration)
     )
-    assert summary["epochs"] == {"a": 0.0, "b": 2.0}, "the end of the first was not met"
+    assert summary["epochs"] == {"a": 0.0, "b": 2.0}, "the end of the first was not reached"
     facts = listener.events[0].facts  # type: ignore[attr-defined]  # of RunStarted
     assert facts["data"].startswith("read while training (a 75.0%, b 25.0%); held out: ")
 
@@ -120,7 +120,7 @@ def test_what_goes_wrong_while_reading_stops_the_run_at_its_step(
         train(data, tmp_path / "run", arguments)
     monkeypatch.undo()
     step = open_checkpoint(tmp_path / "run").step
-    assert 1 < step < 12, "every batch that could be made was trained on"
+    assert 1 < step < 12, "every complete batch was trained"
     assert train(data, tmp_path / "run", f"{arguments} --resume {tmp_path / 'run'}")["steps"] == 12
 
 

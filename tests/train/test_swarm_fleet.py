@@ -30,7 +30,7 @@ pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 Make = Callable[..., SwarmFleet]
 
-WINDOW_S = 3.0  # in which a busy machine starts a daemon and is found
+WINDOW_S = 3.0  # enough for a busy machine to start a daemon and be found
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
     yield made
     for fleet in fleets:
         fleet.transport.close()
-    gc.collect()  # what Hivemind leaves open is this test's, not one's that comes later
+    gc.collect()  # so that objects which Hivemind leaves open are reported for this test, not for a later one
 
 
 def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Make) -> None:
-    """Replica 0 is the one that all who come are sent to."""
+    """Joining replicas are referred to replica 0."""
     first = make(0)
     first.close_to_joiners("")
     second = make(1, first)
@@ -90,7 +90,7 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
 
 
 def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(make: Make) -> None:
-    """Over the ports that they had; nobody stands by."""
+    """They reuse their ports, and there is no other peer."""
     fleets = [make(0, join_window_s=WINDOW_S)]
     fleets[0].close_to_joiners("")
     fleets.append(make(1, fleets[0], join_window_s=WINDOW_S))
@@ -127,7 +127,7 @@ def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
     following = NextView(view.followed_by(1, (0, 3), ()), view, 8, {}, "words", left=((1, 7),))
     transport = SimpleNamespace(replica=0)
     fleet = SimpleNamespace(
-        take_words=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
+        take_notices=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
     )
     session = SimpleNamespace(totals=SimpleNamespace(steps=7))
     follow_views(cast(SwarmFleet, fleet), cast(Session, session), StopRequest(), told.append)
@@ -137,8 +137,8 @@ def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
 
 
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) -> None:
-    """Also one that comes back; and one who could go on from a checkpoint begins a swarm of its own."""
-    standing = make(9, run="another")  # keeps what the network knows
+    """This includes a replica that rejoins. One that can resume from a checkpoint founds its own swarm."""
+    standing = make(9, run="another")  # keeps the entries of the DHT alive
     first = make(0, standing)
     first.close_to_joiners("")
     second = make(1, standing, first)
@@ -154,7 +154,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
 
 
 def test_what_the_others_would_have_drawn_is_drawn_by_who_goes_on_alone(make: Make) -> None:
-    """Of the stretch that was shared out already, and only of the steps that were not done."""
+    """It draws the rest of the slice that was already divided, only for the steps that were not done."""
     before = Shares.of((0, 1)).following(6, (0, 1, 2), joined=(2,), left={}, margin=4, batch_size=1)
     fleet = make(0)
     fleet.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
@@ -162,11 +162,11 @@ def test_what_the_others_would_have_drawn_is_drawn_by_who_goes_on_alone(make: Ma
     assert (following.from_step, following.members) == (10, (0,))
     drawn = [position for m in (0, 1, 2) for position in _drawn(before, m, range(8))]
     drawn += _drawn(before, 0, range(8, 10)) + _drawn(fleet.shares, 0, range(10, 40))
-    assert sorted(drawn) == list(range(len(drawn))), "none twice, and none left out"
+    assert sorted(drawn) == list(range(len(drawn))), "none is repeated or left out"
 
 
 def test_who_joins_before_training_goes_on_has_something_to_draw_at_once(make: Make) -> None:
-    """Where the founder's checkpoint is of when the members had just changed, and the next stretch had not begun."""
+    """The founder's checkpoint is from a moment after a view change but before the next slice of data had begun."""
     before = Shares.of((0, 1)).following(6, (0,), joined=(), left={1: 6}, margin=4, batch_size=1)
     first = make(0, start=2)
     first.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
@@ -182,7 +182,7 @@ def test_who_joins_before_training_goes_on_has_something_to_draw_at_once(make: M
 
 
 def _drawn(shares: Shares, member: int, steps: range) -> list[int]:
-    """Positions, one a step, that a member draws, of the steps that it has assignments for."""
+    """Return the positions, one per step, that a member draws in the steps for which it has assignments."""
     of_member = shares.of_member(member)
     at = [(step, [each for each in of_member if each.from_step <= step]) for step in steps]
     return [int(known[-1].positions(member, step, 1)[0]) for step, known in at if known]
@@ -191,16 +191,15 @@ def _drawn(shares: Shares, member: int, steps: range) -> list[int]:
 def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: Make) -> None:
     alone = make(0, held_step=30)
     assert alone.beginning() == (
-        "It knows of nobody else (no --join), so it founds the swarm anew, at step 30. Whoever joins takes over its "
-        "state.",
+        "It knows no other peer (no --join), so it founds a new swarm at step 30. Peers that join adopt its state.",
     )
     assert alone.state_dict()["swarm"] == alone.connected.swarm, "a checkpoint names the swarm that it was saved in"
     alone.transport.step = 70
     alone.close_to_joiners("")
     (words,) = make(1, alone, held_step=50).beginning()
     assert words == (
-        "It takes over the state of the others, who are at step 70. Its own checkpoint of step 50 is not used: the "
-        "others went on from step 30, and do not have the steps after that either."
+        "It adopts the state of the others, which are at step 70. Its own checkpoint of step 50 is not used: the "
+        "others continued from step 30 and do not have the later steps either."
     )
     assert make(2, alone).beginning() == ()
 
@@ -208,8 +207,8 @@ def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: 
 def test_before_training_begins_a_new_member_draws_from_the_first_step_on(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody takes a step until then, so nobody needs time to hear of the new shares; later they do. The founder says
-    that it waits."""
+    """No replica takes a step before that, so new shares apply at once; later they apply after a margin. The founder
+    reports that it waits."""
     first = make(0, start=2)
     monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
 
@@ -217,7 +216,7 @@ def test_before_training_begins_a_new_member_draws_from_the_first_step_on(
         return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]
 
     first.wait_for_start(lambda: bool(told()))
-    assert told()[0].startswith("waiting for 1 more replica, to begin with 2 (Ctrl-C leaves), for")
+    assert told()[0].startswith("waiting for 1 more replica, to start with 2 (Ctrl-C leaves), for")
     second = make(1, first, start=2)
     second.join(LIMIT_S)
     assert {each.from_step for each in second.take_assignments()} == {0}

@@ -1,4 +1,4 @@
-"""How many threads a process computes with beside others."""
+"""The number of threads of a process that shares its machine with others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.processes import Processes, report, told
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine of four cores, a user who chose nothing, and threads that are what they were afterwards."""
+    """Simulate a machine of four cores without a choice by the user, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -57,7 +57,7 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sit(rank: int, folder: Path) -> None:
-    """In a process: it has a seat as long as it lives."""
+    """Hold a seat for the lifetime of this process."""
     seats = Seats(folder)
     report(seats.taken())
     told()
@@ -72,7 +72,7 @@ def test_a_seat_is_free_when_its_process_was_killed(tmp_path: Path) -> None:
         processes.kill(0)
     assert mine.taken() == 1
     assert Seats(tmp_path).taken() == 2
-    assert len(list(tmp_path.iterdir())) == 2, "a seat that is free is taken again"
+    assert len(list(tmp_path.iterdir())) == 2, "a free seat is reused"
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,24 +87,24 @@ def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: py
     mine = PeerThreads(None, Seats(tmp_path))
     assert torch.get_num_threads() == 4
     other = Seats(tmp_path)
-    assert mine.follow() == "", "not counted at every step"
+    assert mine.follow() == "", "peers are not counted at every step"
     now_s[0] += 5
-    assert mine.follow() == "2 peers train on this machine: this one computes with 2 threads."
+    assert mine.follow() == "2 peers train on this machine: this one uses 2 threads."
     assert torch.get_num_threads() == 2
     other.leave()
     now_s[0] += 5
-    assert mine.follow() == "No other peer trains on this machine: this one computes with 4 threads."
+    assert mine.follow() == "No other peer trains on this machine: this one uses 4 threads."
     torch.set_num_threads(3)
     others = [Seats(tmp_path), Seats(tmp_path)]
     now_s[0] += 5
     assert mine.follow() == ""
-    assert torch.get_num_threads() == 3, "what its user set meanwhile stays"
+    assert torch.get_num_threads() == 3, "a number that the user sets meanwhile is kept"
     for seats in others:
         seats.leave()
 
 
 class Started:
-    """A process that has ended; or one that waits to be asked, as the launcher is when it first looks at it."""
+    """A process that has ended, or that waits for a signal, which the launcher receives when it first polls."""
 
     waits = False
 
@@ -124,14 +124,14 @@ class Started:
         self.signals.append(number)
 
     def terminate(self) -> None:
-        """Again: it has been asked already."""
+        """Ignore the request, as the process was asked before."""
 
 
 STARTED: list[Started] = []
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Exit code of a launcher of four replicas."""
+    """Run a launcher of four replicas and return its exit code."""
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
     return launch(TransportSettings(name="torch", replicas=4), lambda *_: ["train"], print)
@@ -153,7 +153,7 @@ def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.Monke
 
 
 def test_the_processes_of_a_replica_are_started_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once all have ended: the last one was still saving. They meet at another store, as that one is used up."""
+    """The launcher waits until all have ended, as the last one is still saving. The restarted ones use a new store."""
     STARTED.clear()
     ports = itertools.count(1)
 

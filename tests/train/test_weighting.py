@@ -1,4 +1,4 @@
-"""Weights by what was trained, in replicas that train: what each contribution weighs, and what the mean is then."""
+"""Weights by trained steps, in training replicas: the weight of each contribution, and the resulting mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEDULE = SyncSchedule(inner_steps=4)
 
 
 def weights(swarm: Swarm) -> dict[int, list[float]]:
-    """By replica, in the order sent."""
+    """Return the weights of the contributions by replica, in the order in which they were sent."""
     sent = defaultdict(list)
     for event in swarm.events:
         if isinstance(event, RoundSent):
@@ -41,7 +41,7 @@ def weights(swarm: Swarm) -> dict[int, list[float]]:
 
 
 def run(swarm: Swarm, steps: int, idle: dict[int, set[int]], gradient: Gradient | None = None) -> None:
-    """Steps of all replicas, but that some (replica -> steps from 0) are trained by others alone."""
+    """Run steps of all replicas. A replica does not train its ``idle`` steps (replica -> steps, counted from 0)."""
     gradient = gradient or quadratic()
     for _ in range(steps):
         for number, (model, inner, diloco) in enumerate(zip(swarm.models, swarm.inner, swarm.replicas, strict=True)):
@@ -63,7 +63,7 @@ def test_undisturbed_replicas_weigh_exactly_their_base_weight() -> None:
 
 
 def test_the_mean_is_that_of_the_naive_formula() -> None:
-    """Outer SGD(lr=1) and AlphaMerge(0): the global parameters move by the weighted mean of what each one did."""
+    """With an outer SGD(lr=1) and AlphaMerge(0), the global parameters move by the weighted mean of all work."""
     swarm = Swarm(3, SCHEDULE)
     run(swarm, 3, {1: {0, 1}})
     start = swarm.global_params(0)
@@ -134,8 +134,8 @@ def test_who_keeps_its_work_goes_on_counting() -> None:
 
 
 def test_converges_to_the_mean_of_the_targets_by_the_steps_trained() -> None:
-    """Two replicas with targets of their own, of which one trains a step in four: with small steps what they agree on
-    is the mean of the targets by what each has done to reach it, and by its weight."""
+    """Two replicas have different targets, and one trains only every fourth step. With small steps, the global
+    parameters converge to the mean of the targets, weighted by the work of each replica times its weight."""
     targets = [1.0, -1.0]
 
     def gradient(replica: int, step: int, model: Any) -> None:
@@ -147,7 +147,7 @@ def test_converges_to_the_mean_of_the_targets_by_the_steps_trained() -> None:
 
     swarm = Swarm(2, SCHEDULE, make_inner=make_inner, outer=Nesterov(learning_rate=2.0, momentum=0.9))
     run(swarm, 600, {1: {step for step in range(600) if step % 4}}, gradient)
-    # a window moves replica m by about n_m lr (target - x), which weighs n_m: balanced where sum n^2 (target - x) = 0
+    # a window moves replica m by about n_m lr (target - x), with weight n_m: it is balanced if sum n^2 (target - x) = 0
     expected = (16 * 1.0 + 1 * -1.0) / 17
     torch.testing.assert_close(swarm.global_params(0), torch.full((15,), expected), atol=0.02, rtol=0)
 
@@ -178,7 +178,7 @@ def test_weights_are_those_of_a_plain_count_whatever_happens(
 
 @pytest.mark.parametrize("stop_at", [1, 4, 5, 6, 8, 9, 11])
 def test_stopping_anywhere_and_going_on_weighs_the_same(stop_at: int) -> None:
-    """In flight, between rounds, and with work that no mean has taken yet."""
+    """The run stops with a round in flight, between rounds, and with work that no mean contains yet."""
     schedule = SyncSchedule(inner_steps=4, overlap_steps=2)
     faults = [Fault(kind="drop", replica=0, round=RoundId(0, k)) for k in (0, 2)]
     idle = {1: {2, 5, 9, 10}}
@@ -200,20 +200,20 @@ def test_a_checkpoint_that_does_not_say_what_was_trained_is_refused() -> None:
     swarm = Swarm(1, SCHEDULE)
     state = swarm.replicas[0].state_dict()
     del state["trained_steps"]
-    with pytest.raises(CheckpointError, match="as the steps trained of each fragment"):
+    with pytest.raises(CheckpointError, match="trained steps of the saved state must be two lists"):
         swarm.replicas[0].load_state_dict(state)
 
 
 def test_a_weight_that_can_be_none_is_refused_at_once() -> None:
     model = Vectors()
-    with pytest.raises(ConfigurationError, match=r"weight=0\.0 was given"):
+    with pytest.raises(ConfigurationError, match=r"weight must be .* got 0\.0"):
         DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), weight=0.0)
 
 
 def test_a_step_that_the_gradient_scaler_skipped_was_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a run: the third step of the second replica."""
+    """In a run, this is the third step of the second replica."""
     unscale, calls = InnerLoop.unscale, itertools.count()
 
     def spoilt(loop: InnerLoop) -> None:

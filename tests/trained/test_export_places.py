@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(
 
 @pytest.mark.parametrize("size", ["abc", "0GB", "-5MB", "5", ""])
 def test_a_size_of_files_that_means_nothing_is_refused(trained: Trained, tmp_path: Path, size: str) -> None:
-    with pytest.raises(ConfigurationError, match="give a positive number of KB, MB, GB or TB"):
+    with pytest.raises(ConfigurationError, match="must be a positive number of KB, MB, GB or TB"):
         export_huggingface(trained, tmp_path / "model", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 

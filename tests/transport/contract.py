@@ -149,8 +149,8 @@ class PayloadContract:
                     assert (average.residual, average.note) == (None, "")
                 else:
                     assert torch.equal(average.residual.values, residual.values)
-                    words = f"the error feedback of the mean of {SIZE - 100 * num_replicas} of 1000 values"
-                    assert average.note == f"{words} is gone with its owner"
+                    words = f"the residual of the mean of {SIZE - 100 * num_replicas} of 1000 values"
+                    assert average.note == f"{words} is lost with its owner"
             assert [average.sent_bytes for average in averages] == list(plan.sent)
             assert [average.received_bytes for average in averages] == list(plan.received)
             sent = [a + b for a, b in zip(sent, plan.sent, strict=True)]
@@ -177,7 +177,7 @@ class PayloadContract:
                 assert torch.equal(average.values, expected)
                 assert average.residual is not None
                 assert torch.equal(average.residual.values, residual.values)
-                words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
+                words = f"the residual of the mean of {gone[outer_step]} of 1000 values is lost with its owner"
                 assert average.note == (words if gone[outer_step] else "")
 
     def test_void_gradients_are_averaged_at_a_later_attempt(self, make_endpoints: MakeEndpoints) -> None:
@@ -247,7 +247,7 @@ class TransportContract(PayloadContract):
             given = [contribution(0, outer_step=outer_step), contribution(1, outer_step=outer_step, weight=weight)]
             pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
             for each in pending:
-                with pytest.raises(RoundVoidError, match="replica 1 was refused: has the weight"):
+                with pytest.raises(RoundVoidError, match="replica 1 was refused: its weight is"):
                     each.wait()
 
     @pytest.mark.parametrize("codec", ["float32", "bfloat16", "fp4"])
@@ -260,7 +260,7 @@ class TransportContract(PayloadContract):
         given[1] = replace(given[1], weight=1e18, base_weight=1e18)
         pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
         for each in pending:
-            with pytest.raises(RoundVoidError, match=r"the mean .*, to which replica 1 contributed most"):
+            with pytest.raises(RoundVoidError, match=r"the mean .*; replica 1 contributed most"):
                 each.wait()
         given = [contribution(m, outer_step=1, codec=codec, weight=1e18 if m == 1 else 1.0) for m in range(3)]
         assert {average.weight for average in exchange(endpoints, given)} == {10.0}

@@ -33,7 +33,7 @@ def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_that_is_not_positive_is_refused(limit: float) -> None:
-    with pytest.raises(ConfigurationError, match="bytes a second"):
+    with pytest.raises(ConfigurationError, match="rate limit must be a positive number"):
         DonorService(limit)
 
 

@@ -64,9 +64,9 @@ def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"numel": 999}, "replica 1 was refused: holds 999 values instead of 1000"),
-        ({"buffers": None}, "replica 1 was refused: holds floating buffers of none"),
-        ({"weight": 1e19}, "replica 1 was refused: has the weight 1e\\+19"),
+        ({"numel": 999}, "replica 1 was refused: it holds 999 values instead of 1000 values"),
+        ({"buffers": None}, "replica 1 was refused: it holds no floating buffers"),
+        ({"weight": 1e19}, "replica 1 was refused: its weight is 1e\\+19"),
         ({"withdrawn": "gradients that are not finite"}, "replica 1 was refused: gradients that are not finite"),
     ],
 )
@@ -96,7 +96,7 @@ def test_the_console_says_so_once_for_each_reason() -> None:
             note=note,
         )
 
-    progress, why = RunProgress(), "the contribution of replica 1 was refused: holds 3 values instead of 4"
+    progress, why = RunProgress(), "the contribution of replica 1 was refused: it holds 3 values instead of 4 values"
     events = [
         committed(0, 1, why),
         committed(1, 1, why),

@@ -1,4 +1,4 @@
-"""Histories of made-up runs."""
+"""Run histories built from artificial events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOW_S = 1_000_000.0
 
 
 def history(events: Iterable[Event], process: str = "", into: RunHistory | None = None, **fields: Any) -> RunHistory:
-    """Of events that were written one second apart, the last one at `NOW_S`."""
+    """Return the history of events written one second apart, the last one at `NOW_S`."""
     run, told = into or RunHistory(), list(events)
     for number, event in enumerate(told):
         run.take(process, {**to_record(event), "time_s": NOW_S - len(told) + 1 + number, **fields})

@@ -1,4 +1,4 @@
-"""Each alert at its threshold, and nothing below it. The culprit is named."""
+"""Each alert appears at its threshold and not below it, and names the culprit."""
 
 from __future__ import annotations
 
@@ -74,25 +74,25 @@ LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
     ("told", "expected"),
     [
         ([LOSES_2, *(step(number) for number in range(150, 211))], ["replica 2"]),
-        ([LOSES_2, *(step(number) for number in range(152, 212))], ["replica 2"]),  # steps are quick
+        ([LOSES_2, *(step(number) for number in range(152, 212))], ["replica 2"]),  # many steps, but little time
         ([LOSES_2, *(step(number) for number in range(151, 212))], []),  # long ago
-        ([LOSES_2, view(2, (0, 1, 2), at=20, joined=(2,))], []),  # it is back
-        ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another has taken its place
+        ([LOSES_2, view(2, (0, 1, 2), at=20, joined=(2,))], []),  # it has rejoined
+        ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another replica has taken its place
         ([LOSES_2, view(2, (0,), at=11, left=(1,), lost=(1,)), view(3, (0, 7), at=20, joined=(7,))], ["replica 2"]),
         ([view(1, (0,), at=10, left=(1, 2), lost=(1, 2))], ["replicas 1, 2"]),
         ([LOSES_2, over()], []),
-        ([view(1, (0, 1), at=10, left=(2,))], []),  # it said so
-        ([view(1, (), at=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # who has lost its view speaks for no other
+        ([view(1, (0, 1), at=10, left=(2,))], []),  # it announced its departure
+        ([view(1, (), at=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # without a view it does not report on others
     ],
 )
 def test_who_is_gone_without_a_word(told: list[Event], expected: list[str]) -> None:
     found = alerts(history([started(num_replicas=3), *told]))
     assert [alert.who for alert in found] == expected
-    assert all(alert.kind == "lost" and alert.words.endswith("a word: nothing came for 8 s.") for alert in found)
+    assert all(alert.kind == "lost" and alert.words.endswith("announcing it: nothing came for 8 s.") for alert in found)
 
 
 def test_of_a_process_without_which_the_others_go_on_nothing_more_is_expected() -> None:
-    """Its folder is still there. What it told last is no alert for ever: it is neither silent nor slow."""
+    """Its folder still exists, but its last records don't raise alerts forever: it is neither silent nor slow."""
     run = history([started(num_replicas=3), *steps(20)], process="replica 0")
     history([started(), *steps(20)], process="replica 1", into=run)
     told = [started(), *steps(20, step_s=9.0), step(21, math.nan), saved(100, 99)]
@@ -156,7 +156,7 @@ def test_who_is_slower_than_the_others(step_s: float, expected: list[str]) -> No
 
 @pytest.mark.parametrize(("free", "expected"), [(300, []), (299, ["warning"]), (99, ["error"])])
 def test_a_disk_that_is_nearly_full(free: int, expected: list[str]) -> None:
-    """As seen from here, or as the run told."""
+    """Free space as measured on this machine, or as reported by the run."""
     assert [each.level for each in alerts(history([started(), saved(100, None)]), free_bytes=free)] == expected
     assert [each.level for each in alerts(history([started(), saved(100, free)]))] == expected
     assert alerts(history([started(), saved(100, free), over()])) == []
@@ -169,5 +169,5 @@ def test_errors_come_first() -> None:
 
 @pytest.mark.parametrize("name", ["silent_s", "missed_rounds", "void_rounds", "slower_factor", "free_checkpoints"])
 def test_thresholds_that_make_no_sense(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"alert\.{name}=0"):
+    with pytest.raises(ConfigurationError, match=rf"alert\.{name} must be .*, got 0\."):
         Thresholds(**{name: 0})  # type: ignore[arg-type]

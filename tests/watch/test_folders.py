@@ -1,4 +1,4 @@
-"""Runs in folders: what is there, what is being written, and what else is in a run's folder."""
+"""Runs in folders: existing records, records that are being written, and other files in a run's folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_settings_are_flat_words(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is no folder"):
+    with pytest.raises(ConfigurationError, match="is not a folder"):
         FollowedFolder(tmp_path / "absent")
     with pytest.raises(ConfigurationError, match=r"neither metrics\.jsonl nor config\.toml"):
         FollowedFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""What is gathered from records: processes, rounds, views, members."""
+"""The history gathered from records: processes, rounds, views, members."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def test_the_best_evaluation_stays() -> None:
 def test_the_table_of_peers_has_what_is_known_and_none_for_the_rest() -> None:
     run = history([started(num_replicas=2), sent(0, 0, 0, digest="a", weight=0.5), sent(1, 0, 0, digest="a")])
     rows = member_rows(run, (), NOW_S)
-    assert [row["state"] for row in rows.values()] == ["here", "here"]
+    assert [row["state"] for row in rows.values()] == ["running", "running"]
     assert (rows["0"]["weight"], rows["0"]["digest"], rows["0"]["round_trip_s"]) == (0.5, "agrees", None)
     assert rows["0"]["sent_bytes"] is None
     history([view(1, (0,))], into=run)
-    assert [row["state"] for row in member_rows(run, (), NOW_S).values()] == ["here", "gone"]
+    assert [row["state"] for row in member_rows(run, (), NOW_S).values()] == ["running", "gone"]
 
 
 def test_state_that_comes_is_shown_until_the_replica_trains() -> None:
@@ -133,7 +133,7 @@ def test_state_that_comes_is_shown_until_the_replica_trains() -> None:
     history([started()], process="replica 3", into=run)
     assert member_rows(run, seen, NOW_S)["3"]["fetched"] is None
     history([fetched(0, 5, 5, step=7)], process="replica 3", into=run)
-    assert member_rows(run, seen, NOW_S)["3"]["fetched"]["received_bytes"] == 5, "it has come back"
+    assert member_rows(run, seen, NOW_S)["3"]["fetched"]["received_bytes"] == 5, "it has rejoined"
     history([step(8)], process="replica 3", into=run)
     assert member_rows(run, seen, NOW_S)["3"]["fetched"] is None
 
@@ -169,7 +169,7 @@ def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_tells_it() ->
     run = history([started(), *rounds])
     columns = run.first.outer.columns
     rows = run.first.outer.rows()
-    assert [row[columns.index("mean_norm")] for row in rows] == [0.5, 10.5], "the third is not complete"
+    assert [row[columns.index("mean_norm")] for row in rows] == [0.5, 10.5], "the third outer step is incomplete"
     assert {row[columns.index("spread")] for row in rows} == {None}
     assert len(history([started(), committed(0, 0, 0), committed(0, 0, 1)]).first.outer) == 0
 

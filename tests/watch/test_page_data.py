@@ -1,4 +1,4 @@
-"""What the page shows, and what is sent of it."""
+"""The content of the page, and the differences that are sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(*runs: Watched) -> dict[str, Any]:
 
 
 def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """RFC 7396, section 2."""
+    """Apply a JSON merge patch as in RFC 7396, section 2."""
     for key, value in patch.items():
         if value is None:
             target.pop(key, None)
@@ -51,7 +51,7 @@ def test_a_difference_makes_the_new_one_of_the_old_one(old: dict[str, Any], new:
 
 def test_what_is_not_known_is_none_and_never_zero() -> None:
     header = shown(Watched("run", "there"))["runs"]["0"]["header"]
-    assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not begun"}
+    assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not started"}
 
 
 def test_who_takes_over_the_state_of_others_is_joining() -> None:
@@ -69,7 +69,7 @@ def test_the_header() -> None:
     ]
     header = shown(Watched("run", "there", history(told)))["runs"]["0"]["header"]
     assert (header["state"], header["step"], header["total_steps"], header["tokens"]) == ("running", 10, 100, 80)
-    assert header["left_s"] == 90, "a step was written each second"
+    assert header["left_s"] == 90, "one step was written per second"
     assert header["tokens_per_s"] == 16
     assert header["data_parallel_bytes"] == 1_000_000
     assert (header["heldout_loss"], header["best_heldout_loss"], header["merged"], header["void"]) == (2.5, 2.5, 1, 0)
@@ -121,7 +121,7 @@ def test_of_many_processes_some_are_drawn_and_all_listed() -> None:
 
 
 def test_64_peers_are_a_small_page_and_little_memory() -> None:
-    """By size, since a clock would measure the machine; more rounds than are kept."""
+    """Checked by size, because times depend on the machine. The run has more rounds than are kept."""
     everybody = tuple(range(64))
     run = history([started(num_replicas=64), *(step(number) for number in range(1, 1_001))])
     rounds = [(replica, fragment, k) for k in range(OUTER_STEPS + 16) for fragment in range(2) for replica in everybody]

@@ -1,4 +1,4 @@
-"""Reading what is being written, damaged, superseded, or a stranger's."""
+"""Reading records that are being written, damaged, superseded, or from an untrusted peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(*events: Any) -> bytes:
 
 
 def read_all(tail: Tail, most_bytes: int = 1 << 20) -> list[Record]:
-    """As whoever follows the file would: what was read before counts until it is void."""
+    """Read as a follower of the file does: earlier records count until they are invalidated."""
     known: list[Record] = []
     while True:
         afresh, records = tail.read(most_bytes)
@@ -33,7 +33,7 @@ def read_all(tail: Tail, most_bytes: int = 1 << 20) -> list[Record]:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30), st.integers(400, 2_000))
 def test_it_reads_what_read_metrics_reads(tmp_path_factory: pytest.TempPathFactory, what: Any, piece: int) -> None:
-    """Runs that go on again and again, in pieces of any size that holds a line."""
+    """Property: runs that resume repeatedly, read in pieces of any size that holds a line."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_bytes(lines(*(made.started(step) if start else made.step(step) for start, step in what)))
     assert read_all(Tail(path), piece) == read_metrics(path)
@@ -42,7 +42,7 @@ def test_it_reads_what_read_metrics_reads(tmp_path_factory: pytest.TempPathFacto
 def test_it_follows_a_file_that_is_being_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail, whole_line = Tail(path), lines(made.step(2))
-    assert tail.read() == (False, []), "there is no file yet"
+    assert tail.read() == (False, []), "the file does not exist yet"
     path.write_bytes(lines(made.started(), made.step(1)) + whole_line[:50])
     assert [record["step"] for record in tail.read()[1]] == [0, 1]
     assert tail.read() == (False, [])

@@ -1,4 +1,4 @@
-"""The page over HTTP: what is sent to whom, and what is not."""
+"""The page over HTTP: which requests are answered, and with what."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nothing_can_be_changed(method: str) -> None:
 
 @pytest.mark.parametrize(("host", "code"), [("127.0.0.1:8500", 200), ("localhost", 200), ("evil.example", 400)])
 def test_it_answers_to_its_own_names_alone(host: str, code: int) -> None:
-    """So that a page elsewhere, whose name resolves to this address, can't read it."""
+    """A page of another site whose host name resolves to this address can't read this page (DNS rebinding)."""
     assert client().get("/data.json", headers={"host": host}).status_code == code
 
 

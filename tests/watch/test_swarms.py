@@ -1,4 +1,4 @@
-"""A swarm, from what its peers answer; any of them may lie."""
+"""Following a swarm through the answers of its peers, any of which may be malicious."""
 
 from __future__ import annotations
 

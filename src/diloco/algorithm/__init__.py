@@ -1,1 +1,1 @@
-"""DiLoCo itself, pure: tensors in, tensors out. No process groups, clocks, threads, files or loggers."""
+"""The DiLoCo algorithm as pure functions of tensors, without process groups, clocks, threads, files or loggers."""

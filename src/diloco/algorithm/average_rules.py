@@ -1,14 +1,14 @@
-"""How the contributions of a round become one pseudo-gradient, where that is not their weighted mean.
+"""Rules that average the contributions of a round, as alternatives to their weighted mean.
 
 =============  ==================================================================  ===================================
 rule           equation, w_m the weights and D_m the decoded contributions          source
 =============  ==================================================================  ===================================
 none           ``sum_m w_m D_m / sum_m w_m``                                        the papers; SparseLoCo's sum / R
-`SendersMean`  for each value the same over those m whose value is not zero        the code of Templar (SparseLoCo)
+`SendersMean`  the same for each value, over those m whose value is not zero       the code of Templar (SparseLoCo)
 `Rda`          for each tensor ``(sum w |D| / W) phi(sum w phi(D) / W)``            Decoupled DiLoCo (2604.21428)
 =============  ==================================================================  ===================================
 
-A rule sees contributions whole, so that rounds with one are always all-gathered.
+Rules need whole contributions, so rounds that use one are always all-gathered.
 """
 
 from __future__ import annotations
@@ -24,37 +24,40 @@ from diloco.algorithm.clipping import vector_norm
 
 __all__ = ["AverageRule", "Rda", "SendersMean"]
 
-_SMALLEST_DIRECTION = 1e-12  # directions that cancel to less than this have no mean direction
-_SMALLEST_NORM = 1e-20  # a shorter contribution has no direction: ``w / |D|`` would leave the range of float32
+_SMALLEST_DIRECTION = 1e-12  # if the mean of the directions is shorter than this, they cancel out
+_SMALLEST_NORM = 1e-20  # a shorter contribution has no direction: ``w / |D|`` would exceed the range of float32
 
 
 class AverageRule(Protocol):
-    """What is done with the contributions of a round. It must give the same bits wherever it is given the same."""
+    """A rule that averages the contributions of a round. Equal inputs must give equal bits on every replica."""
 
     @property
     def elementwise(self) -> bool:
-        """Whether each value depends on that value of the contributions alone; other rules need whole tensors, which
-        the ranks of a sharded model (FSDP) do not have."""
+        """Whether each value of the average depends only on the same value of the contributions.
+
+        Other rules need whole tensors, which the ranks of a sharded model (FSDP) do not have.
+        """
 
     def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
-        """One pseudo-gradient of all.
+        """Return the average of the contributions.
 
         Args:
-            contributions: weight and values, ``(numel,)`` float32, of each contributor in ascending order of replicas.
-                The next one overwrites the values; there is at least one.
-            tensors: sizes of the tensors that the values are, one after the other; their sum is numel.
+            contributions: The weight and the values, ``(numel,)`` float32, of each contributor in ascending order of
+                replicas. There is at least one. Fetching the next one overwrites the values.
+            tensors: The sizes of the tensors that the values consist of, in order. Their sum is numel.
 
         Returns:
-            ``(numel,)`` float32, a tensor of its own.
+            ``(numel,)`` float32, sharing no memory with the contributions.
         """
 
 
 @dataclass(frozen=True)
 class SendersMean:
-    """Each value is the weighted mean over those whose value is not zero; 0 where all are.
+    """The weighted mean of each value over those contributors whose value is not zero, or 0 if all are zero.
 
-    Where every replica sends other values, as with `topk2`, each of them counts as if it were alone: the mean is up to
-    M times that over all. The code with which Templar trained 72B does so; the paper divides by all.
+    If every replica sends different values, as with `topk2`, each value counts in full: the result is up to M times the
+    mean over all replicas. Templar's code, which trained a 72B model, does this; the SparseLoCo paper divides by the
+    number of all replicas.
 
     >>> SendersMean().combine([(1.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
     tensor([3., 0., 3.])
@@ -74,11 +77,11 @@ class SendersMean:
 
 @dataclass(frozen=True)
 class Rda:
-    """Direction and length averaged apart, for each tensor: ``(sum w |D| / W) phi(sum w phi(D) / W)``.
+    """Direction and length averaged separately, for each tensor: ``(sum w |D| / W) phi(sum w phi(D) / W)``.
 
-    phi(x) = x / |x|, phi(0) = 0, W = sum w. The mean of contributions that differ is shorter than each of them, by
-    ``sqrt(M)`` where they are orthogonal; this is as long as they are on average. So the same outer learning rate does
-    more. Where directions cancel out (their mean is shorter than 1e-12) it is the weighted mean.
+    phi(x) = x / |x|, phi(0) = 0, W = sum w. The plain mean of differing contributions is shorter than they are, by
+    ``sqrt(M)`` if they are orthogonal. This average is as long as they are on average, so the same outer learning rate
+    moves further. If the directions cancel out (their mean is shorter than 1e-12) the result is the weighted mean.
 
     >>> Rda().combine([(1.0, torch.tensor([3.0, 0.0])), (1.0, torch.tensor([0.0, 1.0]))], [2])
     tensor([1.4142, 1.4142])

@@ -1,6 +1,6 @@
-"""What a replica gives to a round, how a round is judged, and the one mean that every replica gets from it.
+"""The contributions of replicas to a round, the verdict on the round, and the mean that every replica gets from it.
 
-Pure: `judge` and `weighted_mean` take contributions and return values, whatever brought the contributions together.
+`judge` and `weighted_mean` are pure functions of the contributions and independent of the transport.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class RoundId:
     """One exchange of one fragment.
 
     Attributes:
-        fragment: p; -1 for the gradients of a data-parallel step, -2 where that round is void and tried again, and so
+        fragment: p; -1 for the gradients of a data-parallel step, -2 for its second attempt after a void round, and so
             on.
-        outer_step: the fragment's synchronisations before this one; the inner step for gradients.
+        outer_step: The number of earlier synchronisations of the fragment; the inner step for gradients.
     """
 
     fragment: int
@@ -48,114 +48,97 @@ class RoundId:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Contribution:
-    """What one replica gives to one round."""
+    """The contribution of one replica to one round."""
 
-    round: RoundId  # which round
+    round: RoundId
     replica: int  # m
-    codec: Codec  # how ``payload`` was encoded
-    numel: int  # values behind the payload
+    codec: Codec  # the codec of ``payload``
+    numel: int  # the number of values that the payload encodes
     payload: Tensor  # ``(codec.payload_bytes(numel),)`` uint8
-    weight: float = 1.0  # this replica's weight in the mean; 1e-18 to 1e18
-    base_weight: float = 1.0  # what a full window of this replica weighs; see `bounded_weights`
-    digest: str = ""  # of the fragment's global parameters and outer state, as this replica holds them
-    buffers: Tensor | None = None  # ``(n,)`` float32, the model's floating buffers, or None
+    weight: float = 1.0  # this replica's weight in the mean, 1e-18 to 1e18
+    base_weight: float = 1.0  # the weight of a full window of this replica; see `bounded_weights`
+    digest: str = ""  # the digest of the fragment's global parameters and outer state on this replica
+    buffers: Tensor | None = None  # ``(n,)`` float32, the model's floating-point buffers, or None
     integers: Tensor | None = None  # ``(n,)`` uint8, the bytes of its integer buffers, or None
-    withdrawn: str = ""  # why the sender itself does not want it averaged, or ""
-    clipping: Clipping = UNCLIPPED  # how large the contributions of the round may be; the same for all replicas
-    # how the contributions are averaged; None: the weighted mean. The same for all replicas.
-    average_rule: AverageRule | None = None
-    tensors: tuple[int, ...] = ()  # sizes of the tensors that the values are, one after the other, for ``average_rule``
-    telemetry: bool = False  # whether the spread of the round's contributions is measured, where they are at hand
-    # how the mean of a stretch travels in a reduce-scatter, where that applies to the round; the same for all replicas
-    mean: MeanEncoding = PLAIN_MEAN
-    residual: Residual | None = None  # what this replica has not sent yet of earlier means, or None
+    withdrawn: str = ""  # why the sender excludes it from the mean, or ""
+    clipping: Clipping = UNCLIPPED  # the bound on the round's contributions; the same on all replicas
+    average_rule: AverageRule | None = None  # None: the weighted mean; the same on all replicas
+    tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
+    telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
+    mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
+    residual: Residual | None = None  # this replica's residual of earlier means, or None
 
     @property
     def whole(self) -> bool:
-        """Whether the average needs whole contributions, so that each goes to every replica."""
+        """Whether averaging needs whole contributions, so that each is sent to every replica."""
         return self.clipping.active or self.average_rule is not None
 
     @property
     def extra_bytes(self) -> int:
-        """What travels beside the payload."""
+        """The bytes sent in addition to the payload."""
         extras = (self.buffers, self.integers)
         return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mean:
-    """What every replica gets from a round."""
+    """The result of a round, the same on every replica except ``residual``."""
 
-    values: Tensor  # ``(numel,)`` float32; shared between replicas of one process, so never to be changed
-    contributors: tuple[int, ...]  # replicas in the mean, ascending
-    weight: float  # sum of their weights, the divisor
-    buffers: Tensor | None = None  # ``(n,)`` float32 mean of the floating buffers, or None
+    values: Tensor  # ``(numel,)`` float32, shared by the replicas of one process; must not be changed
+    contributors: tuple[int, ...]  # the replicas in the mean, ascending
+    weight: float  # the sum of their weights, the divisor
+    buffers: Tensor | None = None  # ``(n,)`` float32, the mean of the floating-point buffers, or None
     integers: Tensor | None = None  # ``(n,)`` uint8, the integer buffers of the first contributor, or None
-    clipped: tuple[int, ...] = ()  # contributors whose values were scaled down, ascending
-    # of the contributions, see `diloco.algorithm.telemetry.spread`; None where it was not measured
-    spread: float | None = None
-    # what this replica has not sent yet of the means that it encoded, should the round be committed
-    residual: Residual | None = None
+    clipped: tuple[int, ...] = ()  # the contributors whose values were scaled down, ascending
+    spread: float | None = None  # see `diloco.algorithm.telemetry.spread`; None if it was not measured
+    residual: Residual | None = None  # this replica's residual of the means that it encoded, if the round commits
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision about a round, the same wherever the same contributions are seen."""
+    """The decision about a round. The same contributions give the same verdict on every replica."""
 
-    contributors: tuple[int, ...]  # replicas whose contributions are averaged; empty when the round is void
-    reason: str = ""  # why the round is void, or who was left out; empty when all is well
-    # replicas whose digest differs from the majority's; the round is void when there are any
-    diverged: tuple[int, ...] = ()
-    donor: int = -1  # a replica that holds what the majority holds
-    # replicas whose contribution is one that no honest replica sends; ``reason`` says why
-    refused: tuple[int, ...] = ()
+    contributors: tuple[int, ...]  # the replicas whose contributions are averaged; empty if the round is void
+    reason: str = ""  # why the round is void or which replicas it excludes; empty if neither
+    diverged: tuple[int, ...] = ()  # replicas whose digest differs from the majority's; any makes the round void
+    donor: int = -1  # a replica with the majority's state
+    refused: tuple[int, ...] = ()  # replicas with contributions that no honest replica sends; see ``reason``
 
     @property
     def void(self) -> bool:
         return not self.contributors
 
     def divergence(self, round_id: RoundId, digest: str) -> DivergedError:
-        """What a replica whose digest differs gets; ``digest``: of what `donor` holds."""
-        words = f"{round_id}: {self.reason}. The round is void for all."
-        return DivergedError(words, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
+        """Return the error for a replica whose digest differs. ``digest`` is that of the donor's state."""
+        message = f"{round_id}: {self.reason}. The round is void for all."
+        return DivergedError(message, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
 
 
-class _Layout(NamedTuple):
-    """How much a contribution holds."""
-
-    numel: int
-    buffers: str
-    integers: str
-
-    @classmethod
-    def of(cls, contribution: Contribution) -> _Layout:
-        return cls(contribution.numel, _describe(contribution.buffers), _describe(contribution.integers))
+def _layout(contribution: Contribution) -> tuple[str, ...]:
+    """Describe the sizes and types that all contributions to a round must share."""
+    held = [f"{contribution.numel} values"]
+    for kind, buffers in (("floating", contribution.buffers), ("integer", contribution.integers)):
+        what = "no" if buffers is None else f"{tuple(buffers.shape)} {buffers.dtype}"
+        held.append(f"{what} {kind} buffers")
+    return tuple(held)
 
 
-def _describe(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -> str:
-    """Why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" when it can."""
+def _refusal(contribution: Contribution, expected: Sequence[str], *, contents: bool) -> str:
+    """Return why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" if it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
-    layout = _Layout.of(contribution)
-    if layout.numel != expected.numel:
-        return f"holds {layout.numel} values instead of {expected.numel}"
-    if layout.buffers != expected.buffers:
-        return f"holds floating buffers of {layout.buffers} instead of {expected.buffers}"
-    if layout.integers != expected.integers:
-        return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
+    for held, wanted in zip(_layout(contribution), expected, strict=True):
+        if held != wanted:
+            return f"it holds {held} instead of {wanted}"
     for name, weight in (("weight", contribution.weight), ("base weight", contribution.base_weight)):
         if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
-            return f"has the {name} {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
+            return f"its {name} is {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
     if not contents:
         return ""
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
-        return "holds model buffers that are not finite"
+        return "its model buffers are not finite"
     try:
-        contribution.codec.validate(contribution.payload, expected.numel)
+        contribution.codec.validate(contribution.payload, contribution.numel)
     except CodecError as error:
         return str(error)
     return ""
@@ -170,25 +153,26 @@ def judge(
     contents: bool = True,
     holders: int = 1,
 ) -> Verdict:
-    """Decide about a round, once something is known of every member.
+    """Decide about a round, given the contribution of each member or the reason for its absence.
 
     Args:
-        contributions: replica -> what arrived from it.
-        members: the replicas of the view.
-        min_contributors: fewer usable contributions than this make the round void.
-        absent: replica -> why nothing arrived from it.
-        contents: whether payloads and buffers are here to be checked; False where only their headers have come, and
-            the rest is checked on arrival.
-        holders: so many replicas at least must hold a state for it to be the majority's, as more than could lie.
+        contributions: Replica -> its contribution.
+        members: The replicas of the view.
+        min_contributors: The round is void with fewer usable contributions than this.
+        absent: Replica -> why its contribution is missing.
+        contents: Whether to check payloads and buffers. False if only the headers have arrived; the rest is then
+            checked on arrival.
+        holders: The least number of replicas that must hold a state for it to be the majority's. It exceeds the number
+            of replicas that may be malicious.
 
     Returns:
-        The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the
-        lowest replica counts as the majority's, on every replica alike. Sizes are decided in the same way, and a
-        contribution of another size is refused.
+        The verdict. A replica has diverged if its digest is not the most frequent one; on a tie the digest of the
+        lowest replica counts. The most frequent sizes are determined in the same way, and contributions of other sizes
+        are refused.
     """
     reasons = {replica: f"replica {replica} {why}" for replica, why in absent.items()}
     if not contributions:
-        return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "nobody contributed")
+        return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "no replica contributed")
     ordered = sorted(contributions)
     majority = _most_frequent([contributions[replica].digest for replica in ordered])
     donor = next(replica for replica in ordered if contributions[replica].digest == majority)
@@ -201,7 +185,7 @@ def judge(
         names = ", ".join(map(str, diverged))
         reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
         return Verdict((), reason, diverged, donor)
-    expected = _most_frequent([_Layout.of(contributions[replica]) for replica in ordered])
+    expected = _most_frequent([_layout(contributions[replica]) for replica in ordered])
     for replica in ordered:
         if why := _refusal(contributions[replica], expected, contents=contents):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
@@ -209,26 +193,26 @@ def judge(
     refused = tuple(each for each in ordered if each in reasons and not contributions[each].withdrawn)
     reason = "; ".join(reasons[replica] for replica in sorted(reasons))
     if len(usable) < min_contributors:
-        few = f"{len(usable)} of {len(members)} contributions, {min_contributors} needed: {reason}"
+        few = f"{len(usable)} of {len(members)} contributions are usable, {min_contributors} are needed: {reason}"
         return Verdict((), few, refused=refused)
     return Verdict(usable, reason, donor=donor, refused=refused)
 
 
 def _most_frequent(values: Sequence[Value]) -> Value:
     counts = Counter(values)
-    return max(counts, key=lambda value: counts[value])  # the first of equals: Counter keeps the order
+    return max(counts, key=lambda value: counts[value])  # the first of equals, since Counter keeps the order
 
 
 def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UNCLIPPED) -> Mean:
-    """``sum_m w_m f_m decode(payload_m) / sum_m w_m`` in float32, in ascending order of replicas.
+    """Return ``sum_m w_m f_m decode(payload_m) / sum_m w_m``, summed in float32 in ascending order of replicas.
 
-    Quantised addends and one float32 sum (Streaming DiLoCo, section 2.4): partial sums are never quantised again, and
-    the divisor is the weight that arrived. f_m is 1, but for contributions that ``clipping`` scales down; model buffers
-    are never scaled. w_m are the `bounded_weights`. Contributions with an ``average_rule`` are combined by it instead,
-    and only the buffers are a weighted mean.
+    The addends are quantised and their sum is float32 (Streaming DiLoCo, section 2.4): partial sums are never quantised
+    again. The divisor is the weight of the contributions present. w_m are the `bounded_weights`. f_m is 1 except for
+    contributions that ``clipping`` scales down; model buffers are never scaled. An ``average_rule`` of the
+    contributions replaces the weighted mean of the values, but not that of the buffers.
 
     Raises:
-        CodecError: the mean is not finite, or too large; it names the replica that contributed most to it.
+        CodecError: if the mean is not finite or too large. The error names the replica that contributed most to it.
     """
     ordered = sorted(contributions, key=lambda contribution: contribution.replica)
     first = ordered[0]
@@ -263,7 +247,11 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
 
 
 def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
-    """The weighted mean of ``(n,)`` float32 buffers, contributors ascending; `CodecError` if it is not finite."""
+    """Return the weighted mean of ``(n,)`` float32 buffers, contributors ascending.
+
+    Raises:
+        CodecError: if the mean is not finite.
+    """
     mean = torch.zeros_like(next(iter(buffers.values())))
     for replica, values in buffers.items():
         mean.add_(values * weights[replica])
@@ -280,13 +268,13 @@ def combined(
     factors: Mapping[int, float],
     tensors: Sequence[int],
 ) -> Tensor:
-    """What ``rule`` makes of contributions.
+    """Return the average of contributions by ``rule``.
 
     Args:
-        decoded: replica and values, ``(numel,)`` float32, ascending; the values may be overwritten.
-        weights: replica -> weight.
-        factors: replica -> by what its values are multiplied, where that is not 1.
-        tensors: sizes of the tensors that the values are.
+        decoded: The replica and values, ``(numel,)`` float32, of each contribution, ascending. Overwrites the values.
+        weights: Replica -> weight.
+        factors: Replica -> factor of its values, if that is not 1.
+        tensors: The sizes of the tensors that the values consist of.
     """
     return rule.combine(
         ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors

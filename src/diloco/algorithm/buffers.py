@@ -1,6 +1,8 @@
-"""Model buffers: floating ones are averaged with the last fragment, integer ones copied from the first contributor.
+"""Conversion of model buffers to flat vectors and back.
 
-Only persistent buffers count, those in the model's ``state_dict``: the others (a rotary table) are derived and alike.
+Floating-point buffers are averaged with the last fragment; integer buffers are copied from the first contributor. Only
+persistent buffers, those in the model's ``state_dict``, take part: others, such as a rotary table, are derived and
+equal on all replicas.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ __all__ = ["check_buffers", "collect_buffers", "restore_buffers_"]
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Raise `ConfigurationError` if a persistent buffer can't be averaged; it names the buffer."""
+    """Raise `ConfigurationError`, which names the buffer, if a persistent buffer can't be averaged."""
     _split(model)
 
 
 def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """``(n,)`` float32 of all floating buffers and ``(n,)`` uint8, the bytes of all others; None where there are none.
+    """Return the floating-point buffers as ``(n,)`` float32 and the bytes of all others as ``(n,)`` uint8.
 
-    Both are on the CPU, in the order of ``model.named_buffers()``. float64 is rounded to float32.
+    Each is None if the model has no such buffers. Both are on the CPU, in the order of ``model.named_buffers()``.
+    float64 is rounded to float32.
 
     >>> floats, integers = collect_buffers(nn.BatchNorm1d(2))    # running mean and variance; number of batches
     >>> floats.tolist(), integers.numel()
@@ -34,7 +37,7 @@ def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
-    """Write into the model what `collect_buffers` reads, in the buffers' own dtype and on their own device."""
+    """Copy the values returned by `collect_buffers` into the model's buffers, in their own dtype and device."""
     floating, others = _split(model)
     start = 0
     for buffer in floating:
@@ -55,8 +58,8 @@ def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     for name, buffer in buffers.items():
         if buffer.is_complex():
             raise ConfigurationError(
-                f"the buffer {name!r} is complex; real and integer buffers can be averaged. Register it as two real "
-                "ones, or with persistent=False if it is derived."
+                f"The buffer {name!r} is complex, but only real and integer buffers can be synchronised. Register it "
+                "as two real buffers, or with persistent=False if it is derived."
             )
     floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
     return floating, [buffer for buffer in buffers.values() if not buffer.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Digests: 128 bits (XXH3) that tell whether two replicas hold the same bits. They find accidents, not attacks."""
+"""128-bit digests (XXH3) that show whether two replicas hold the same bits. They detect accidents, not attacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from diloco.algorithm.outer_optimizer import OuterState
 
 __all__ = ["PIECE_BYTES", "digest_state", "digest_tensors", "host_pieces"]
 
-PIECE_BYTES = 1 << 25  # of what is hashed of a GPU's memory at once: 32 MiB, of which two are pinned
+PIECE_BYTES = 1 << 25  # 32 MiB: GPU memory is hashed in pieces of this size, two of which are pinned on the host
 
 
 def digest_state(global_params: Tensor, state: OuterState) -> str:
-    """Digest of the global parameters ``(numel,)`` and outer state of a fragment, as hexadecimal text.
+    """Return the digest of a fragment's global parameters, ``(numel,)``, and outer state as hexadecimal text.
 
     >>> digest_state(torch.zeros(2), OuterState()) == digest_state(torch.zeros(2), OuterState(step=1))
     False
@@ -25,7 +25,7 @@ def digest_state(global_params: Tensor, state: OuterState) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the names and bytes of ``tensors``, in order; those on a GPU are hashed piece by piece on the host."""
+    """Return the digest of the names and bytes of ``tensors``, in order. The host hashes GPU tensors in pieces."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")
@@ -36,20 +36,21 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def host_pieces(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
-    """``data``, ``(n,)`` uint8, through the host's memory, piece by piece: each is valid until the next is asked for,
-    and is copied while the one before is in use.
+    """Yield ``data``, ``(n,)`` uint8, in pieces copied to host memory.
+
+    Each piece is valid until the next one is requested, and is copied while the caller uses the one before it.
     """
     pinned = data.is_cuda
-    room = [torch.empty(min(piece_bytes, len(data)), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    buffers = [torch.empty(min(piece_bytes, len(data)), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     ready: Tensor | None = None
     for number, piece in enumerate(torch.split(data, piece_bytes)):
-        here = room[number % 2][: len(piece)]
-        here.copy_(piece, non_blocking=True)
+        host = buffers[number % 2][: len(piece)]
+        host.copy_(piece, non_blocking=True)
         arrived = torch.cuda.current_stream(data.device).record_event() if pinned else None
         if ready is not None:
             yield ready
         if arrived is not None:
             arrived.synchronize()
-        ready = here
+        ready = host
     if ready is not None:
         yield ready

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec loses in one round is added to the next pseudo-gradient."""
+"""Error feedback, which adds the quantisation error of one round to the next pseudo-gradient."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ __all__ = ["ErrorFeedback", "encode_with_residual"]
 
 
 def encode_with_residual(codec: Codec, values: Tensor, residual: Tensor, decay: float, payload: Tensor) -> Tensor:
-    """Encode ``values + decay * residual``; returns what that loses, the next residual.
+    """Encode ``values + decay * residual`` and return the quantisation error, which is the next residual.
 
     Args:
+        codec: The codec.
         values: ``(numel,)`` float32.
-        residual: ``(numel,)`` float32, what was lost before.
+        residual: ``(numel,)`` float32, the current residual.
         decay: beta.
-        payload: ``(codec.payload_bytes(numel),)`` uint8, to be written.
+        payload: ``(codec.payload_bytes(numel),)`` uint8, overwritten.
     """
-    lost = empty(values.numel(), torch.float32, values.device)
-    torch.add(values, residual, alpha=decay, out=lost)
-    codec._encode(lost, payload)
-    codec._accumulate(payload, lost, -1.0)
-    return lost
+    error = empty(values.numel(), torch.float32, values.device)
+    torch.add(values, residual, alpha=decay, out=error)
+    codec._encode(error, payload)
+    codec._accumulate(payload, error, -1.0)
+    return error
 
 
 class ErrorFeedback(Codec):
-    """A codec around a codec, for one fragment, with the residual e of what was lost so far.
+    """A codec that wraps another codec and keeps the residual e of its quantisation error, for one fragment.
 
-    With v the values, Q the inner codec (encoded and decoded) and e starting at zero::
+    With v the values, Q the inner codec (encoding followed by decoding) and e starting at zero::
 
         send  Q(v + beta e);    e <- (v + beta e) - Q(v + beta e)
 
-    as in SparseLoCo (2508.15706), whose ``decay`` beta is 0.95. So values too small for the codec add up until they get
-    through; with a decay below 1 what waits for long is slowly forgotten. Where we differ: the new e is only a
-    *candidate* until the round's outcome is known.
+    as in SparseLoCo (2508.15706), where ``decay`` (beta) is 0.95. Values that are too small for the codec add up until
+    they are sent; with a decay below 1 a residual that waits for long slowly decays. In contrast to SparseLoCo, the new
+    e is only a *candidate* until the outcome of the round is known:
 
-    - `commit`: the round was applied with our contribution; the candidate becomes the residual.
-    - `rollback`: the round was void, or went on without us. Global parameters hold nothing of our contribution and the
-      next pseudo-gradient contains all of its work again; so the old residual stays, or that work would count twice.
+    - `commit`: the round was applied with this contribution. The candidate becomes the residual.
+    - `rollback`: the round was void or excluded this contribution. The global parameters contain nothing of it, and the
+      next pseudo-gradient contains all of its work again. So the old residual stays; otherwise that work would count
+      twice.
 
-    One of the two must come between two calls of `encode`. The payload is the inner codec's, and so are `cut`,
-    `decode`, `accumulate` and `validate`, which know nothing of the residual.
+    Call one of the two between two calls of `encode`. Payloads are those of the inner codec. `cut`, `decode`,
+    `accumulate` and `validate` are independent of the residual.
 
     Memory: 4 bytes per value, and 4 more from `encode` to `commit` or `rollback`. The residual follows the values to
     their device.
 
     Args:
-        codec: Q.
-        numel: values of the fragment.
-        decay: beta, from 0 to 1; 1: nothing is forgotten.
+        codec: The inner codec Q.
+        numel: The number of values of the fragment.
+        decay: beta, from 0 to 1; 1 keeps the whole residual.
 
     Raises:
         ConfigurationError: if ``decay`` is out of range.
@@ -73,7 +75,7 @@ class ErrorFeedback(Codec):
     """
 
     def __init__(self, codec: Codec, numel: int, *, decay: float = 1.0) -> None:
-        check_number("error feedback's decay", decay, 0, 1)
+        check_number("the error-feedback decay", decay, 0, 1)
         self.codec = codec
         self.numel = numel
         self.decay = decay
@@ -86,29 +88,29 @@ class ErrorFeedback(Codec):
 
     @property
     def residual(self) -> Tensor:
-        """``(numel,)`` float32: e, as of the last committed round."""
+        """The residual e after the last committed round, ``(numel,)`` float32."""
         return self._residual
 
     @property
     def pending(self) -> bool:
-        """Whether `encode` was called and neither `commit` nor `rollback` since."""
+        """Whether `encode` was called and neither `commit` nor `rollback` has followed."""
         return self._candidate is not None
 
     def commit(self) -> None:
-        """The round was applied with our contribution: what it lost is carried on.
+        """Adopt the candidate as residual, after a round that was applied with this contribution.
 
         Raises:
-            CodecError: if nothing was encoded since the last outcome. Nothing was changed.
+            CodecError: if nothing was encoded since the last commit or rollback. Nothing was changed.
         """
         if self._candidate is None:
             raise CodecError(
-                f"{self.name}: commit() without an encode() before it; one commit() or rollback() belongs to each "
-                "encode(). The residual is as it was."
+                f"{self.name}: commit() was called without an encode() before it. Each encode() needs one commit() or "
+                "rollback(). The residual is unchanged."
             )
         self._residual, self._candidate = self._candidate, None
 
     def rollback(self) -> None:
-        """The round did not take our contribution: the residual stays. Without effect if nothing is pending."""
+        """Drop the candidate, after a round without this contribution. Has no effect if nothing is pending."""
         self._candidate = None
 
     def parameters(self) -> Mapping[str, int]:
@@ -118,28 +120,28 @@ class ErrorFeedback(Codec):
         return self.codec.payload_bytes(numel)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``residual`` and, while a round is in flight, ``candidate``: each ``(numel,)`` float32, not copied."""
+        """Return the ``residual`` and, with a round in flight, the ``candidate``: ``(numel,)`` float32, not copied."""
         state = {"residual": self._residual}
         if self._candidate is not None:
             state["candidate"] = self._candidate
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over copies of what `state_dict` gave.
+        """Load copies of the tensors that `state_dict` returned.
 
         Raises:
             CheckpointError: if a tensor is missing, unknown, or of another size or type. Nothing was loaded.
         """
         if not {"residual"} <= set(state) <= {"residual", "candidate"}:
             raise CheckpointError(
-                f"{self.name}: the saved state holds {sorted(state)}; it must hold 'residual' and, with a round in "
-                "flight, 'candidate'. Nothing was loaded."
+                f"{self.name}: the saved state must contain 'residual' and, with a round in flight, 'candidate', but "
+                f"it contains {sorted(state)}. Nothing was loaded."
             )
         for key, saved in state.items():
             if saved.shape != (self.numel,) or saved.dtype != torch.float32:
                 raise CheckpointError(
-                    f"{self.name}: the saved {key} has shape {tuple(saved.shape)} and type {saved.dtype}; "
-                    f"it must be ({self.numel},) torch.float32. Nothing was loaded."
+                    f"{self.name}: the saved {key} must have shape ({self.numel},) and type torch.float32, but it has "
+                    f"shape {tuple(saved.shape)} and type {saved.dtype}. Nothing was loaded."
                 )
         device = self._residual.device
         self._residual = state["residual"].to(device, copy=True)
@@ -148,8 +150,8 @@ class ErrorFeedback(Codec):
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if values.numel() != self.numel:
             raise CodecError(
-                f"{self.name} holds the residual of {self.numel} values but was given {values.numel()}; "
-                "each fragment needs one of its own. Nothing was encoded."
+                f"{self.name} keeps a residual of {self.numel} values but got {values.numel()} values. Use a separate "
+                "ErrorFeedback for each fragment. Nothing was encoded."
             )
         if self._candidate is not None:
             raise CodecError(

@@ -1,4 +1,4 @@
-"""How many bytes a round moves, and by which pattern: the cheaper of two, both with the same result."""
+"""The exchange pattern of a round, the cheaper of two with equal results, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -16,51 +16,49 @@ __all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round", "sh
 
 @dataclass(frozen=True)
 class Exchange:
-    """What every replica sends and receives in one round.
+    """The bytes that every replica sends and receives in one round.
 
-    A replica is named by its position: its index among the members of the view, from 0.
+    A replica's position is its index among the members of the view, from 0.
     """
 
-    # ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: the replica at position i
-    # owns stretch i of the values: it sums it and sends the mean of it to all others
+    # ``all-gather``: every replica receives all payloads and sums them itself; ``reduce-scatter``: the replica at
+    # position i owns range i of the values, sums it and sends its mean to all others
     pattern: Literal["all-gather", "reduce-scatter"]
-    # ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them, too, and
-    # makes no use of them.
-    shards: tuple[tuple[int, int], ...]
-    mean: MeanEncoding  # how the means of a reduce-scatter travel among so many replicas
-    sent: tuple[int, ...]  # bytes by position; payloads, means and what travels beside them
+    shards: tuple[tuple[int, int], ...]  # the range of each position, by `shard_bounds`; unused in an all-gather
+    mean: MeanEncoding  # the encoding of the means in a reduce-scatter
+    sent: tuple[int, ...]  # bytes by position: payloads, means and extras
     received: tuple[int, ...]  # bytes by position
 
     def sent_bytes(self, position: int) -> int:
-        """Bytes that the replica at ``position`` sends in this round."""
+        """Return the bytes that the replica at ``position`` sends in this round."""
         return self.sent[position]
 
     def received_bytes(self, position: int) -> int:
-        """Bytes that the replica at ``position`` receives in this round."""
+        """Return the bytes that the replica at ``position`` receives in this round."""
         return self.received[position]
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether owners of stretches keep what the encoding of their means loses."""
+        """Whether the owners of ranges keep the quantisation error of their means."""
         return self.pattern == "reduce-scatter" and self.mean.keeps_residual
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes each way, mean over replicas: what is sent is received."""
+        """The bytes per replica and direction, averaged over replicas."""
         return sum(self.sent) / len(self.sent)
 
     @property
     def busiest_bytes(self) -> int:
-        """The most that one replica moves in one direction."""
+        """The most bytes that a replica moves in one direction."""
         return max(*self.sent, *self.received)
 
 
 def shard_bounds(numel: int, num_replicas: int, block_size: int) -> tuple[tuple[int, int], ...]:
-    """``(start, stop)`` of ``num_replicas`` stretches that follow each other and together are all ``numel`` values.
+    """Divide ``numel`` values into ``num_replicas`` consecutive ranges and return their ``(start, stop)``.
 
-    They are cut between blocks and no two differ by more than one block. With fewer blocks than replicas some are
-    empty. The last stretch holds the last, perhaps shorter block and is one of those with the most blocks; so no other
-    cut between blocks has a shorter longest stretch.
+    Ranges consist of whole blocks and differ by at most one block. With fewer blocks than replicas some are empty. The
+    last range holds the last, perhaps shorter block and is one of those with the most blocks, so no other division into
+    whole blocks has a shorter longest range.
 
     >>> shard_bounds(10, 3, block_size=1)
     ((0, 3), (3, 6), (6, 10))
@@ -83,20 +81,21 @@ def plan_exchange(
     mean: MeanEncoding = PLAIN_MEAN,
     whole: bool = False,
 ) -> Exchange:
-    """The pattern for ``numel`` values between ``num_replicas`` replicas that asks less of the busiest of them.
+    """Return the exchange pattern that moves fewer bytes at its busiest replica.
 
-    With n the payload and m the encoded mean of all values, all-gather moves ``(M - 1) * n`` bytes each way;
-    reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here stretch by
-    stretch. On a tie all-gather is taken, which needs one trip instead of two.
+    With n the payload and m the encoded mean of all values, in bytes, an all-gather moves ``(M - 1) * n`` bytes each
+    way. A reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here
+    exactly for each range. On a tie the all-gather is chosen, which needs one trip instead of two.
 
     Args:
-        codec: encodes the contributions.
-        numel: values in the round.
+        codec: The codec of the contributions.
+        numel: The number of values in the round.
         num_replicas: M.
-        extra_bytes: what travels beside the payload of each replica (model buffers), always all-gathered.
-        mean: how means are encoded, where it applies to so many replicas and this codec; stretches are cut between the
-            blocks of both codecs.
-        whole: whether every replica needs whole contributions, as to clip them by their norms: then it is all-gather.
+        extra_bytes: The bytes that each replica sends in addition to its payload (model buffers), always all-gathered.
+        mean: The encoding of means, if it applies to this many replicas and this codec. Ranges consist of whole blocks
+            of both codecs.
+        whole: Whether every replica needs whole contributions, e.g. to clip them by norm. The pattern is then
+            all-gather.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
@@ -125,7 +124,7 @@ def plan_exchange(
 
 
 def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
-    """`plan_exchange` for a round of ``num_replicas`` contributions like this one: the same for each of them."""
+    """Return `plan_exchange` for a round of ``num_replicas`` contributions like this one."""
     return plan_exchange(
         contribution.codec,
         contribution.numel,
@@ -137,9 +136,10 @@ def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:
-    """What one replica sends in ``steps`` data-parallel steps: a ring all-reduce of float32 gradients at each.
+    """Return the bytes that a replica sends in ``steps`` data-parallel steps.
 
-    ``steps * 2 * (M - 1) / M * 4 * numel`` bytes, the least that any all-reduce can move.
+    Each step is a ring all-reduce of float32 gradients. Together they send ``steps * 2 * (M - 1) / M * 4 * numel``
+    bytes, the least that any all-reduce can move.
 
     >>> data_parallel_bytes(1000, 4, 10)
     60000

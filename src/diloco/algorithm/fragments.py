@@ -1,11 +1,11 @@
-"""Dividing a model's trainable parameters into fragments, each parameter in exactly one.
+"""Partitions of a model's trainable parameters into fragments. Each parameter belongs to exactly one fragment.
 
-A `Fragment` is a value: names, shapes and sizes. `partition` decides from names and sizes alone; `bind` looks the
-parameters up in a model; `flatten` and `unflatten_` move between a fragment's tensors and one flat float32 vector.
-Tied weights count once, under the first of their names; frozen parameters are in no fragment.
+`partition` divides a model by parameter names and sizes alone. `bind` looks up the parameters of a fragment in a model;
+`flatten` and `unflatten_` copy between its tensors and one flat float32 vector. Tied weights count once, under the
+first of their names. Frozen parameters belong to no fragment.
 
-Where the ranks of a replica share its parameters out (DTensors), what is decided is decided from whole parameters,
-alike on all ranks, and what is moved is this rank's shard; it may be empty.
+If the ranks of a replica shard its parameters (DTensors), all ranks derive the same partition from the whole
+parameters, and each rank copies its own shard, which may be empty.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
 @dataclass(frozen=True)
 class Fragment:
-    """Parameters that travel together.
+    """Parameters that are sent together.
 
     Attributes:
         index: p, counted from 0.
-        names: the parameters' names, in the order in which they are flattened.
-        shapes: the shapes of what this rank holds of them: all of each parameter, or its shard.
+        names: The parameter names, in the order of the flat vector.
+        shapes: The shapes of the parameters, or of this rank's shards of them.
     """
 
     index: int
@@ -56,16 +56,16 @@ class Fragment:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Values of each parameter in this rank's flat vector, in its order."""
+        """The number of values of each parameter in this rank's flat vector, in order."""
         return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def numel(self) -> int:
-        """Values in this rank's flat vector; 0 where its shards are all empty."""
+        """The number of values in this rank's flat vector; 0 if all its shards are empty."""
         return sum(self.sizes)
 
     def named(self, values: Tensor) -> dict[str, Tensor]:
-        """Name -> its part of the flat vector ``values``, ``(numel,)``, as a view in its shape.
+        """Return name -> view of its part of the flat vector ``values``, ``(numel,)``, in the parameter's shape.
 
         >>> Fragment(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
@@ -75,18 +75,18 @@ class Fragment:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``, detached and on the same memory: its shard of a DTensor, else all of it."""
-    # asked by its method, so that the algorithm needs to know nothing of process groups
+    """Return this rank's shard of a DTensor, or the whole of any other tensor, detached and on the same memory."""
+    # detected by its method, so that the algorithm needs no process groups
     to_local = getattr(tensor.detach(), "to_local", None)
     shard: Tensor = tensor.detach() if to_local is None else to_local()
     return shard
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter, trainable ones only, tied ones once.
+    """Return name -> trainable parameter. Tied parameters appear once.
 
     Raises:
-        FragmentError: if two distinct parameters share memory, which would be updated twice.
+        FragmentError: if two distinct parameters share memory, which would then be updated twice.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     owners: dict[tuple[str, int], str] = {}
@@ -97,8 +97,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         place = (str(shard.device), shard.data_ptr())
         if place in owners:
             raise FragmentError(
-                f"the parameters {owners[place]!r} and {name!r} are two objects on the same memory; tie them by "
-                "assigning one Parameter to both modules, so that it is counted once."
+                f"The parameters {owners[place]!r} and {name!r} are two objects on the same memory. Tie them by "
+                "assigning one Parameter to both modules, so that it counts once."
             )
         owners[place] = name
     return parameters
@@ -113,15 +113,20 @@ def partition(
 ) -> tuple[Fragment, ...]:
     """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
 
-    - One fragment is the whole model, under every strategy but ``patterns``.
+    Strategies:
+
     - ``strided`` (Streaming DiLoCo's default): fragment 0 holds everything outside the layers (embeddings, head, final
-      norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... Where nothing is outside, all hold layers.
-    - ``sequential``: the same, but with blocks of neighbouring layers.
+      norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... If the layers hold all parameters, fragment
+      0 holds layers, too.
+    - ``sequential``: like ``strided``, but with blocks of neighbouring layers.
     - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
     - ``patterns``: fragment i holds the names that match one of ``patterns[i]`` (shell-style, ``layers.[01].*``).
 
+    A single fragment holds the whole model under every strategy except ``patterns``.
+
     Raises:
-        FragmentError: if a parameter is in no fragment or in two, or a fragment would be empty; it names them.
+        FragmentError: if a parameter belongs to no fragment or to two, or a fragment would be empty. The message names
+            them.
 
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
     >>> [fragment.names for fragment in partition(model, num_fragments=2, strategy="balanced")]
@@ -129,11 +134,11 @@ def partition(
     """
     if strategy not in get_args(Strategy):
         raise ConfigurationError(
-            f"fragment strategy {strategy!r} was given; {nearest(str(strategy), get_args(Strategy))}"
+            f"There is no fragment strategy {strategy!r}; {nearest(str(strategy), get_args(Strategy))}"
         )
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
-        raise FragmentError("the model has no trainable parameters; there is nothing to synchronise.")
+        raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")
     if strategy == "patterns":
         groups = match_patterns(_names_with_aliases(model, parameters), patterns)
     elif num_fragments == 1:
@@ -155,52 +160,52 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
     parameters = trainable_parameters(model)
     seen: dict[str, int] = {}
     for position, fragment in enumerate(fragments):
-        # of the whole parameters: what this rank holds of them may well be empty
+        # counts whole parameters, since this rank's shards may all be empty
         numel = sum(parameters[name].numel() for name in fragment.names if name in parameters)
         if fragment.index != position or (numel == 0 and fragment.numel == 0):
             raise FragmentError(
-                f"fragment {fragment.index} at position {position} holds {numel} values; fragments "
-                "are numbered from 0, and none may be empty. Use fewer."
+                f"The fragment at position {position} has the index {fragment.index} and {numel} values. Indices must "
+                "count from 0 and no fragment may be empty. Use fewer fragments or renumber them."
             )
         for name, shape in zip(fragment.names, fragment.shapes, strict=True):
             if name in seen:
                 raise FragmentError(
-                    f"the parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one."
+                    f"The parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one."
                 )
             if name not in parameters or tuple(local_shard(parameters[name]).shape) != shape:
                 raise FragmentError(
-                    f"fragment {position} names {name!r} of shape {shape}, which is no trainable parameter of this "
-                    "model."
+                    f"Fragment {position} names {name!r} of shape {shape}, but this model has no such trainable "
+                    "parameter."
                 )
             seen[name] = position
     if missing := [name for name in parameters if name not in seen]:
         raise FragmentError(
-            f"no fragment holds {', '.join(missing)}; a parameter left out would never be synchronised. Add it to a "
-            "fragment, or freeze it with requires_grad_(False)."
+            f"No fragment holds {', '.join(missing)}, so these parameters would never be synchronised. Add them to a "
+            "fragment, or freeze them with requires_grad_(False)."
         )
 
 
 def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
-    """The parameters of ``fragment`` in ``model``, in order."""
+    """Return the parameters of ``fragment`` in ``model``, in order."""
     parameters = trainable_parameters(model)
     return [parameters[name] for name in fragment.names]
 
 
 def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Copy ``tensors``, of any dtype and device, into ``out``: ``(numel,)`` float32; returns ``out``."""
+    """Copy ``tensors``, of any dtype and device, into ``out``, ``(numel,)`` float32, and return ``out``."""
     start = 0
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
-        # CUDA's copies are waited for below; another device's to the host must not be on its way still
+        # CUDA copies are waited for below; copies from other devices must be synchronous
         out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda or out.is_cuda)
         start = stop
     if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.current_stream().synchronize()  # the host must not read a copy that is still on its way
+        torch.cuda.current_stream().synchronize()  # the host must not read a copy in progress
     return out
 
 
 def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy ``values``, ``(numel,)`` float32, into ``tensors`` in place, in their own dtype and on their own device."""
+    """Copy ``values``, ``(numel,)`` float32, into ``tensors`` in place, in their own dtype and device."""
     start = 0
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
@@ -210,9 +215,9 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Inside, the parameters named in ``values`` hold them; afterwards they hold what they held before.
+    """Set the parameters named in ``values`` inside a ``with`` block and restore them at its end.
 
-    Of a parameter that is a DTensor, ``values`` has this rank's shard.
+    For a DTensor parameter, ``values`` contains this rank's shard.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -234,7 +239,7 @@ def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Modul
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """First name -> every name of the same parameter, so that a pattern may use any of them."""
+    """Return first name -> all names of the same parameter, so that a pattern may match any of them."""
     first = {id(parameter): name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -248,12 +253,13 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
     outside = [rest] if rest else []
     blocks = num_fragments - len(outside)
     if not 1 <= blocks <= len(layers):
-        works = f"1 to {len(layers) + len(outside)}" if layers else "1"
+        works = f"1 to {len(layers) + len(outside)} fragments" if layers else "1 fragment"
         balanced = f'partition(model, num_fragments={num_fragments}, strategy="balanced")'
         raise FragmentError(
-            f"num_fragments={num_fragments} was given for a model with {len(layers) or 'no numbered'} layers"
-            f"{' and parameters outside them' if outside and layers else ''}, of which {strategy} fragments are made. "
-            f"Use {works}, or fragments={balanced}, which goes by the sizes of parameters alone."
+            f"A model with {len(layers) or 'no numbered'} layers"
+            f"{' and parameters outside them' if outside and layers else ''} can't have {num_fragments} {strategy} "
+            f"fragments, which consist of whole layers. Use {works}, or fragments={balanced}, which divides parameters "
+            "by size alone."
         )
     if strategy == "strided":
         members = [layers[block::blocks] for block in range(blocks)]
@@ -266,12 +272,12 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
 def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
     if num_fragments > len(sizes):
         raise FragmentError(
-            f"{num_fragments} balanced fragments were asked of a model with {len(sizes)} parameter tensors. "
+            f"A model with {len(sizes)} parameter tensors can't have {num_fragments} balanced fragments. "
             f"Use 1 to {len(sizes)}."
         )
     groups: list[list[str]] = [[] for _ in range(num_fragments)]
     loads = [0] * num_fragments
-    # sorted() is stable: tensors of one size keep the model's order, so every replica packs alike.
+    # sorted() is stable: tensors of equal size keep the model's order, so all replicas get the same partition
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         lightest = min(range(num_fragments), key=lambda index: (loads[index], len(groups[index])))
         groups[lightest].append(name)

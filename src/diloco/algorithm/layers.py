@@ -1,4 +1,4 @@
-"""Reading a model's structure from its parameter names alone."""
+"""Functions that derive the layers of a model from its parameter names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["group_layers", "layer_container", "match_patterns"]
 
 
 def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
-    """Parameters outside the layers, and the parameters of each layer, in the order of the layers' numbers.
+    """Return the parameters outside the layers and those of each layer, in the order of the layers' numbers.
 
     The layers are the numbered children of one container; see `layer_container`.
 
     Args:
-        sizes: parameter name -> number of values.
+        sizes: Parameter name -> number of values.
 
     >>> group_layers({"embedding": 4, "layers.0.w": 2, "layers.1.w": 2, "layers.1.b": 1})
     (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
@@ -37,15 +37,19 @@ def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
 
 
 def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The path of what holds the layers, such as ``("model", "layers")``; None: nothing is numbered.
+    """Return the path of the module that contains the layers, such as ``("model", "layers")``.
 
-    Of all prefixes followed by a number (``model.layers`` in ``model.layers.3.mlp.weight``), it is the one that holds
-    the most values, the outermost of equals; but one whose children have a parameter in common, of equal name and size,
-    comes before one whose children don't, as an embedding and a decoder in sequence, or the norm and the matrix of a
-    head. What is inside such a container (the experts of a layer), or inside an only child, is none.
+    The candidates are all prefixes followed by a number, such as ``model.layers`` in ``model.layers.3.mlp.weight``.
+    Candidates inside a container with similar children (the experts of a layer), or inside an only child, do not count.
+    Children are similar if two of them have a parameter of equal name and size. A container with similar children is
+    preferred to one without, such as an embedding and a decoder in sequence, or the norm and the matrix of a head.
+    Among the remaining candidates the one with the most values wins, and among equals the outermost.
 
     Args:
-        sizes: parameter name -> number of values.
+        sizes: Parameter name -> number of values.
+
+    Returns:
+        The path, or None if no module is numbered.
 
     >>> layer_container({"head.0.w": 9, "head.1.w": 900, "blocks.0.w": 4, "blocks.1.w": 4})
     ('blocks',)
@@ -69,24 +73,20 @@ def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
 
 
 def _have_something_in_common(children: Sequence[Mapping[str, int]]) -> bool:
-    """Whether two of them have a parameter of equal name and size."""
-    seen: set[tuple[str, int]] = set()
-    for child in children:
-        if not seen.isdisjoint(child.items()):
-            return True
-        seen.update(child.items())
-    return False
+    """Return whether two children have a parameter of equal name and size."""
+    parameters = [parameter for child in children for parameter in child.items()]
+    return len(set(parameters)) < len(parameters)
 
 
 def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Group names by the list of shell-style patterns that they match.
+    """Group parameter names by the list of shell-style patterns that they match.
 
     Args:
-        aliases: name of a parameter -> all its names (tied weights have several); a pattern may match any of them.
-        patterns: for each fragment, its patterns.
+        aliases: Parameter name -> all its names (tied weights have several). A pattern may match any of them.
+        patterns: The patterns of each fragment.
 
     Raises:
-        FragmentError: if a name matches the patterns of two fragments or of none, or a pattern matches nothing.
+        FragmentError: if a name matches the patterns of no fragment or of several, or a pattern matches no name.
 
     >>> match_patterns({"a.w": ["a.w"], "b.w": ["b.w"]}, [["b.*"], ["a.*"]])
     [['b.w'], ['a.w']]
@@ -100,11 +100,11 @@ def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequ
         ]
         if len(hits) != 1:
             where = f"the patterns of fragments {hits}" if hits else "no pattern of any fragment"
-            raise FragmentError(f"the parameter {name!r} matches {where}, not exactly one.")
+            raise FragmentError(f"The parameter {name!r} matches {where}; it must match those of exactly one fragment.")
         groups[hits[0]].append(name)
     every = [alias for names in aliases.values() for alias in names]
     for index, group in enumerate(patterns):
         for pattern in group:
             if not any(fnmatchcase(alias, pattern) for alias in every):
-                raise FragmentError(f"the pattern {pattern!r} of fragment {index} matches no trainable parameter.")
+                raise FragmentError(f"The pattern {pattern!r} of fragment {index} matches no trainable parameter.")
     return groups

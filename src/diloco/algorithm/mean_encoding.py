@@ -1,12 +1,13 @@
-"""The mean of a stretch of values, encoded once by its owner and decoded by everybody alike, its owner included.
+"""Encoding of the mean of a range of values: its owner encodes it once, and all replicas decode the same bytes.
 
-In a reduce-scatter each replica owns a stretch: it sums the contributions to it and sends their mean to all others.
-With x the mean, Q the codec (encoded and decoded) and e what Q has lost of earlier means, starting at zero::
+In a reduce-scatter each replica owns a range of the values. It sums the contributions to that range and sends their
+encoded mean to all others; it also decodes that mean itself. With x the mean, Q the codec (encoding followed by
+decoding) and e the residual of earlier means, starting at zero::
 
     send  Q(x + beta e);    e <- (x + beta e) - Q(x + beta e)
 
-e belongs to the owner. It is a value that goes into a round and comes out of it: a round that is void leaves it as it
-was, and where the next view cuts other stretches its parts go to their new owners.
+The owner keeps e. A round takes e as input and returns the new e, so a void round leaves it unchanged. If the next view
+divides the values otherwise, the parts of e move to their new owners.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ __all__ = [
     "overlap",
 ]
 
-Stretch = tuple[int, int]  # ``(start, stop)`` of some values of a fragment
+Stretch = tuple[int, int]  # the range ``(start, stop)`` of some values of a fragment
 
 
 @dataclass(frozen=True)
 class MeanEncoding:
-    """How the mean of a stretch travels from its owner to the others.
+    """The encoding of the mean that the owner of a range sends to the other replicas.
 
     Args:
-        codec: Q; default: float32, which loses nothing.
-        decay: beta, how much of what ``codec`` loses is added to the next mean, from 0 (nothing) to 1 (all of it).
-        least_replicas: among fewer, means travel as they are.
-        contribution_bytes: so they do where contributions take as many bytes a value, or more.
+        codec: Q; default: float32, which is exact.
+        decay: beta, the fraction of the quantisation error that is added to the next mean, from 0 to 1.
+        least_replicas: Among fewer replicas, means are sent as float32.
+        contribution_bytes: Means are also sent as float32 if contributions take at least this many bytes per value.
 
     Raises:
         ConfigurationError: if ``decay`` is out of range.
@@ -63,18 +64,21 @@ class MeanEncoding:
 
     @classmethod
     def of(cls, codec: Codec | str, decay: float = 0.0) -> MeanEncoding:
-        """By a codec or its name; by the name "auto" it is int8 where that saves much and was measured to cost nothing:
-        among 8 replicas or more whose contributions take less than the two bytes a value of the 16-bit floats."""
+        """Return the encoding for a codec, its name, or "auto".
+
+        "auto" is int8 among at least 8 replicas whose contributions take less than 2 bytes per value, where it saves
+        much and cost nothing in measurements; otherwise float32.
+        """
         if codec == "auto":
             return cls(Int8(), decay, AUTO_MEANS_FROM_REPLICAS, contribution_bytes=2.0)
         return cls(make_codec(codec) if isinstance(codec, str) else codec, decay)
 
     def among(self, num_replicas: int, contributions: Codec) -> MeanEncoding:
-        """The encoding in effect in a round, alike for all in it.
+        """Return the encoding in effect in a round, the same for all its members.
 
         Args:
-            num_replicas: members of the view of the round, whether their contributions count or not.
-            contributions: what encodes them.
+            num_replicas: The number of members of the round's view, including those whose contributions do not count.
+            contributions: The codec of the contributions.
 
         >>> auto = MeanEncoding.of("auto")
         >>> [str(auto.among(number, make_codec("fp4"))) for number in (7, 8)]
@@ -88,7 +92,7 @@ class MeanEncoding:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether owners keep what the codec loses."""
+        """Whether owners keep the quantisation error."""
         return self.decay > 0 and not self.codec.exact
 
     def __str__(self) -> str:
@@ -98,15 +102,15 @@ class MeanEncoding:
         return f"{self.codec.name}{parameters}{feedback}{among}"
 
 
-PLAIN_MEAN = MeanEncoding()  # means as they are
+PLAIN_MEAN = MeanEncoding()  # float32 means
 
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """What an owner has not sent yet of the means of a stretch."""
+    """The residual that an owner keeps of the means of a range."""
 
-    start: int  # the first value of the stretch
-    values: Tensor  # ``(n,)`` float32; never changed
+    start: int  # the first value of the range
+    values: Tensor  # ``(n,)`` float32, never changed
 
     @property
     def stretch(self) -> Stretch:
@@ -114,15 +118,16 @@ class Residual:
 
 
 def encode_mean(values: Tensor, residual: Tensor | None, encoding: MeanEncoding) -> tuple[Tensor, Tensor | None]:
-    """Encode a mean, and replace it by what everybody decodes.
+    """Encode a mean and replace it by the values that all replicas decode.
 
     Args:
-        values: ``(n,)`` float32, the mean; afterwards what the payload decodes to.
-        residual: ``(n,)`` float32, what was lost of earlier means; None: nothing is kept of them.
+        values: ``(n,)`` float32, the mean. Overwritten with the decoded payload.
+        residual: ``(n,)`` float32, the residual of earlier means; None if no residual is kept.
+        encoding: The codec and the decay.
 
     Returns:
-        The payload, ``(payload_bytes(n),)`` uint8, and the residual that is left, or None as before. With an exact
-        codec the payload shares its memory with ``values``, and nothing is lost.
+        The payload, ``(payload_bytes(n),)`` uint8, and the new residual, or None if no residual is kept. With an exact
+        codec the payload shares memory with ``values`` and the residual is None.
 
     >>> from diloco.algorithm.codec import FP4
     >>> mean = torch.tensor([1.0, 0.7])
@@ -137,7 +142,7 @@ def encode_mean(values: Tensor, residual: Tensor | None, encoding: MeanEncoding)
         payload, left = codec.encode(values), None
     else:
         payload = empty(codec.payload_bytes(numel), torch.uint8, values.device)
-        kept = residual * encoding.decay  # not fused with the sum, or bits would depend on where stretches are cut
+        kept = residual * encoding.decay  # not fused with the sum, or the bits would depend on how ranges are cut
         left = encode_with_residual(codec, values, kept, 1.0, payload)
     codec.decode(payload, numel, out=values)
     return payload, left
@@ -146,15 +151,16 @@ def encode_mean(values: Tensor, residual: Tensor | None, encoding: MeanEncoding)
 def encode_all_means(
     values: Tensor, held: Sequence[Residual], shards: Sequence[Stretch], encoding: MeanEncoding
 ) -> Sequence[Residual]:
-    """What the owners of all stretches do, at once: stretches are whole blocks of the codec.
+    """Encode a mean as the owners of all ranges do together.
 
     Args:
-        values: ``(numel,)`` float32, the mean; afterwards what everybody decodes.
-        held: what the replicas hold of earlier means.
-        shards: the stretch of each owner.
+        values: ``(numel,)`` float32, the mean. Overwritten with the values that all replicas decode.
+        held: The residuals of the replicas.
+        shards: The range of each owner. Ranges consist of whole blocks of the codec.
+        encoding: The codec and the decay.
 
     Returns:
-        The residual of each owner, in the order of ``shards``; nothing where nothing is kept.
+        The new residual of each owner, in the order of ``shards``; empty if no residual is kept.
     """
     residual = collected(held, (0, values.numel()), values.device) if encoding.keeps_residual else None
     _, left = encode_mean(values, residual, encoding)
@@ -162,7 +168,7 @@ def encode_all_means(
 
 
 def collected(residuals: Iterable[Residual], stretch: Stretch, device: torch.device) -> Tensor:
-    """What ``residuals`` hold of a stretch, ``(stop - start,)`` float32 on ``device``; 0 where they hold nothing.
+    """Return the part of ``residuals`` in a range, ``(stop - start,)`` float32 on ``device``, 0 where there is none.
 
     >>> held = [Residual(0, torch.tensor([1.0, 2.0])), Residual(3, torch.tensor([4.0, 5.0]))]
     >>> collected(held, (1, 4), torch.device("cpu"))
@@ -177,7 +183,7 @@ def collected(residuals: Iterable[Residual], stretch: Stretch, device: torch.dev
 
 
 def overlap(first: Stretch, second: Stretch) -> Stretch:
-    """What two stretches have in common; of length 0 if nothing.
+    """Return the intersection of two ranges; it has length 0 if they are disjoint.
 
     >>> overlap((0, 10), (5, 20)), overlap((0, 3), (7, 9))
     ((5, 10), (7, 7))
@@ -187,13 +193,14 @@ def overlap(first: Stretch, second: Stretch) -> Stretch:
 
 
 def lost_words(held: Iterable[Stretch], numel: int) -> str:
-    """That some of what codecs have lost of earlier means will never be sent, since its owner is gone; or "".
+    """Report that part of the residual of earlier means is lost because its owner has left; "" if none is.
 
     Args:
-        held: the stretches whose residuals the members of a round hold; all empty before the first mean was encoded.
+        held: The ranges whose residuals the members of a round hold; all empty before the first mean is encoded.
+        numel: The number of values of the fragment.
 
     >>> lost_words([(0, 10), (30, 40)], 40)
-    'the error feedback of the mean of 20 of 40 values is gone with its owner'
+    'the residual of the mean of 20 of 40 values is lost with its owner'
     >>> lost_words([(0, 10), (10, 40)], 40), lost_words([(0, 0), (20, 20)], 40)
     ('', '')
     """
@@ -203,4 +210,4 @@ def lost_words(held: Iterable[Stretch], numel: int) -> str:
         end = max(end, stop)
     if covered in (0, numel):
         return ""
-    return f"the error feedback of the mean of {numel - covered} of {numel} values is gone with its owner"
+    return f"the residual of the mean of {numel - covered} of {numel} values is lost with its owner"

@@ -1,17 +1,17 @@
-"""What becomes of the local parameters of a fragment when its new global parameters arrive.
+"""Rules that merge new global parameters of a fragment into its local parameters.
 
-Two rules with one interface. Both reduce to "take the global parameters" with alpha = 0 and tau = 0.
+With alpha = 0 and tau = 0 both rules replace the local parameters by the global ones.
 
 ===========  ==========================================================  ==============================================
 rule         equation                                                    source
 ===========  ==========================================================  ==============================================
 ``alpha``    ``local <- alpha * local + (1 - alpha) * global``           Streaming DiLoCo, Algorithm 2, line 12
-``rebase``   ``local <- global + (local - local at sending)``            as LOSCAR-SGD: keep the drift of the overlapped
-                                                                         steps, replace only what is stale
+``rebase``   ``local <- global + (local - local at sending)``            as LOSCAR-SGD: keep the work of the overlapped
+                                                                         steps, replace the rest
 ===========  ==========================================================  ==============================================
 
-`carry_over` serves a replica whose contribution is *not* in the average: it follows the move of the global parameters
-and keeps its own unsent work, so that its next pseudo-gradient holds all of it.
+`carry_over` serves a replica whose contribution is *not* in the average. It moves the local parameters along with the
+global ones and keeps the replica's unsent work, so that its next pseudo-gradient contains all of it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["AlphaMerge", "MergeRule", "RebaseMerge", "carry_over"]
 
 
 class MergeRule(Protocol):
-    """How local parameters take up new global ones."""
+    """A rule that merges new global parameters into the local ones."""
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether the rule needs the local parameters as they were at sending (4 bytes per value while in flight)."""
+        """Whether the rule needs the local parameters at sending, which cost 4 bytes per value while in flight."""
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        """Change ``local`` in place. A rule with an attribute ``elementwise = True`` may be given a part of the values.
+        """Update ``local`` in place. With an attribute ``elementwise = True`` the rule also accepts part of the values.
 
         Args:
-            local: ``(numel,)`` float32, the local parameters now.
-            global_params: ``(numel,)`` float32, after the outer step.
-            sent: ``(numel,)`` float32, the local parameters at sending, if ``keeps_sent``.
+            local: ``(numel,)`` float32, the current local parameters.
+            global_params: ``(numel,)`` float32, the global parameters after the outer step.
+            sent: ``(numel,)`` float32, the local parameters at sending if ``keeps_sent``, else None.
         """
 
 
@@ -47,7 +47,7 @@ class MergeRule(Protocol):
 class AlphaMerge:
     """``local <- alpha * local + (1 - alpha) * global`` (Streaming DiLoCo, Algorithm 2, line 12).
 
-    alpha = 0 drops what the overlapped steps did, alpha = 1 never listens to the other replicas.
+    alpha = 0 drops the work of the overlapped steps; alpha = 1 ignores the other replicas.
 
     >>> import torch
     >>> local = torch.tensor([1.0, 2.0])
@@ -69,7 +69,7 @@ class AlphaMerge:
 
 @dataclass(frozen=True)
 class RebaseMerge:
-    """``local <- global + (local - local at sending)``: the drift of the overlapped steps is kept whole.
+    """``local <- global + (local - local at sending)``, which keeps all work of the overlapped steps.
 
     >>> import torch
     >>> local, sent = torch.tensor([1.5]), torch.tensor([1.0])
@@ -82,14 +82,14 @@ class RebaseMerge:
     elementwise = True
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        assert sent is not None, "RebaseMerge keeps what was sent"
+        assert sent is not None, "RebaseMerge needs the local parameters at sending"
         local.sub_(sent).add_(global_params)
 
 
 def carry_over(local: Tensor, old_global: Tensor, new_global: Tensor) -> None:
     """``local <- local + (new global - old global)``, in place; all ``(numel,)`` float32.
 
-    The pseudo-gradient ``global - local`` is the same before and after: nothing of the replica's work is lost.
+    The pseudo-gradient ``global - local`` stays the same, so none of the replica's work is lost.
 
     >>> import torch
     >>> local, old, new = torch.tensor([1.0]), torch.tensor([4.0]), torch.tensor([6.0])

@@ -1,4 +1,4 @@
-"""Muon on hidden matrices and AdamW on everything else, as one inner optimizer (MuLoCo, 2505.23725)."""
+"""An inner optimizer with Muon for hidden matrices and AdamW for all other parameters (MuLoCo, 2505.23725)."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from diloco.errors import ConfigurationError
 __all__ = ["Muon", "muon", "orthogonalised"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_LEAST_SIDE = 64  # below it bfloat16 costs more than it gains
-_BATCH_VALUES = 1 << 24  # of matrices that are orthogonalised together; bounds the scratch memory
+_LEAST_SIDE = 64  # for smaller matrices bfloat16 costs more than it gains
+_BATCH_VALUES = 1 << 24  # the most values orthogonalised together, which bounds the scratch memory
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer over two kinds of parameter groups, with one ``state_dict``; `muon` makes it from a model.
+    """One optimizer with two kinds of parameter groups and one ``state_dict``. Use `muon` to make it from a model.
 
-    For a matrix G (the gradient) of a group with ``orthogonalise``, where O is `orthogonalised`::
+    For a matrix with gradient G in a group with ``orthogonalise``, where O is `orthogonalised`::
 
         B <- momentum B + G;   U = O(G + momentum B) with Nesterov, O(B) without
         theta <- theta - lr (weight_decay theta + sqrt(max(1, outputs / inputs)) U)
 
-    which is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together. All other groups are stepped by
-    ``torch.optim.AdamW``.
+    This is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together. ``torch.optim.AdamW`` steps all
+    other groups.
 
-    A scheduler that sets ``lr`` of all groups alike multiplies it by the group's ``lr_ratio``.
+    A scheduler that sets ``lr`` of all groups should multiply it by each group's ``lr_ratio``.
 
     Args:
-        params: parameter groups; ``orthogonalise`` says which kind a group is (default: AdamW), ``lr_ratio`` how many
-            times ``lr`` its learning rate is (default: 1), and ``inputs_first`` whether its matrices have a column for
-            each output rather than a row (default: False).
-        lr: learning rate of groups with ``lr_ratio`` 1.
-        weight_decay: decoupled, of groups that do not say it themselves.
-        momentum: of the matrices that are orthogonalised.
-        nesterov: whether their momentum looks ahead.
-        newton_schulz_steps: see `orthogonalised`.
-        betas: of AdamW.
-        eps: of AdamW.
-        fused: whether AdamW runs its fused kernel; None: as torch chooses.
+        params: The parameter groups, with three optional keys: ``orthogonalise`` selects Muon instead of AdamW
+            (default: False), ``lr_ratio`` multiplies ``lr`` (default: 1), and ``inputs_first`` means that the matrices
+            have a column for each output instead of a row (default: False).
+        lr: The learning rate of groups with ``lr_ratio`` 1.
+        weight_decay: The decoupled weight decay of groups that do not set their own.
+        momentum: The momentum of orthogonalised matrices.
+        nesterov: Whether that momentum is Nesterov's.
+        newton_schulz_steps: See `orthogonalised`.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        fused: Whether AdamW runs its fused kernel. None: torch chooses.
 
     Raises:
-        ConfigurationError: if a parameter that is to be orthogonalised is no whole matrix, or a value is out of range.
+        ConfigurationError: if a parameter of a group with ``orthogonalise`` is not a whole matrix, or a value is out of
+            range.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
-            raise ConfigurationError(f"Muon's momentum must be in [0, 1); {momentum} was given.")
+            raise ConfigurationError(f"Muon's momentum must be from 0 to less than 1, got {momentum}.")
         if newton_schulz_steps < 1:
-            raise ConfigurationError(f"Muon needs at least one Newton-Schulz step; {newton_schulz_steps} was given.")
+            raise ConfigurationError(f"Muon needs at least one Newton-Schulz step, got {newton_schulz_steps}.")
         groups = [dict(group) for group in params]
         for group in groups:
             group.setdefault("lr", lr * group.setdefault("lr_ratio", 1.0))
@@ -82,18 +83,18 @@ class Muon(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let AdamW see its own groups, and keep its state in ours."""
+        """Restrict AdamW to its own groups and let it share this optimizer's state."""
         self._adamw.param_groups = [group for group in self.param_groups if not group["orthogonalise"]]
         self._adamw.state = self.state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict()`` gave; see ``torch.optim.Optimizer``."""
+        """Load the state that ``state_dict()`` returned; see ``torch.optim.Optimizer``."""
         super().load_state_dict(dict(state_dict))
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient."""
+        """Step all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -130,18 +131,22 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
-    """About ``U V^T`` of each matrix ``U S V^T``, by the quintic Newton-Schulz iteration; singular values near 1.
+    """Return approximately ``U V^T`` for each matrix ``U S V^T``, by the quintic Newton-Schulz iteration.
 
-    With ``X = G / |G|_F``, transposed where it has more rows than columns, ``steps`` times::
+    The singular values of the result are near 1. With ``X = G / |G|_F``, transposed if it has more rows than columns,
+    ``steps`` times::
 
         A = X X^T;   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 
+    The computation uses bfloat16 on CUDA, and on CPUs that multiply it in hardware (AMX) for matrices of at least
+    64 x 64; otherwise float32.
+
     Args:
-        matrices: ``(n, rows, columns)``, left as they are. Computed in bfloat16 on CUDA, and for matrices of at least
-            64 x 64 on CPUs that multiply it in hardware (AMX); in float32 elsewhere.
+        matrices: ``(n, rows, columns)``, left unchanged.
+        steps: The number of iterations.
 
     Returns:
-        ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros stays one.
+        ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros gives zeros.
 
     >>> made = orthogonalised(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
     >>> bool((torch.linalg.svdvals(made) - 1).abs().max() < 0.35)
@@ -162,7 +167,7 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
 
 @functools.cache
 def _multiplies_bfloat16(device: str) -> bool:
-    """Whether bfloat16 matrices are multiplied in hardware, several times as fast as float32 ones."""
+    """Return whether the device is a CPU that multiplies bfloat16 matrices in hardware, much faster than float32."""
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # newer versions of torch
     return device == "cpu" and bool(capabilities.get("amx_bf16"))
 
@@ -176,24 +181,24 @@ def muon(
     weight_decay: float = 0.1,
     **arguments: Any,
 ) -> Muon:
-    """`Muon` over the trainable parameters of ``model``: hidden matrices are orthogonalised, the rest goes to AdamW.
+    """Return a `Muon` that orthogonalises the hidden matrices of ``model`` and trains the rest with AdamW.
 
-    Hidden matrices are all matrices but embeddings, output heads and those named by ``adamw``. A head is a linear layer
-    from an embedding's width to its number of entries; where there are more such layers than such embeddings, none is
-    (hidden matrices of a model that has as many learned positions as channels). Norms, biases and other vectors are not
-    decayed.
+    Hidden matrices are all trainable matrices except embeddings, output heads and those matched by ``adamw``. A head is
+    a linear layer whose weight has the shape of an embedding, (entries, width). If more linear layers than embeddings
+    have that shape, none of them counts as a head: in a model with as many learned positions as channels, the hidden
+    matrices have it. Norms, biases and other vectors have no weight decay.
 
     Args:
-        model: any module.
-        lr: learning rate of AdamW.
-        matrix_lr_ratio: how many times ``lr`` that of hidden matrices is.
-        adamw: patterns, as in ``*.router.weight``, of names of matrices that AdamW shall train.
-        weight_decay: decoupled, of matrices of both kinds.
-        arguments: further ones of `Muon`.
+        model: Any module.
+        lr: The learning rate of AdamW.
+        matrix_lr_ratio: The learning rate of hidden matrices as a multiple of ``lr``.
+        adamw: Name patterns, such as ``*.router.weight``, of matrices that AdamW trains.
+        weight_decay: The decoupled weight decay of all matrices.
+        arguments: Further arguments of `Muon`.
 
     Raises:
-        ConfigurationError: if a pattern fits no trainable matrix, none is left to orthogonalise, or a matrix is sharded
-            over ranks.
+        ConfigurationError: if a pattern matches no trainable matrix, no matrix is left to orthogonalise, or a matrix is
+            sharded over ranks.
 
     >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 50, bias=False))
     >>> optimizer = muon(model, lr=1e-3)
@@ -203,12 +208,11 @@ def muon(
     hidden = hidden_matrices(model, adamw)
     if not hidden:
         raise ConfigurationError(
-            "Muon needs hidden matrices and this model has none beside its embeddings and head. "
-            "AdamW trains such a model."
+            "Muon needs hidden matrices, but this model has none besides its embeddings and head. Use AdamW."
         )
     names = {id(parameter) for parameter in hidden.values()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in names]
-    # GPT-2's layers keep their matrices the other way round, as (inputs, outputs)
+    # GPT-2's layers have transposed matrices, (inputs, outputs)
     turned = {id(module.weight) for module in model.modules() if type(module).__name__ == "Conv1D"}
     matrices = {"orthogonalise": True, "lr_ratio": matrix_lr_ratio}
     groups: list[dict[str, Any]] = [
@@ -221,10 +225,10 @@ def muon(
 
 
 def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn.Parameter]:
-    """Name -> trainable matrix that `muon` orthogonalises; see there.
+    """Return name -> trainable matrix that `muon` orthogonalises.
 
     Raises:
-        ConfigurationError: if a pattern fits no trainable matrix.
+        ConfigurationError: if a pattern matches no trainable matrix.
     """
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     apart = {id(weight) for weight in tables}
@@ -236,7 +240,7 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
     for pattern in adamw:
         if not fnmatch.filter(matrices, pattern):
             raise ConfigurationError(
-                f"the pattern {pattern!r} fits no trainable matrix of this model, whose matrices are "
+                f"The pattern {pattern!r} matches no trainable matrix of this model, whose matrices are "
                 f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
             )
     return {
@@ -249,10 +253,10 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
 def _check_matrix(parameter: Tensor) -> None:
     if hasattr(parameter, "to_local"):
         raise ConfigurationError(
-            "Muon orthogonalises whole matrices, and this model's are sharded over the ranks of a replica. AdamW, or "
-            "ranks that hold all parameters (ddp), can be used."
+            "Muon orthogonalises whole matrices, but this model's matrices are sharded over the ranks of a replica. "
+            "Use AdamW, or keep all parameters on every rank (ddp)."
         )
     if parameter.dim() != 2:
         raise ConfigurationError(
-            f"Muon orthogonalises matrices, and a parameter of shape {tuple(parameter.shape)} was given."
+            f"Muon can only orthogonalise matrices, got a parameter of shape {tuple(parameter.shape)}."
         )

@@ -1,4 +1,4 @@
-"""Numbers that users give: checks made before they are used, and schedules of a number over steps."""
+"""Checks of numbers given by the user, and schedules of a number over steps."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ __all__ = ["ValueSchedule", "check_number", "check_whole", "learning_rate_of_gai
 
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
-    """``value`` as an int, if it is a whole number of at least ``least``; None: any.
+    """Return ``value`` as an int. It must be a whole number, and at least ``least`` if that is given.
 
     Raises:
         ConfigurationError: if it is not.
 
     >>> check_whole("inner_steps", 2.5, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: inner_steps=2.5 was given; it must be a whole number from 1 on.
+    diloco.errors.ConfigurationError: inner_steps must be a whole number of at least 1, got 2.5.
     """
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         whole = None
     if whole is None or (least is not None and whole < least):
-        works = "a whole number" if least is None else f"a whole number from {least} on"
-        raise ConfigurationError(f"{name}={value!r} was given; it must be {works}.")
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigurationError(f"{name} must be a whole number{bound}, got {value!r}.")
     return whole
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Refuse anything but a finite number from ``low`` to ``high``, and with ``above`` also ``low`` itself.
+    """Check that ``value`` is a finite number from ``low`` to ``high``; ``above`` excludes ``low`` itself.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: if it is not.
 
     >>> check_number("momentum", 1.5, 0, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: momentum=1.5 was given; it must be a number from 0 to 1.
+    diloco.errors.ConfigurationError: momentum must be a number from 0 to 1, got 1.5.
     >>> check_number("epsilon", float("nan"), 0, above=True)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: epsilon=nan was given; it must be a finite number above 0.
+    diloco.errors.ConfigurationError: epsilon must be a finite number above 0, got nan.
     """
     number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
     if math.isfinite(number) and low <= number <= high and not (above and number == low):
         return
     if high < math.inf:
-        works = f"a number from {low:g} to {high:g}"
+        wanted = f"a number from {low:g} to {high:g}"
     elif low > -math.inf:
-        works = f"a finite number {'above' if above else 'from'} {low:g}{'' if above else ' on'}"
+        wanted = f"a finite number {'above' if above else 'of at least'} {low:g}"
     else:
-        works = "a finite number"
-    raise ConfigurationError(f"{name}={value!r} was given; it must be {works}.")
+        wanted = "a finite number"
+    raise ConfigurationError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def learning_rate_of_gain(gain: float, momentum: float) -> float:
-    """``gain (1 - mu)``: the learning rate with which equal means move the parameters by ``gain`` of them in the end.
+    """Return ``gain (1 - mu)``, the learning rate at which a long run of equal means moves by ``gain`` times each mean.
 
     >>> learning_rate_of_gain(4.0, 0.9), learning_rate_of_gain(1.75, 0.6), learning_rate_of_gain(1.0, 0.0)
     (0.4, 0.7, 1.0)
     """
-    return round(gain * (1 - momentum), 12)  # not 0.3999999999999999
+    return round(gain * (1 - momentum), 12)  # 0.4 instead of 0.3999999999999999
 
 
 _Kind = Literal["constant", "linear", "cosine", "wsd"]
@@ -72,22 +72,24 @@ _Kind = Literal["constant", "linear", "cosine", "wsd"]
 
 @dataclass(frozen=True, kw_only=True)
 class ValueSchedule:
-    """Linear warm-up to ``peak``, then one of four shapes down to ``final_ratio * peak`` at ``total_steps``.
+    """A linear warm-up to ``peak``, followed by a decay to ``final_ratio * peak`` at ``total_steps``.
+
+    The decay has one of four shapes:
 
     - ``constant``: stays at the peak.
-    - ``linear``: falls in a straight line.
+    - ``linear``: decreases linearly.
     - ``cosine``: ``final + (peak - final) * (1 + cos(pi * x)) / 2`` with x from 0 at the end of the warm-up to 1.
-    - ``wsd``: stays at the peak, then falls linearly over the last ``decay_steps``.
+    - ``wsd``: stays at the peak, then decreases linearly over the last ``decay_steps``.
 
-    After ``total_steps`` the value stays where it ended: it never rises again.
+    After ``total_steps`` the value stays constant; it never rises again.
 
     Args:
-        peak: the value after the warm-up.
-        kind: the shape.
-        total_steps: step at which the final value is reached.
-        warmup_steps: steps of the warm-up; step s < warmup_steps gives ``peak * (s + 1) / warmup_steps``.
-        final_ratio: final value / peak.
-        decay_steps: length of the fall of ``wsd``.
+        peak: The value after the warm-up.
+        kind: The shape of the decay.
+        total_steps: The step at which the final value is reached.
+        warmup_steps: The length of the warm-up. Step s < warmup_steps gives ``peak * (s + 1) / warmup_steps``.
+        final_ratio: The final value divided by the peak.
+        decay_steps: The length of the decay of ``wsd``.
 
     >>> rate = ValueSchedule(peak=1.0, kind="cosine", total_steps=10, warmup_steps=2, final_ratio=0.0)
     >>> [round(rate(step), 3) for step in (0, 1, 2, 6, 10, 11)]
@@ -107,26 +109,26 @@ class ValueSchedule:
         for name in ("total_steps", "warmup_steps", "decay_steps"):
             check_whole(name, getattr(self, name), 0)
         if self.kind not in get_args(_Kind):
-            raise ConfigurationError(f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))}")
+            raise ConfigurationError(f"There is no kind {self.kind!r}; {nearest(str(self.kind), get_args(_Kind))}")
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} was given with total_steps={self.total_steps}; the warm-up can't be "
-                "longer than the run."
+                f"The warm-up can't be longer than the run, got warmup_steps={self.warmup_steps} with "
+                f"total_steps={self.total_steps}."
             )
         if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
             raise ConfigurationError(
-                f"decay_steps={self.decay_steps} was given; use 1 to {self.total_steps - self.warmup_steps}, "
-                "what the warm-up leaves of the run."
+                f"decay_steps must be from 1 to {self.total_steps - self.warmup_steps}, the steps after the warm-up, "
+                f"got {self.decay_steps}."
             )
 
     def __call__(self, step: int) -> float:
-        """The value for the step that follows ``step`` finished ones."""
+        """Return the value for the step that follows ``step`` finished steps."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         return self.peak * (self.final_ratio + (1 - self.final_ratio) * self._shape(step))
 
     def _shape(self, step: int) -> float:
-        """1 at the end of the warm-up, 0 at ``total_steps`` and after."""
+        """Return the progress of the decay: 1 at the end of the warm-up, 0 from ``total_steps`` on."""
         if self.kind == "constant":
             return 1.0
         if step >= self.total_steps:

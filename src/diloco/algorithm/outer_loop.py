@@ -1,4 +1,4 @@
-"""Global parameters and outer state of one replica: what all replicas agree on, moved only by the outer optimizer.
+"""The outer loop of one replica: its global parameters and outer state, which all replicas agree on.
 
 The outer loop of Streaming DiLoCo, Algorithm 2, for one fragment p::
 
@@ -6,10 +6,10 @@ The outer loop of Streaming DiLoCo, Algorithm 2, for one fragment p::
     global_p <- OuterOpt(global_p, mean Delta_p)       line 11  outer_step
     local_p  <- merge(local_p, global_p)               line 12  merge
 
-Lasting memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum. While a fragment is in
-flight its payload stays, and under the rebase rule 4 bytes per value of that fragment. Where the ranks of a replica
-share its parameters out, each has this for its own shards, and never more. Replicas of one process hold what they
-agree on once (`OuterLoop.share`).
+Permanent memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum. A fragment in flight
+also keeps its payload and, with the rebase rule, 4 bytes per value. If the ranks of a replica shard its parameters,
+each rank holds this for its own shards only. Replicas of one process share the memory of equal state
+(`OuterLoop.share`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["OuterLoop"]
 
 
 class OuterLoop:
-    """Flat float32 global parameters and outer state, per fragment, of the model they were made from.
+    """Flat float32 global parameters and outer state of each fragment of a model.
 
     Args:
-        model: its parameters now become the global parameters.
-        fragments: a partition of its trainable parameters.
-        outer_optimizer: moves the global parameters.
-        device: where global parameters and outer state live; None: beside the model. Host memory is pinned when the
-            model is on a CUDA device.
+        model: The model. Its current parameters become the global parameters.
+        fragments: A partition of its trainable parameters.
+        outer_optimizer: The optimizer of the global parameters.
+        device: The device of the global parameters and outer state. None: the model's device. Host memory is pinned if
+            the model is on a CUDA device.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class OuterLoop:
             for fragment, parameters in zip(self.fragments, self.parameters, strict=True)
         ]
         self.outer_states = [outer_optimizer.init(values) for values in self.global_params]
-        self._shared: set[int] = set()  # fragments whose memory another loop may hold as well
+        self._shared: set[int] = set()  # fragments whose memory another loop may use as well
 
     def share(self, other: OuterLoop) -> None:
-        """Keep what both hold with the same bits only once: in the other's memory, until either changes its own."""
+        """Use the other loop's memory for all fragments with equal bits, until either loop changes its state."""
         for index, (mine, theirs) in enumerate(zip(self.global_params, other.global_params, strict=True)):
             if mine is theirs or not _same_bits(self._tensors(index), other._tensors(index)):
                 continue
@@ -74,20 +74,22 @@ class OuterLoop:
             other._shared.add(index)
 
     def local(self, index: int) -> Tensor:
-        """The local parameters of a fragment, ``(numel,)`` float32, a fresh copy beside the global ones."""
+        """Return a copy of a fragment's local parameters, ``(numel,)`` float32 on the device of the global ones."""
         return flatten(self.parameters[index], self._empty(self.fragments[index].numel))
 
     def pseudo_gradient(self, index: int, *, keep_local: bool) -> tuple[Tensor, Tensor | None, float]:
-        """``Delta = global - local`` (Algorithm 2, line 7).
+        """Return ``Delta = global - local`` (Algorithm 2, line 7).
 
         Args:
-            keep_local: also return the local parameters, which otherwise are overwritten to save memory.
+            index: The index of the fragment.
+            keep_local: Whether to return the local parameters as well; otherwise their copy is overwritten.
 
         Returns:
-            Delta ``(numel,)`` float32; the local parameters likewise, or None; the largest magnitude in Delta.
+            Delta, ``(numel,)`` float32; the local parameters, ``(numel,)`` float32, or None; the largest magnitude in
+            Delta.
 
         Raises:
-            NonFiniteError: if Delta holds NaN or infinity; it names the parameters.
+            NonFiniteError: if Delta contains NaN or infinity. The message names the parameters.
         """
         local, values = self.local(index), self.global_params[index]
         delta, largest = self._empty(values.numel()) if keep_local else local, 0.0
@@ -100,46 +102,48 @@ class OuterLoop:
         return delta, local if keep_local else None, largest
 
     def outer_step(self, index: int, mean: Tensor) -> None:
-        """``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11)."""
+        """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11)."""
         self._own(index)
         mean = mean.to(self.device)
         self.outer_optimizer.update(mean, self.outer_states[index], self.global_params[index])
 
     def merge(self, index: int, rule: MergeRule, sent: Tensor | None) -> None:
-        """Let the local parameters take up the global ones (Algorithm 2, line 12)."""
+        """Merge the global parameters into the local ones (Algorithm 2, line 12)."""
         for local, part in self._local_parts(index, elementwise=getattr(rule, "elementwise", False)):
             rule.merge(local, self.global_params[index][part], None if sent is None else sent[part])
 
     @contextmanager
     def carrying_over(self, index: int) -> Iterator[None]:
-        """While global parameters change: the local ones move along, so that the pseudo-gradient stays what it was."""
+        """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
         before = self.global_params[index].clone()
         yield
         for local, part in self._local_parts(index, elementwise=True):
             carry_over(local, before[part], self.global_params[index][part])
 
     def digest(self, index: int) -> str:
-        """Digest of the fragment's global parameters and outer state."""
+        """Return the digest of a fragment's global parameters and outer state."""
         return digest_state(self.global_params[index], self.outer_states[index])
 
     def named_global_params(self) -> dict[str, Tensor]:
-        """Parameter name -> global value, float32, in the shape of what this rank holds of the parameter: views that
-        must not be changed."""
+        """Return parameter name -> global value, float32 in the shape of this rank's shard.
+
+        The values are views and must not be changed.
+        """
         named: dict[str, Tensor] = {}
         for fragment, values in zip(self.fragments, self.global_params, strict=True):
             named |= fragment.named(values)
         return named
 
     def fragment_state(self, index: int) -> dict[str, Any]:
-        """Global parameters and outer state of a fragment, as a nested state of tensors (not copies)."""
+        """Return a fragment's global parameters and outer state as nested state, without copying tensors."""
         state = self.outer_states[index]
         return {"global_params": self.global_params[index], "outer_step": state.step, "slots": dict(state.slots)}
 
     def load_fragment_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Take over what `fragment_state` gave, by copy.
+        """Copy the state returned by `fragment_state` into this loop.
 
         Raises:
-            FragmentError: if it is of another fragment or outer optimizer; nothing was taken over.
+            FragmentError: if the state belongs to another fragment or outer optimizer. Nothing was changed.
         """
         slots = self.outer_states[index].slots
         wanted = {"global_params": self.global_params[index], **slots}
@@ -147,10 +151,10 @@ class OuterLoop:
         shapes = [{name: tuple(values.shape) for name, values in each.items()} for each in (wanted, given)]
         if shapes[0] != shapes[1]:
             raise FragmentError(
-                f"the state of fragment {index} holds {shapes[1]}, but {shapes[0]} is needed. It must come from "
+                f"The state of fragment {index} has the shapes {shapes[1]} instead of {shapes[0]}. It must come from "
                 "the same model, fragments and outer optimizer."
             )
-        outer_step = int(state["outer_step"])  # may raise, while nothing has changed
+        outer_step = int(state["outer_step"])  # may raise, so read it before changing anything
         self._own(index)
         slots = self.outer_states[index].slots
         self.global_params[index].copy_(state["global_params"])
@@ -159,12 +163,12 @@ class OuterLoop:
         self.outer_states[index] = OuterState(outer_step, slots)
 
     def _tensors(self, index: int) -> dict[str, Tensor]:
-        """Outer step and name -> what this loop holds of a fragment."""
+        """Return the global parameters of a fragment, under its outer step, and the tensors of its outer state."""
         state = self.outer_states[index]
         return {f"{state.step}": self.global_params[index], **state.slots}
 
     def _own(self, index: int) -> None:
-        """Before a change: what other loops may hold as well is copied."""
+        """Copy the state of a fragment before a change if another loop may share its memory."""
         if index in self._shared:
             state, values = self.outer_states[index], self.global_params[index]
             self.global_params[index] = self._empty(values.numel()).copy_(values)
@@ -174,11 +178,12 @@ class OuterLoop:
             self._shared.discard(index)
 
     def _local_parts(self, index: int, *, elementwise: bool) -> Iterator[tuple[Tensor, slice]]:
-        """The local parameters of a fragment, to be changed in place, and which of its values they are.
+        """Yield parts of a fragment's local parameters, to be changed in place, and their positions in the fragment.
 
         Args:
-            elementwise: whether they may come part by part, each of which stays in the cache, and from where they lie,
-                if the global ones lie beside them in the same type; else they are one copy, which is copied back.
+            index: The index of the fragment.
+            elementwise: True yields parts that fit the cache, without copying parameters that are contiguous float32 on
+                the device of the global ones. False yields one copy of the whole fragment, which is copied back.
         """
         shards = [local_shard(parameter) for parameter in self.parameters[index]]
         in_place = elementwise and all(
@@ -198,9 +203,9 @@ class OuterLoop:
         named = zip(self.fragments[index].names, self.parameters[index], strict=True)
         bad = [name for name, parameter in named if not math.isfinite(largest_magnitude(local_shard(parameter)))]
         return NonFiniteError(
-            f"the pseudo-gradient of fragment {index} is not finite; the local values of "
-            f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. Go on from the last checkpoint, "
-            "or begin anew, with a lower inner learning rate, gradient clipping or a wider precision."
+            f"The pseudo-gradient of fragment {index} is not finite; the local values of "
+            f"{', '.join(bad) or 'no parameter'} contain NaN or infinity. Nothing was sent. Resume from the last "
+            "checkpoint or restart, with a lower inner learning rate, gradient clipping or a wider precision."
         )
 
     def _empty(self, numel: int) -> Tensor:

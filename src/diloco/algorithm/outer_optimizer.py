@@ -1,8 +1,8 @@
-"""The outer optimizer: moves the flat global parameters of one fragment by the mean pseudo-gradient.
+"""Outer optimizers, which update the flat global parameters of a fragment with the mean pseudo-gradient.
 
-State is a value per fragment: `OuterState(step, slots)`. The pair of functions is ``init`` and ``update``, after optax.
-All arithmetic is float32, element-wise and in pieces, with every product rounded before it is added (no fused
-multiply-add), so that the result is the same bits on every machine and needs no tensor-sized temporary.
+Each has two methods, ``init`` and ``update``, like the transformations of optax, and keeps its state per fragment in an
+`OuterState`. All arithmetic is float32, elementwise and in pieces, and every product is rounded before it is added (no
+fused multiply-add). So the result has the same bits on every machine and needs no tensor-sized temporary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function 
 
 @dataclass
 class OuterState:
-    """State of the outer optimizer for one fragment.
+    """The state of the outer optimizer for one fragment.
 
     Attributes:
-        step: outer steps taken.
-        slots: name -> ``(numel,)`` float32.
+        step: The number of outer steps taken.
+        slots: Name -> ``(numel,)`` float32.
     """
 
     step: int = 0
@@ -38,23 +38,23 @@ class OuterState:
 
 
 class OuterOptimizer(Protocol):
-    """``init`` and ``update``; the optimizer itself is an immutable value, shared by all fragments."""
+    """An outer optimizer: an immutable value, shared by all fragments."""
 
     def init(self, values: Tensor) -> OuterState:
-        """State for ``values``, ``(numel,)`` float32, on the same device."""
+        """Return the initial state for ``values``, ``(numel,)`` float32, on the same device."""
 
     def update(self, mean: Tensor, state: OuterState, values: Tensor) -> None:
-        """One outer step: change ``state`` and ``values`` in place; ``mean`` is left as it is.
+        """Take one outer step, updating ``state`` and ``values`` in place. ``mean`` must not be changed.
 
         Args:
             mean: ``(numel,)`` float32, the mean pseudo-gradient (Delta).
-            state: of this fragment.
+            state: The state of this fragment.
             values: ``(numel,)`` float32, the global parameters (theta).
         """
 
 
 def at(schedule: ScalarSchedule, step: int) -> float:
-    """The value of ``schedule`` at ``step``."""
+    """Return the value of ``schedule`` at ``step``."""
     return schedule(step) if callable(schedule) else schedule
 
 
@@ -91,7 +91,7 @@ class Sgd:
 class Nesterov:
     """``v <- mu * v + Delta; theta <- theta - lr * (Delta + mu * v)``, as ``torch.optim.SGD(nesterov=True)``.
 
-    The papers' outer optimizer: lr 0.7 (DiLoCo), 0.4 (Streaming DiLoCo), mu 0.9. Adds 4 bytes per value.
+    The papers' outer optimizer, with mu = 0.9 and lr = 0.7 (DiLoCo) or 0.4 (Streaming DiLoCo). Adds 4 bytes per value.
 
     >>> theta = torch.tensor([1.0])
     >>> outer = Nesterov(learning_rate=0.5, momentum=0.5)
@@ -110,10 +110,10 @@ class Nesterov:
 
     @classmethod
     def of_gain(cls, gain: float, momentum: float = 0.9) -> Self:
-        """With ``lr = gain (1 - mu)``: what equal means are multiplied by once they have gone on for long.
+        """Return an optimizer with ``lr = gain (1 - mu)``: each of many equal means moves by ``gain`` times the mean.
 
-        Settings of one gain are alike where rounds are many. In a short run the momentum does not build up: the first
-        step is ``lr (1 + mu)``.
+        Over many rounds, settings of equal gain behave alike. In a short run the momentum does not build up; the first
+        step moves by only ``lr (1 + mu)`` times the mean.
 
         >>> Nesterov.of_gain(1.75, momentum=0.6)
         Nesterov(learning_rate=0.7, momentum=0.6)
@@ -149,7 +149,7 @@ class Adam:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigurationError(f"outer betas={self.betas} were given; both must be from 0 to less than 1.")
+            raise ConfigurationError(f"outer betas must be two numbers from 0 to less than 1, got {self.betas}.")
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"mean": torch.zeros_like(values), "square": torch.zeros_like(values)})
@@ -162,7 +162,7 @@ class Adam:
         for delta, first, second, theta in _pieces(mean, state.slots["mean"], state.slots["square"], values):
             first.mul_(beta1).add_(delta * (1 - beta1))
             second.mul_(beta2).add_(delta.square().mul_(1 - beta2))
-            # torch's float32 root with MKL is off in the last bit: replicas on other processors would drift apart
+            # torch's float32 root differs in the last bit with MKL, so replicas on other processors would diverge
             denominator = second.div(correction2).double().sqrt_().float().add_(self.epsilon)
             theta.sub_(first.div(correction1).mul_(learning_rate).div_(denominator))
         state.step = count

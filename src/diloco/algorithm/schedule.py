@@ -1,4 +1,4 @@
-"""When fragments are sent and merged: a pure function of the step (Streaming DiLoCo, Algorithm 2, lines 6 and 9)."""
+"""The schedule of sends and merges, a pure function of the step (Streaming DiLoCo, Algorithm 2, lines 6 and 9)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Merge", "Send", "SyncSchedule"]
 
 @dataclass(frozen=True)
 class Send:
-    """Send the pseudo-gradient of ``fragment`` (p) as the ``outer_step``-th round of that fragment, counted from 0."""
+    """The action of sending the pseudo-gradient of ``fragment`` (p) in round ``outer_step`` of the fragment, from 0."""
 
     fragment: int
     outer_step: int
@@ -21,7 +21,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Merge:
-    """Take the average of that round, step the outer optimizer and merge the result into the local parameters."""
+    """The action of taking the outer step with the average of a round and merging it into the local parameters."""
 
     fragment: int
     outer_step: int
@@ -29,22 +29,22 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSchedule:
-    """Fragment p is sent after the inner steps t with ``(t - t_p) mod H == 0`` and merged tau steps later.
+    """A schedule that sends fragment p after the inner steps t with ``(t - t_p) mod H == 0`` and merges it tau later.
 
-    The first synchronisation of fragment p is after step ``H + t_p``: with H=100 and P=2, fragment 0 is sent at
-    100, 200, ... and fragment 1 at 150, 250, ..., the paper's example. H and P need not divide each other, and any
-    0 <= tau <= H is allowed, so several fragments can be in flight at once, but never twice the same one: with tau = H,
-    a whole round late, a fragment is merged in the step in which it is sent again, just before that.
+    Fragment p is first sent after step ``H + t_p``. With H=100 and P=2, fragment 0 is sent at 100, 200, ... and
+    fragment 1 at 150, 250, ..., as in the paper's example. P need not divide H, and any 0 <= tau <= H is allowed.
+    Several fragments can be in flight at once, but each fragment at most once. With tau = H a fragment is merged a
+    whole round late, in the step in which it is sent again and just before that send.
 
     Args:
-        inner_steps: inner steps between two synchronisations of one fragment (H).
-        num_fragments: number of fragments (P), at most H.
-        overlap_steps: inner steps between sending and merging (tau), at most H.
-        offsets: step at which each fragment's cycle begins (t_p), each 0 <= t_p < H; by default spread evenly,
+        inner_steps: The inner steps between two synchronisations of a fragment (H).
+        num_fragments: The number of fragments (P), at most H.
+        overlap_steps: The inner steps between sending and merging a fragment (tau), at most H.
+        offsets: The step at which each fragment's cycle begins (t_p), with 0 <= t_p < H. Default: spread evenly,
             ``t_p = floor(p * H / P)``.
 
     Raises:
-        ConfigurationError: for values outside these ranges.
+        ConfigurationError: if a value is out of range.
 
     >>> schedule = SyncSchedule(inner_steps=100, num_fragments=2, overlap_steps=5)
     >>> [(step, schedule.actions(step)) for step in range(1, 156) if schedule.actions(step)]
@@ -60,21 +60,21 @@ class SyncSchedule:
     offsets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        # object.__setattr__ is the frozen dataclass's own way to derive a field.
+        # object.__setattr__ is how a frozen dataclass sets derived fields
         for name in ("inner_steps", "num_fragments", "overlap_steps"):
             object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         inner_steps, num_fragments = self.inner_steps, self.num_fragments
         if inner_steps < 1:
-            raise ConfigurationError(f"inner_steps={inner_steps} was given; use at least 1.")
+            raise ConfigurationError(f"inner_steps must be at least 1, got {inner_steps}.")
         if not 1 <= num_fragments <= inner_steps:
             raise ConfigurationError(
-                f"num_fragments={num_fragments} was given with inner_steps={inner_steps}. Use 1 to {inner_steps}, "
-                "so that no two fragments need the same step."
+                f"num_fragments must be from 1 to {inner_steps} with inner_steps={inner_steps}, so that no two "
+                f"fragments need the same step; got {num_fragments}."
             )
         if not 0 <= self.overlap_steps <= inner_steps:
             raise ConfigurationError(
-                f"overlap_steps={self.overlap_steps} was given with inner_steps={inner_steps}. Use 0 to "
-                f"{inner_steps}: a fragment must be merged before it is sent again."
+                f"overlap_steps must be from 0 to {inner_steps} with inner_steps={inner_steps}, because a fragment "
+                f"must be merged before it is sent again; got {self.overlap_steps}."
             )
         spread = (p * inner_steps // num_fragments for p in range(num_fragments))
         given = spread if self.offsets is None else self.offsets
@@ -82,25 +82,26 @@ class SyncSchedule:
         offsets = self.fragment_offsets
         if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):
             raise ConfigurationError(
-                f"offsets={offsets} was given for {num_fragments} fragments. Use {num_fragments} values from 0 "
-                f"to {inner_steps - 1}."
+                f"offsets must be {num_fragments} values from 0 to {inner_steps - 1}, one for each fragment, "
+                f"got {offsets}."
             )
 
     @property
     def fragment_offsets(self) -> tuple[int, ...]:
-        """The offset t_p of every fragment."""
+        """The offset t_p of each fragment."""
         assert self.offsets is not None
         return self.offsets
 
     @property
     def whole_round_late(self) -> bool:
-        """Whether tau = H: a round is merged when the next one of the same fragment is sent."""
+        """Whether tau = H, so that a round is merged when the next round of the same fragment is sent."""
         return self.overlap_steps == self.inner_steps
 
     def actions(self, step: int) -> tuple[Send | Merge, ...]:
-        """What to do after inner step ``step`` (counted from 1): all sends first, so that the link starts early.
+        """Return the actions after inner step ``step``, counted from 1.
 
-        But merges where each of them is of a fragment that is sent again (tau = H).
+        Sends come first, so that transmission starts early. With tau = H merges come first, since each of them belongs
+        to a fragment that is sent again in this step.
 
         >>> SyncSchedule(inner_steps=10, overlap_steps=10).actions(20)
         (Merge(fragment=0, outer_step=0), Send(fragment=0, outer_step=1))
@@ -110,7 +111,7 @@ class SyncSchedule:
         return (*merges, *sends) if self.whole_round_late else (*sends, *merges)
 
     def busy_steps(self, steps: int) -> tuple[int, ...]:
-        """The steps in 1..``steps`` after which there is something to do, ascending.
+        """Return the steps in 1..``steps`` that have actions, ascending.
 
         >>> SyncSchedule(inner_steps=100, num_fragments=2, overlap_steps=5).busy_steps(250)
         (100, 105, 150, 155, 200, 205, 250)
@@ -122,7 +123,7 @@ class SyncSchedule:
         return tuple(sorted(step for step in busy if step <= steps))
 
     def rounds(self, steps: int) -> int:
-        """Number of sends, over all fragments, in steps 1..``steps``.
+        """Return the number of sends of all fragments in steps 1..``steps``.
 
         >>> SyncSchedule(inner_steps=100, num_fragments=2).rounds(200)
         3
@@ -130,11 +131,11 @@ class SyncSchedule:
         return sum(self.rounds_of(fragment, steps) for fragment in range(self.num_fragments))
 
     def rounds_of(self, fragment: int, steps: int) -> int:
-        """Number of sends of one fragment in steps 1..``steps``."""
+        """Return the number of sends of one fragment in steps 1..``steps``."""
         return max(0, (steps - self.fragment_offsets[fragment]) // self.inner_steps)
 
     def window_steps(self, fragment: int, outer_step: int) -> int:
-        """Inner steps from the round before (from the start, for the first one) to this round of a fragment.
+        """Return the inner steps between the fragment's previous round, or the start of training, and this round.
 
         >>> schedule = SyncSchedule(inner_steps=100, num_fragments=2)
         >>> schedule.window_steps(1, outer_step=0), schedule.window_steps(1, outer_step=1)
@@ -143,12 +144,12 @@ class SyncSchedule:
         return self.inner_steps + (self.fragment_offsets[fragment] if outer_step == 0 else 0)
 
     def _sent(self, step: int) -> list[tuple[int, int]]:
-        """The fragments that are sent after ``step``, each with its round."""
+        """Return the fragments sent after ``step``, each with its round."""
         begun, offset = divmod(step, self.inner_steps)
         return [(p, begun - 1) for p in self._fragments_at.get(offset, ())] if begun >= 1 else []
 
     @cached_property
     def _fragments_at(self) -> dict[int, tuple[int, ...]]:
-        """The fragments of each offset that some have."""
+        """The fragments by offset."""
         offsets = self.fragment_offsets
         return {at: tuple(p for p, offset in enumerate(offsets) if offset == at) for at in set(offsets)}

@@ -1,7 +1,7 @@
-"""What a round tells of itself at no extra traffic: norms, angles and the gain of an outer step.
+"""Measurements of rounds without extra traffic: norms, cosines, and the gain of outer steps.
 
-All of it is estimated from samples of a fragment (the norm of the mean is exact), so it costs next to nothing, and
-nothing of it goes back into the training.
+The norm of the mean is exact; all others are estimates from samples of a fragment, so they cost almost nothing. They
+have no effect on training.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ __all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_stretc
 _SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128  # 16384 values: the standard error of a cosine is 0.008
 
 _STRETCH, _VALUES_PER_STRETCH, _MOST_STRETCHES = 1 << 12, 1 << 18, 16
-"""A stretch of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16."""
+"""A range of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16 ranges."""
 
-_PIECE = 1 << 20  # values whose squares are added in float32; longer sums would lose digits
+_PIECE = 1 << 20  # values whose squares are summed in float32; longer sums would lose precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStepMeasures:
-    """What one outer step did to a fragment. ``None``: not defined for this round."""
+    """The effect of one outer step on a fragment. ``None`` values are undefined for this round."""
 
     mean_norm: float  # ``|Delta|``, the L2 norm of the mean pseudo-gradient
-    mean_cosine: float | None = None  # between this mean and the fragment's last one; None for the first
-    # between this mean and the momentum before it was added; None without momentum, or while it is zero
+    mean_cosine: float | None = None  # cosine of this mean and the fragment's last one; None for the first
+    # cosine of this mean and the momentum before the step; None without momentum or while it is zero
     momentum_cosine: float | None = None
-    # how far the global parameters moved along the mean, in lengths of the mean: ``<theta before - theta after, Delta>
-    # / |Delta|^2``. For Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` once equal means have gone on
-    # for long.
+    # the step along the mean in lengths of the mean: ``<theta before - theta after, Delta> / |Delta|^2``. For Nesterov
+    # ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
     gain: float | None = None
 
 
 def measured_outer_step(
     loop: OuterLoop, index: int, mean: Tensor, last: Tensor | None
 ) -> tuple[OuterStepMeasures, Tensor]:
-    """`OuterLoop.outer_step`, with the same result, and what it did.
+    """Take `OuterLoop.outer_step` and measure its effect.
 
     Args:
+        loop: The outer loop.
+        index: The index of the fragment.
         mean: ``(numel,)`` float32.
-        last: the sample of the fragment's last mean, or None.
+        last: The sample of the fragment's last mean, or None.
 
     Returns:
-        The measures, and the sample of this mean.
+        The measures and the sample of this mean.
     """
     mean = mean.to(loop.device)
     delta, before = sample(mean), sample(loop.global_params[index])
-    slots = loop.outer_states[index].slots  # Adam's first moment is called its mean
+    slots = loop.outer_states[index].slots  # Adam calls its first moment "mean"
     momentum = slots.get("momentum", slots.get("mean"))
     momentum = None if momentum is None else sample(momentum)
     loop.outer_step(index, mean)
@@ -77,7 +78,7 @@ def measured_outer_step(
 
 
 def sample(values: Tensor) -> Tensor:
-    """A copy of at most 16384 of ``values``, ``(numel,)``: 128 stretches of 128, evenly spaced; fewer values whole.
+    """Return a copy of at most 16384 of ``values``, ``(numel,)``: 128 evenly spaced ranges of 128, or all if fewer.
 
     >>> sample(torch.arange(5.0)), len(sample(torch.zeros(1_000_000)))
     (tensor([0., 1., 2., 3., 4.]), 16384)
@@ -89,7 +90,7 @@ def sample(values: Tensor) -> Tensor:
 
 
 def sampled_stretches(numel: int, block_size: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of the values whose spread between replicas is measured, cut between blocks of a codec.
+    """Return the ranges ``(start, stop)`` whose spread between replicas is measured, in whole blocks of a codec.
 
     >>> sampled_stretches(1000, 256), sampled_stretches(600_000, 256)
     ([(0, 1000)], [(0, 4096), (300032, 304128)])
@@ -103,12 +104,13 @@ def sampled_stretches(numel: int, block_size: int) -> list[tuple[int, int]]:
 def spread_terms(
     codec: Codec, payloads: Sequence[tuple[float, Tensor]], numel: int, stretches: Iterable[tuple[int, int]]
 ) -> tuple[float, float]:
-    """What `spread` is made of: ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)`` over some stretches of the values.
+    """Return the terms of `spread`, ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)``, over some ranges of values.
 
     Args:
-        payloads: weight and payload of each contributor.
-        numel: values behind each payload.
-        stretches: ``(start, stop)``, cut between blocks.
+        codec: The codec of the payloads.
+        payloads: The weight and payload of each contributor.
+        numel: The number of values that each payload encodes.
+        stretches: The ranges ``(start, stop)``, in whole blocks.
     """
     squares, of_sum = 0.0, 0.0
     for start, stop in stretches:
@@ -122,9 +124,9 @@ def spread_terms(
 
 
 def spread(squares: float, of_sum: float, total_weight: float) -> float | None:
-    """How far contributions lie from their weighted mean (root mean square), in lengths of that mean.
+    """Return the root-mean-square distance of contributions from their weighted mean, in lengths of that mean.
 
-    0 where all are the same, ``sqrt(M - 1)`` where M of equal norm are orthogonal; None where the mean is zero.
+    It is 0 if all are equal, ``sqrt(M - 1)`` if M of equal norm are orthogonal, and None if the mean is zero.
 
     >>> spread(squares=2.0, of_sum=4.0, total_weight=2.0), spread(squares=4.0, of_sum=4.0, total_weight=4.0)
     (0.0, 1.7320508075688772)

@@ -1,8 +1,8 @@
-"""The weight of a contribution: by what its replica trained since its last contribution that counted.
+"""Weights of contributions, proportional to the steps that a replica trained since its last contribution in a mean.
 
-Work that is in no mean yet is part of the next pseudo-gradient, whether its round was void or went on without it, and
-so it is part of the weight: a replica that joined in the middle of a window counts for less than one that trained all
-of it, and a replica whose last round was void counts twice.
+The next pseudo-gradient contains all work that no mean contains yet, whether its round was void or excluded it, and so
+does the weight. A replica that joined in the middle of a window weighs less than one that trained all of it; a replica
+whose last round was void weighs twice as much.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = [
 ]
 
 LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
-"""Weights multiply values in float32: far beyond these, they would become 0 or infinite there."""
+"""Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
 
 MOST_WINDOWS = 8
-"""A contribution weighs at most as much as so many full windows: the work of seven void rounds and its own."""
+"""The most full windows that a contribution may weigh: its own and the work of seven void rounds."""
 
 
 def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:
-    """``w = base_weight * trained / scheduled``, within 1e-18 to 1e18.
+    """Return ``w = base_weight * trained / scheduled``, bounded to 1e-18 to 1e18.
 
-    Exactly ``base_weight`` for a replica that trained all that was scheduled. One that trained nothing weighs the least
-    that a contribution can, 1e-18: among others that trained, its part of the mean is lost in rounding; if none
-    did, the mean is over all of them. It is not withdrawn: that would make a round void where all replicas are needed.
+    The weight is exactly ``base_weight`` for a replica that trained all scheduled steps. A replica that trained nothing
+    has the least weight, 1e-18: its part of the mean vanishes in rounding if others trained, and the mean is over all
+    replicas if none did. Withdrawing its contribution instead would make a round void if all replicas are needed.
 
     Args:
-        base_weight: what a full window of this replica weighs.
-        trained: inner steps of full batches since its last contribution of the fragment that counted.
-        scheduled: inner steps from one round of the fragment to the next.
+        base_weight: The weight of a full window of this replica.
+        trained: The inner steps of full batches since the replica's last contribution of the fragment in a mean.
+        scheduled: The inner steps from one round of the fragment to the next.
 
     >>> contribution_weight(1.0, 100.0, 100), contribution_weight(2.0, 25.0, 100), contribution_weight(1.0, 200.0, 100)
     (1.0, 0.5, 2.0)
@@ -53,15 +53,15 @@ def contribution_weight(base_weight: float, trained: float, scheduled: int) -> f
 
 
 def bounded_weights(weights: Mapping[int, float], base_weights: Mapping[int, float]) -> dict[int, float]:
-    """``min(w, 8 b)``, where b is the replica's base weight, or the second largest of all base weights if that is less.
+    """Return ``min(w, 8 b)`` by replica, where b is its base weight, or the second largest base weight if that is less.
 
-    A replica says itself what it weighs. So nobody weighs more than eight full windows, and nobody's window more than
-    that of some other replica. An honest replica is not affected, unless more than seven of its rounds in a row came to
-    nothing, or its base weight is more than eight times that of any other.
+    Replicas report their own weights. The bound limits each to eight full windows, and its window to that of another
+    replica. It affects an honest replica only after more than seven lost rounds in a row, or if its base weight is more
+    than eight times that of any other.
 
     Args:
-        weights: replica -> w, of all contributors.
-        base_weights: replica -> what it calls a full window.
+        weights: Replica -> w, for all contributors.
+        base_weights: Replica -> the reported weight of a full window.
 
     >>> bounded_weights({0: 1.0, 1: 1e18, 2: 2.0}, {0: 1.0, 1: 1e18, 2: 1.0})
     {0: 1.0, 1: 8.0, 2: 2.0}
@@ -74,80 +74,81 @@ def bounded_weights(weights: Mapping[int, float], base_weights: Mapping[int, flo
 
 
 def check_base_weight(base_weight: float) -> float:
-    """``base_weight``, if it can be one; `ConfigurationError` if not."""
+    """Return ``base_weight``, or raise `ConfigurationError` if it is out of range."""
     check_number("weight", base_weight, LEAST_WEIGHT, GREATEST_WEIGHT)
     return base_weight
 
 
 class TrainedSteps:
-    """Inner steps that one replica trained and no mean has taken yet, for each fragment.
+    """The inner steps of each fragment that a replica trained and no mean contains yet.
 
-    Like error feedback's residual it follows the rounds: what is handed in counts as taken once its round is applied
-    with it (`commit`); until then it is in the next contribution again. Sums of whole steps are exact.
+    Like the residual of error feedback, the count follows the rounds. Submitted steps are removed once a round with
+    them is applied (`commit`); until then they are part of the next contribution as well. Sums of whole steps are
+    exact.
 
     >>> steps = TrainedSteps(num_fragments=1)
     >>> for _ in range(3):
     ...     steps.add(1.0)
-    >>> steps.hand_in(0)  # and its round is void
+    >>> steps.submit(0)  # and its round is void
     3.0
     >>> steps.add(1.0)
-    >>> steps.hand_in(0)
+    >>> steps.submit(0)
     4.0
-    >>> steps.add(1.0)  # while the round is on its way
+    >>> steps.add(1.0)  # while the round is in flight
     >>> steps.commit(0)
-    >>> steps.hand_in(0)
+    >>> steps.submit(0)
     1.0
     """
 
     def __init__(self, num_fragments: int) -> None:
         self._since = [0.0] * num_fragments
-        self._handed_in = [0.0] * num_fragments
+        self._submitted = [0.0] * num_fragments
 
     def add(self, trained: float) -> None:
-        """Count an inner step; ``trained`` is the share of it that was trained, 0 to 1.
+        """Count an inner step of which the fraction ``trained``, 0 to 1, was trained.
 
         Raises:
-            ConfigurationError: for anything but 0 to 1. Nothing was counted.
+            ConfigurationError: if ``trained`` is out of range. Nothing was counted.
         """
         if not 0 <= trained <= 1:
             raise ConfigurationError(
-                f"trained={trained} was given for an inner step; it must be from 0 (nothing of it was trained) to 1 "
-                "(all of it). The step was not counted."
+                f"trained must be from 0 (none of the inner step was trained) to 1 (all of it), got {trained}. "
+                "The step was not counted."
             )
         self._since = [steps + trained for steps in self._since]
 
-    def hand_in(self, fragment: int) -> float:
-        """The steps that a contribution of the fragment holds, which is made now."""
-        self._handed_in[fragment] += self._since[fragment]
+    def submit(self, fragment: int) -> float:
+        """Return the number of steps that a contribution of the fragment contains if it is made now."""
+        self._submitted[fragment] += self._since[fragment]
         self._since[fragment] = 0.0
-        return self._handed_in[fragment]
+        return self._submitted[fragment]
 
     def commit(self, fragment: int) -> None:
-        """The mean took what was handed in."""
-        self._handed_in[fragment] = 0.0
+        """Remove the submitted steps, which a mean now contains."""
+        self._submitted[fragment] = 0.0
 
     def forget(self, fragment: int) -> None:
-        """The work of the fragment is gone: its local parameters were replaced."""
-        self._since[fragment] = self._handed_in[fragment] = 0.0
+        """Remove all steps of a fragment whose local parameters were replaced."""
+        self._since[fragment] = self._submitted[fragment] = 0.0
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Steps by fragment: those since the last contribution, and those handed in that no mean has taken."""
-        return {"since": list(self._since), "handed_in": list(self._handed_in)}
+        """Return the steps by fragment: those since the last contribution, and those submitted but in no mean yet."""
+        return {"since": list(self._since), "handed_in": list(self._submitted)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what `state_dict` gave.
+        """Load the state that `state_dict` returned.
 
         Raises:
-            CheckpointError: if it is damaged, or of another number of fragments. Nothing was loaded.
+            CheckpointError: if it is damaged or belongs to another number of fragments. Nothing was loaded.
         """
         given = state or {}
         lists = [given.get(name) for name in ("since", "handed_in")]
         if not all(isinstance(each, list) and len(each) == len(self._since) and _are_steps(each) for each in lists):
             raise CheckpointError(
-                f"the saved state has {state!r} as the steps trained of each fragment; it must have two lists, 'since' "
-                f"and 'handed_in', of {len(self._since)} numbers from 0 on. Nothing was loaded."
+                f"The trained steps of the saved state must be two lists, 'since' and 'handed_in', of "
+                f"{len(self._since)} numbers of at least 0, got {state!r}. Nothing was loaded."
             )
-        self._since, self._handed_in = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
+        self._since, self._submitted = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
 
 
 def _are_steps(values: list[Any]) -> bool:

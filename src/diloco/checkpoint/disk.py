@@ -1,6 +1,6 @@
-"""Files that are on the disk when the call returns, what is remembered of them to find damage, and moves of folders.
+"""Durable writes of files, the facts recorded about them to detect damage, and moves of folders.
 
-The moves never leave a checkpoints folder without what was complete before: see `diloco.checkpoint`.
+No move leaves a checkpoints folder without the checkpoints that were complete before: see `diloco.checkpoint`.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ LATEST = "latest"
 STEP_NAME = re.compile(r"step-\d{8,}\Z")
 HIDDEN_NAME = re.compile(r"\.(?P<name>step-\d{8,}|latest)\.[0-9a-f]{8}\.(?P<fate>partial|replaced|deleted)\Z")
 
-_PIECE_BYTES = 1 << 20  # hashed and written while it is still in the processor's cache
+_PIECE_BYTES = 1 << 20  # small enough to be hashed and written while in the processor's cache
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a manifest says about a file."""
+    """The facts about a file in a manifest."""
 
     size_bytes: int
-    digest: str  # xxh3_128 of the content, 32 hexadecimal digits. It finds damage; it is no signature.
+    digest: str  # xxh3_128 of the content, 32 hexadecimal digits; it detects damage but is not a signature
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
-    """Write a new file and see it to the disk.
+    """Write a new file and sync it to disk.
 
     Raises:
-        OSError: when it exists, the disk is full, or anything else goes wrong.
+        OSError: if the file exists, the disk is full, or writing fails in any other way.
     """
     digest, size_bytes = xxhash.xxh3_128(), 0
     with open(path, "xb") as file:
@@ -74,24 +74,24 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write beside and rename, so that nobody reads half a file; text as UTF-8.
+    """Write a temporary file and rename it, so that no reader sees a partial file. Text is written as UTF-8.
 
     Raises:
-        DiLoCoError: if it can't be written; an earlier file is still there.
+        DiLoCoError: if the file can't be written. An earlier file is then unchanged.
     """
-    beside = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(beside, path)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
     except OSError as error:
         raise DiLoCoError(
-            f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have room. "
+            f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have free space. "
             "Nothing was changed."
         ) from error
 
 
 def sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk; Windows does so by itself and can't be asked."""
+    """Sync the names in a folder to disk. Windows does so by itself and has no call for it."""
     if os.name != "nt":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -101,10 +101,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_size(path: Path, facts: FileFacts) -> None:
-    """Look whether a file is there, is a plain file, and has its size.
+    """Check that a file exists, is a regular file, and has the recorded size.
 
     Raises:
-        CheckpointError: when not.
+        CheckpointError: if it does not.
     """
     try:
         status = path.lstat()
@@ -113,18 +113,18 @@ def check_size(path: Path, facts: FileFacts) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a plain file, and may lead outside of the checkpoint's folder.")
+        raise CheckpointError(f"{path} is not a regular file and may point outside the checkpoint's folder.")
     if status.st_size != facts.size_bytes:
         raise CheckpointError(
-            f"{path} is damaged: it has {status.st_size} bytes, and the manifest says {facts.size_bytes}."
+            f"{path} is damaged: it has {status.st_size} bytes, but the manifest records {facts.size_bytes}."
         )
 
 
 def check_content(path: Path, facts: FileFacts) -> None:
-    """Read all of a file to see whether it is what was written.
+    """Read a whole file and check that its content is what was written.
 
     Raises:
-        CheckpointError: when not.
+        CheckpointError: if it is not.
     """
     check_size(path, facts)
     try:
@@ -137,12 +137,12 @@ def check_content(path: Path, facts: FileFacts) -> None:
 
 
 def hidden_name(place: Path, fate: str) -> Path:
-    """A new name beside ``place`` for something on its way: being written, replaced or deleted."""
+    """Return a new hidden name next to ``place`` for a file or folder that is being written, replaced or deleted."""
     return place.with_name(f".{place.name}.{secrets.token_hex(4)}.{fate}")
 
 
 def move_in(partial: Path, place: Path) -> None:
-    """Give a finished checkpoint its name; one that has that name stays loadable until then."""
+    """Give a finished checkpoint its final name. An existing checkpoint of that name stays loadable until then."""
     aside = hidden_name(place, "replaced") if place.exists() else None
     if aside:
         os.replace(place, aside)
@@ -158,17 +158,17 @@ def move_in(partial: Path, place: Path) -> None:
 
 
 def replace_file(place: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file beside ``place``, see it to the disk, and give it that name; nothing half-written is left.
+    """Write a temporary file, sync it to disk and rename it to ``place``. No partial file is left after a failure.
 
     Raises:
-        OSError: when it can't be written; an earlier file is still there.
+        OSError: if the file can't be written. An earlier file is then unchanged.
     """
     partial = hidden_name(place, "partial")
     try:
         write_file(partial, chunks)
         os.replace(partial, place)
     except BaseException:
-        with suppress(OSError):  # not there, or below a file
+        with suppress(OSError):  # it does not exist, or its parent is a file
             partial.unlink()
         raise
     sync_folder(place.parent)
@@ -176,16 +176,16 @@ def replace_file(place: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 @contextmanager
 def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes ``place`` where the block ends, and is gone where it raises.
+    """Yield a folder to fill, which becomes ``place`` when the block ends and is deleted if the block raises.
 
-    An empty folder at ``place``, perhaps a mounted disk or where somebody works, stays the same one: the files are
-    moved into it, the one called ``last`` last.
+    An existing empty folder at ``place`` is kept, as it may be a mount point or a shell's working directory. The files
+    are then moved into it, the one called ``last`` last.
 
     Args:
-        replaces: whether it takes the place of another folder, which stays until then.
+        replaces: whether the new folder replaces another one, which stays in place until the block ends.
 
     Raises:
-        OSError: when it can't be written, or something is there that it doesn't replace.
+        OSError: if the folder can't be written, or ``place`` exists and must not be replaced.
     """
     fills = place.is_dir() and not any(place.iterdir())
     partial = hidden_name(place / place.name if fills else place, "partial")
@@ -195,7 +195,7 @@ def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Pa
         sync_folder(partial)
         if fills:
             if os.listdir(place) != [partial.name]:
-                raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(place))
+                raise FileExistsError(errno.EEXIST, "another process has written to it meanwhile", str(place))
             for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
                 os.replace(path, place / path.name)
             partial.rmdir()
@@ -211,9 +211,10 @@ def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Pa
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, under another name, so that a half-deleted one never looks complete.
+    """Rename a folder and delete it, so that a partly deleted folder never looks complete.
 
-    Files that are still open elsewhere may stay (on network file systems, on Windows); the next save tries them again.
+    Files that are open elsewhere may remain (on network file systems and Windows); the next save tries to delete them
+    again.
     """
     hidden = HIDDEN_NAME.match(path.name)
     doomed = hidden_name(path.with_name(hidden["name"] if hidden else path.name), "deleted")

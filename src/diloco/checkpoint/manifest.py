@@ -1,6 +1,7 @@
-"""``manifest.json``: what a checkpoint says it holds. It is written last, so a folder without one is no checkpoint.
+"""``manifest.json``, the list of a checkpoint's content. It is written last: a folder without it is not a checkpoint.
 
-Its last member is the xxh3_128 digest of every byte before that member, so damage to the manifest itself is found too.
+Its last member is the xxh3_128 digest of every byte before that member, so that damage to the manifest itself is
+detected too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from diloco.errors import CheckpointError
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "read_manifest", "running_versions", "write_manifest"]
 
-FORMAT_VERSION = 1  # raised when a reader of the version before could not read what is written now
+FORMAT_VERSION = 1  # incremented if a reader of the previous version can't read new checkpoints
 
 MANIFEST_NAME = "manifest.json"
 
@@ -35,15 +36,15 @@ class Manifest:
     """The content of a manifest."""
 
     step: int  # inner steps finished when it was saved
-    serial: int  # how many checkpoints were saved into this folder before: the order of saving, without any clock
+    serial: int  # number of checkpoints saved to this folder before, which orders them without a clock
     versions: Mapping[str, str]  # of diloco, torch and Python, when it was saved
-    about: Mapping[str, Any]  # free facts, as they were given when it was saved
+    about: Mapping[str, Any]  # metadata from the caller
     parts: Mapping[str, Mapping[str, FileFacts]] = field(repr=False)
-    """Name of each part -> its files by name, in the order in which they were saved."""
+    """The facts about the files of each part, by part and file name, in the order in which they were saved."""
 
 
 def running_versions() -> dict[str, str]:
-    """The versions for a manifest that is written now."""
+    """Return the versions for a new manifest."""
     return {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -51,16 +52,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``.
 
     Raises:
-        CheckpointError: when ``about`` holds what JSON can't.
-        OSError: when it can't be written.
+        CheckpointError: if ``about`` holds values that JSON can't represent.
+        OSError: if the file can't be written.
     """
     members = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     try:
         text = json.dumps(members, indent=2, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The facts about a checkpoint hold what JSON can't ({error}); text, finite numbers, lists and "
-            "dictionaries can be saved. Nothing was saved."
+            f"The metadata of a checkpoint can't be saved as JSON ({error}). Use only text, finite numbers, lists and "
+            "dictionaries. Nothing was saved."
         ) from error
     body = text.removesuffix(b"\n}")
     member = f',\n  "digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'
@@ -68,16 +69,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify ``folder/manifest.json``; the files it names lie in ``folder``, and are not yet looked at.
+    """Read and verify ``folder/manifest.json``. The files that it names, all in ``folder``, are not checked yet.
 
     Raises:
-        CheckpointError: when it is missing, damaged, of another format version, or names files outside of ``folder``.
+        CheckpointError: if the manifest is missing or damaged, has another format version, or names files outside
+            ``folder``.
     """
     path = folder / MANIFEST_NAME
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
+        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is not a complete checkpoint.") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
     try:
@@ -87,12 +89,12 @@ def read_manifest(folder: Path) -> Manifest:
     found = members.get("format_version") if isinstance(members, dict) else None
     if found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {found!r}; diloco {version('diloco')} reads version {FORMAT_VERSION}. "
-            "Read it with the diloco that wrote it."
+            f"{path} has format version {found!r}, but diloco {version('diloco')} reads only version {FORMAT_VERSION}. "
+            "Use the version of diloco that saved it."
         )
     member = _DIGEST_MEMBER.search(raw)
     if member is None or xxhash.xxh3_128_hexdigest(raw[: member.start()]) != member[1].decode():
-        raise CheckpointError(f"{path} is damaged: its content does not have the digest it ends with.")
+        raise CheckpointError(f"{path} is damaged: its content does not match the digest at its end.")
     try:
         return _parse(members)
     except (KeyError, TypeError, AttributeError) as error:
@@ -105,10 +107,10 @@ def _parse(members: dict[str, Any]) -> Manifest:
     parts = {}
     for part, files in members["parts"].items():
         if sorted(files) != sorted(file_names(part)):
-            # nothing but the two plain names of a part, so no path can lead out of the folder
+            # only the two plain names of a part are allowed, so no path can point outside the folder
             raise CheckpointError(
-                f"part {part!r} names the files {sorted(files)}, which may lie outside of the checkpoint's folder; "
-                f"it must name {' and '.join(file_names(part))}."
+                f"part {part!r} names the files {sorted(files)}, which may be outside the checkpoint's folder; it must "
+                f"name {' and '.join(file_names(part))}."
             )
         parts[part] = {
             name: FileFacts(_of(int, facts["size_bytes"]), _of(str, facts["digest"])) for name, facts in files.items()

@@ -1,8 +1,8 @@
 """One part of a checkpoint: a nested state as a JSON file with its skeleton and a safetensors file with its tensors.
 
-The tensors are written here rather than by the safetensors library, which holds all of them in host memory at once:
-here one at a time is brought there, made whole and made contiguous, and the file's digest is taken meanwhile. They are
-read by the library, which guards against malformed files.
+This module writes the tensors itself, because the safetensors library would hold all of them in host memory at once.
+Here, one tensor at a time is gathered, copied to the host and made contiguous while the file's digest is computed. The
+library reads the files, as it guards against malformed ones.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from diloco.state_tree import DTYPE_NAMES, JSON, flatten, unflatten
 
 __all__ = ["Whole", "file_names", "in_file_order", "read_part", "tensor_chunks", "whole", "write_files", "write_part"]
 
-_PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case: some file systems ignore case
+_PART_NAME = re.compile(r"(?!manifest\Z)[a-z0-9][a-z0-9_-]*\Z")  # lower case, as some file systems ignore case
 
 
 def file_names(part: str) -> tuple[str, str]:
-    """The two files of a part: its skeleton and its tensors.
+    """Return the names of a part's two files, for its skeleton and its tensors.
 
     >>> file_names("replica-0")
     ('replica-0.json', 'replica-0.safetensors')
 
     Raises:
-        CheckpointError: when it can't be the name of a file everywhere, or is the manifest's.
+        CheckpointError: if the part's name is not a portable file name, or is that of the manifest.
     """
     if not _PART_NAME.match(part):
         raise CheckpointError(
-            f"A part of a checkpoint was named {part!r}; its name must consist of lower-case letters, digits, _ and -, "
-            "and must not be 'manifest'. Nothing was saved or loaded."
+            f"The name of a checkpoint part must consist of lower-case letters, digits, _ and -, and must not be "
+            f"'manifest'; got {part!r}. Nothing was saved or loaded."
         )
     return f"{part}.json", f"{part}.safetensors"
 
 
 def write_part(folder: Path, part: str, tree: Any) -> dict[str, FileFacts]:
-    """Write the two files of a part; what the manifest is to say about them.
+    """Write the two files of a part and return the facts about them for the manifest.
 
     Raises:
-        CheckpointError: if the tree holds what can't be kept.
+        CheckpointError: if the tree holds a value that can't be saved.
         OSError: if a file can't be written.
     """
     try:
@@ -58,7 +58,7 @@ def write_part(folder: Path, part: str, tree: Any) -> dict[str, FileFacts]:
 
 
 def write_files(folder: Path, part: str, skeleton: JSON, chunks: Iterable[bytes | memoryview]) -> dict[str, FileFacts]:
-    """`write_part` for a skeleton and the `tensor_chunks` of its tensors."""
+    """Write a part like `write_part`, from a skeleton and the `tensor_chunks` of its tensors."""
     skeleton_name, tensors_name = file_names(part)
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode()
     return {
@@ -68,7 +68,7 @@ def write_files(folder: Path, part: str, skeleton: JSON, chunks: Iterable[bytes 
 
 
 def read_part(folder: Path, part: str, files: Mapping[str, FileFacts], device: torch.device | str) -> Any:
-    """What `write_part` was given, its tensors on ``device``. Nothing is parsed before it is found undamaged.
+    """Read the tree that `write_part` wrote, with its tensors on ``device``. Files are checked before they are parsed.
 
     Raises:
         CheckpointError: if a file is missing, damaged or malformed.
@@ -84,16 +84,17 @@ def read_part(folder: Path, part: str, files: Mapping[str, FileFacts], device: t
 
 
 def _read_tensors(path: Path, device: torch.device | str) -> dict[str, Tensor]:
-    # Copied, not mapped: mapped tensors lie at other alignments than torch's own, and a matrix product may round
-    # differently there, so that a resumed run would not repeat the bits of one that never stopped.
+    # Copied, because mapped tensors have another alignment than torch's own, and a matrix product may round differently
+    # there, so that a resumed run would not repeat the bits of an uninterrupted one.
     with safe_open(path, framework="pt", device="cpu") as file:
-        return {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118  # no dict
+        return {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
 def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file that holds ``tensors``: any shape, strides and device, dtypes of `DTYPE_NAMES`.
+    """Yield the content of a safetensors file with ``tensors``.
 
-    DTensors are gathered one at a time, which takes all ranks.
+    The tensors may have any shape, strides and device, and the dtypes of `DTYPE_NAMES`. DTensors are gathered one at a
+    time, which requires a call on all ranks.
 
     >>> chunks = list(tensor_chunks({"half": torch.ones(2, dtype=torch.float16)}))
     >>> bytes(chunks[1]).strip(), bytes(chunks[2]).hex()
@@ -115,24 +116,24 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
     yield text
     for tensor in ordered.values():
         on_host = whole(tensor).resolve_neg().cpu().contiguous()
-        # strides of empty and single values may be anything, which view() refuses
+        # tensors with no value or one may have arbitrary strides, which view() refuses
         yield on_host.as_strided((on_host.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The widest first, so that all are aligned to their element size without the gaps that the format forbids."""
+    """Sort tensors by element size, largest first, to align all of them without the gaps that the format forbids."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of a tensor; a DTensor is gathered, which takes all ranks."""
+    """Return a detached whole tensor. A DTensor is gathered, which requires a call on all ranks."""
     value = value.detach()
     full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full
 
 
 class Whole(Mapping[str, Tensor]):
-    """Tensors by name, each made `whole` when it is asked for: on all ranks, in the same order."""
+    """Tensors by name, each gathered by `whole` on access. All ranks must access them in the same order."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = values

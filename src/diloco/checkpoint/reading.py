@@ -1,4 +1,4 @@
-"""Finding and opening checkpoints."""
+"""Search for checkpoints, and opening and loading of them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Manifest):
-    """A complete checkpoint. Opening one reads its manifest; its parts are read one at a time, by `load`."""
+    """A complete checkpoint. Opening it reads only the manifest; `load` reads one part at a time."""
 
     path: Path
 
     @property
     def size_bytes(self) -> int:
-        """Size of all parts together."""
+        """The total size of all parts."""
         return sum(facts.size_bytes for files in self.parts.values() for facts in files.values())
 
     def load(self, part: str, device: torch.device | str = "cpu") -> Any:
-        """The tree that was saved as ``part``, its tensors on ``device``.
+        """Return the tree that was saved as ``part``, with its tensors on ``device``.
+
+        A file is parsed only after its size and digest have been checked.
 
         Raises:
-            CheckpointError: when there is no such part, or a file of it is missing or damaged. Nothing is parsed before
-                its size and digest are found right.
+            CheckpointError: if there is no such part, or one of its files is missing or damaged.
         """
         if part not in self.parts:
             raise CheckpointError(f"{self.path} has no part {part!r}; {nearest(part, self.parts)} Nothing was loaded.")
@@ -45,11 +46,15 @@ class Checkpoint(Manifest):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that ``path`` means: one ``step-XXXXXXXX`` folder, or the latest one of a run folder, of its
-    ``checkpoints`` folder, or of ``latest`` in there.
+    """Open the checkpoint that ``path`` names.
+
+    Args:
+        path: a ``step-XXXXXXXX`` folder; or a run folder, its ``checkpoints`` folder or ``latest`` in that, for the
+            latest checkpoint.
 
     Raises:
-        CheckpointError: when there is none, or it is incomplete, damaged, of an unknown format version, or a pickle.
+        CheckpointError: if there is no checkpoint, or it is incomplete, damaged, a pickle, or has an unknown format
+            version.
     """
     place = _resolve(path)
     try:
@@ -59,7 +64,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints in a checkpoints folder, oldest first, in the order in which they were saved."""
+    """Return the complete checkpoints in a checkpoints folder, in the order in which they were saved."""
     names = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
         hidden = HIDDEN_NAME.match(entry.name)
@@ -72,7 +77,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(place: Path) -> Checkpoint | None:
-    """The complete checkpoint called ``place``: there, or aside when a kill fell while it was being replaced."""
+    """Return the complete checkpoint ``place``, possibly renamed by a save that was killed while replacing it."""
     try:
         return _open_complete(_stand_in(place))
     except CheckpointError:
@@ -80,10 +85,10 @@ def find_checkpoint(place: Path) -> Checkpoint | None:
 
 
 def _open_complete(place: Path) -> Checkpoint:
-    """A checkpoint whose files are all there and of the right size; their digests are not looked at.
+    """Open a checkpoint after checking that all files exist and have the right size. Digests are not checked.
 
     Raises:
-        CheckpointError: when it is not complete.
+        CheckpointError: if the checkpoint is not complete.
     """
     manifest = read_manifest(place)
     for files in manifest.parts.values():
@@ -93,7 +98,7 @@ def _open_complete(place: Path) -> Checkpoint:
 
 
 def _stand_in(place: Path) -> Path:
-    """Where the checkpoint called ``place`` is, complete or not."""
+    """Return the current folder of the checkpoint ``place``, which may be incomplete."""
     if not place.exists():
         for aside in sorted(place.parent.glob(f".{place.name}.*.replaced")):
             try:
@@ -104,11 +109,11 @@ def _stand_in(place: Path) -> Path:
 
 
 def _resolve(path: Path) -> Path:
-    """The folder of the one checkpoint that ``path`` means; it need not be complete."""
+    """Return the folder of the checkpoint that ``path`` names, which may be incomplete."""
     if path.suffix in _PICKLES and path.is_file():
         raise CheckpointError(
-            f"{path} is a pickle, which could run any code while it is read. Use a checkpoint folder of diloco or, for "
-            "weights alone, a .safetensors file as the start of a new run. Nothing was loaded."
+            f"{path} is a pickle, which could run arbitrary code when it is read. Use a checkpoint folder of diloco, "
+            "or start a new run from the weights in a .safetensors file. Nothing was loaded."
         )
     if STEP_NAME.match(path.name):
         return _stand_in(path)
@@ -119,32 +124,32 @@ def _resolve(path: Path) -> Path:
     if path.is_dir():
         return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     raise CheckpointError(
-        f"{path} is {'not a folder' if path.exists() else 'not there'}; name a run folder, its checkpoints folder or "
-        "one step-XXXXXXXX folder in that. Nothing was loaded."
+        f"{path} {'is not a folder' if path.exists() else 'does not exist'}. Use a run folder, its checkpoints folder "
+        "or a step-XXXXXXXX folder in that. Nothing was loaded."
     )
 
 
 def _newest(folder: Path) -> Path:
     latest = folder / LATEST
-    if latest.is_dir():  # a symlink, made by hand
+    if latest.is_dir():  # a symlink that the user made
         return latest
     if latest.exists():
         name = latest.read_bytes().decode(errors="replace").strip()
         if STEP_NAME.match(name):
             return _stand_in(folder / name)
-        raise _refused(latest, f"{latest} says {name!r:.100}, which is not the name of a checkpoint.")
-    # without `latest` a kill may have fallen right after the first checkpoint was complete
+        raise _refused(latest, f"{latest} contains {name!r:.100}, which is not the name of a checkpoint.")
+    # `latest` is missing if a save was killed right after the first checkpoint was complete
     if found := list_checkpoints(folder):
         return found[-1].path
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES) if folder.is_dir() else []
-    why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
+    why = f" ({pickles[0]} is a pickle, which could run arbitrary code and is not read)" if pickles else ""
     raise CheckpointError(
-        f"{folder} holds no complete checkpoint{why}; name a folder in which a run has saved one. Nothing was loaded."
+        f"{folder} holds no complete checkpoint{why}. Use a folder in which a run has saved one. Nothing was loaded."
     )
 
 
 def _refused(place: Path, why: object) -> CheckpointError:
-    """The error for ``place``, which names a complete checkpoint beside it."""
+    """Return the error for ``place``, with the name of a complete checkpoint in the same folder."""
     others = [checkpoint.path.name for checkpoint in list_checkpoints(place.parent) if checkpoint.path != place]
-    way_out = f"{others[-1]} beside it is complete." if others else "No other checkpoint is beside it."
-    return CheckpointError(f"{str(why).removesuffix('Nothing was loaded.').rstrip()} {way_out} Nothing was loaded.")
+    advice = f"{others[-1]} in the same folder is complete." if others else "Its folder has no other checkpoint."
+    return CheckpointError(f"{str(why).removesuffix('Nothing was loaded.').rstrip()} {advice} Nothing was loaded.")

@@ -1,6 +1,6 @@
-"""The pieces of tensors that several ranks hold: what each saves, and what it needs of what others have saved.
+"""Tensors that are sharded over several ranks: the pieces that a rank saves, and those that it loads.
 
-`torch.distributed.checkpoint` plans both. Its file format is not used, since its metadata is a pickle.
+`torch.distributed.checkpoint` plans both. Its file format is not used, because its metadata is a pickle.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ __all__ = ["SavedValues", "Shards", "load_own", "pieces_of"]
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """What this rank has of a sharded part."""
+    """This rank's share of a sharded part."""
 
-    # name -> a DTensor, of which each rank saves its shard, or a tensor that all ranks have alike
+    # name -> a DTensor, of which each rank saves its shard, or a tensor that is the same on all ranks
     values: Mapping[str, Tensor]
-    own: Any  # a nested state that only a rank with the same shards can go on with
-    num_shards: int = 1  # S where the ranks have shards; 1 where all have everything, and position 0 saves it
+    own: Any  # a nested state that only a rank with the same shards can load
+    num_shards: int = 1  # S if the ranks hold shards; 1 if each holds everything and position 0 saves it
 
 
 def load_own(checkpoint: Checkpoint, part: str, position: int, num_shards: int) -> Any:
-    """What a rank with the shards of ``position`` saved as its own; None where the shards were others.
+    """Return the own state that the rank at ``position`` saved, or None if the number of shards was different.
 
     Raises:
-        CheckpointError: if a file of it is missing or damaged.
+        CheckpointError: if one of its files is missing or damaged.
     """
     saved_by = sum(name.startswith(f"{part}-rank-") for name in checkpoint.parts)
     return checkpoint.load(f"{part}-rank-{position % num_shards}") if saved_by == num_shards else None
 
 
 def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
-    """What this rank is to save of ``values``, as a nested state that says where each piece belongs.
+    """Return the pieces of ``values`` that this rank saves, as a nested state with the place of each piece.
 
     Args:
-        values: name -> a DTensor, of which this rank's shard counts, or a tensor that all ranks have alike.
-        leads: whether this is position 0, which saves the latter.
+        values: name -> a DTensor, of which this rank saves its shard, or a tensor that is the same on all ranks.
+        leads: whether this is position 0, which saves the tensors that are the same on all ranks.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItemType
@@ -60,7 +60,7 @@ def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None, "values are tensors"
-        # an empty shard may begin where another one does; position 0 has one of everything that is not nothing
+        # an empty shard may have the offset of another one; position 0 has a shard of every tensor that is not empty
         if leads or (item.type == WriteItemType.SHARD and data.chunk.sizes.numel()):
             pieces[item.index.fqn] = {
                 "whole": list(data.size),
@@ -73,16 +73,16 @@ def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
 
 
 class SavedValues:
-    """The values of a sharded part, by however many ranks they were saved.
+    """The values of a sharded part, saved by any number of ranks.
 
     Raises:
-        CheckpointError: if there is no such part, or a file of it is missing or damaged.
+        CheckpointError: if there is no such part, or one of its files is missing or damaged.
     """
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
         self.checkpoint = checkpoint
         self.sizes: dict[str, tuple[int, ...]] = {}  # name -> shape of the whole tensor
-        self.dtypes: dict[str, torch.dtype] = {}  # name -> its dtype
+        self.dtypes: dict[str, torch.dtype] = {}  # name -> dtype of the tensor
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
         num_ranks = 0
         while (shard := f"{part}-shard-{num_ranks}") in checkpoint.parts:
@@ -96,17 +96,17 @@ class SavedValues:
         for name, pieces in self._pieces.items():
             if sum(math.prod(piece.sizes) for piece in pieces.values()) != math.prod(self.sizes[name]):
                 raise CheckpointError(
-                    f"{checkpoint.path} holds only a part of {name}: {len(pieces)} pieces of {num_ranks} ranks. "
-                    "Nothing was loaded."
+                    f"{checkpoint.path} is incomplete: it holds only {len(pieces)} pieces of {name}, from {num_ranks} "
+                    "ranks. Nothing was loaded."
                 )
 
     def load_into(self, values: Mapping[str, Tensor]) -> None:
-        """Fill ``values`` in place, each with what was saved by its name; of a DTensor, this rank's shard.
+        """Fill ``values`` in place from the saved values of the same names; in a DTensor, fill this rank's shard.
 
-        Nothing is exchanged between ranks: each reads what it needs.
+        The ranks exchange nothing: each reads the pieces that it needs.
 
         Raises:
-            CheckpointError: if a name was not saved, or with another shape or dtype, or a file is damaged.
+            CheckpointError: if a value was not saved or has another shape or dtype, or a file is damaged.
         """
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.metadata import (
@@ -119,10 +119,10 @@ class SavedValues:
         saved: dict[str, Any] = {}
         for name, value in values.items():
             if self.sizes.get(name) != tuple(value.shape) or self.dtypes[name] != value.dtype:
-                there = f"{self.sizes[name]}, {self.dtypes[name]}" if name in self.sizes else "nothing of that name"
+                there = f"{self.sizes[name]}, {self.dtypes[name]}" if name in self.sizes else "no value of that name"
                 raise CheckpointError(
-                    f"{self.checkpoint.path} is of another model: {name} is {tuple(value.shape)}, {value.dtype} here, "
-                    f"and the checkpoint holds {there}."
+                    f"{self.checkpoint.path} belongs to another model: {name} is {tuple(value.shape)}, {value.dtype} "
+                    f"here, but the checkpoint holds {there}."
                 )
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.sizes))
@@ -148,7 +148,7 @@ class SavedValues:
                 raise CheckpointError(f"{path} is not a safetensors file: {error}.") from error
 
     def _read_outline(self, shard: str) -> None:
-        """Take in where the pieces of one rank belong."""
+        """Read where the pieces of one rank belong."""
         path = self._checked(shard, file_names(shard)[0])
         try:
             for name, node in json.loads(path.read_bytes())["dict"].items():
@@ -161,7 +161,7 @@ class SavedValues:
             raise CheckpointError(f"{path} is malformed: {error!r}. Nothing was loaded.") from error
 
     def _checked(self, shard: str, name: str) -> Path:
-        """The path of a file, once its content is found right."""
+        """Check the content of a file and return its path."""
         path = self.checkpoint.path / name
         try:
             check_content(path, self.checkpoint.parts[shard][name])
@@ -172,7 +172,7 @@ class SavedValues:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a piece of a tensor is saved: the part, the name in its file, and its shape."""
+    """The place of a saved piece of a tensor: its part, its name in that part's file, and its shape."""
 
     shard: str
     tensor: str

@@ -1,11 +1,11 @@
-"""Saving a checkpoint: from one process, or from all ranks of a replica together, as `diloco.checkpoint` has it.
+"""Saving of a checkpoint, from one process or from all ranks of a replica, in the layout of `diloco.checkpoint`.
 
-What the rank at position 0 has of a sharded part NAME is saved as::
+The share of the rank at position 0 in a sharded part NAME is saved as::
 
-    NAME-shard-0.json, .safetensors     its pieces: what they are of, where in that, and their values
-    NAME-rank-0.json, .safetensors      what only that rank can go on with (rounds in flight)
+    NAME-shard-0.json, .safetensors     its pieces: the tensor of each, the place in it, and the values
+    NAME-rank-0.json, .safetensors      the state that only that rank can load (rounds in flight)
 
-and so on for each rank. All ranks of a replica must see the one folder, to which position 0 alone gives names.
+and likewise for every other rank. All ranks of a replica must see the same folder, in which only position 0 renames.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["save_checkpoint"]
 
-Files = dict[str, dict[str, FileFacts]]  # part -> file name -> what the manifest says about it
+Files = dict[str, dict[str, FileFacts]]  # part -> file name -> facts for the manifest
 
 
 def save_checkpoint(
@@ -54,34 +54,34 @@ def save_checkpoint(
     gathered: Mapping[str, Mapping[str, Tensor]] | None = None,
     group: ReplicaGroup | None = None,
 ) -> Path:
-    """Save ``folder/step-XXXXXXXX``, and let only the last ``keep`` checkpoints stay; to be called on all ranks.
+    """Save ``folder/step-XXXXXXXX`` and delete all but the last ``keep`` checkpoints. Call it on all ranks.
 
     Args:
-        folder: that all ranks see.
-        step: inner steps finished.
-        parts: part name -> nested state; position 0's are saved. They are taken one after the other, so a mapping that
-            makes each when it is asked for saves memory.
-        about: facts worth reading without loading anything, as JSON: algorithm, replicas, fragments in flight.
-        keep: at least 1.
-        shards: part name -> what this rank has of it.
-        gathered: part name -> tensors by name, saved as an ordinary part; DTensors are gathered one at a time.
-        group: the replica's ranks; None: this process is alone.
+        folder: the checkpoints folder, which all ranks must see.
+        step: the number of finished inner steps.
+        parts: part name -> nested state; those of position 0 are saved. They are read one after the other, so a mapping
+            that creates each on access saves memory.
+        about: metadata to read without loading anything, as JSON: algorithm, replicas, fragments in flight.
+        keep: the number of checkpoints to keep, at least 1.
+        shards: part name -> this rank's share of the part.
+        gathered: part name -> tensors by name, saved as an ordinary part. DTensors are gathered one at a time.
+        group: the ranks of the replica. None: this process is alone.
 
     Returns:
-        The new checkpoint; it is on the disk, and ``folder/latest`` names it.
+        The path of the new checkpoint, which is on disk and named by ``folder/latest``.
 
     Raises:
-        CheckpointError: on all ranks, when anything went wrong on one. What was complete before still is, and nothing
-            half-written is left.
+        CheckpointError: on all ranks, if saving failed on any rank. Earlier complete checkpoints are unchanged, and no
+            partial checkpoint is left.
     """
     if step < 0 or keep < 1:
         raise CheckpointError(
-            f"step={step} and keep={keep} were given; step must be at least 0 and keep at least 1. Nothing was saved."
+            f"step must be at least 0 and keep at least 1, got step={step} and keep={keep}. Nothing was saved."
         )
     group = group or ReplicaGroup()
     place = folder / f"step-{step:08d}"
     partial = folder / group.share(hidden_name(place, "partial").name)
-    failed = f"Saving {place} failed: ", ". The checkpoints that were complete before still are."
+    failed = f"Saving {place} failed: ", ". Earlier complete checkpoints are unchanged."
     serial, files = 0, Files()
     try:
         with _on_all_or_none(group, *failed):
@@ -113,10 +113,11 @@ def save_checkpoint(
 
 @contextmanager
 def _on_all_or_none(group: ReplicaGroup, before: str, after: str) -> Iterator[None]:
-    """Around what each rank does by itself: where it fails on one rank, it fails on all.
+    """Make the block, which each rank runs by itself, fail on all ranks if it fails on any.
 
     Raises:
-        CheckpointError: on all ranks, if that or `OSError` was raised on any; ``before`` and ``after`` frame its words.
+        CheckpointError: on all ranks, if the block raised it or `OSError` on any. Its message is framed by ``before``
+            and ``after``.
     """
     raised: Exception | None = None
     try:
@@ -130,7 +131,7 @@ def _on_all_or_none(group: ReplicaGroup, before: str, after: str) -> Iterator[No
 
 
 def _begin(partial: Path) -> int:
-    """Put right what a save that died has left, and make the folder to write into; the new checkpoint's serial."""
+    """Clean up after an interrupted save, create the folder ``partial``, and return the new checkpoint's serial."""
     folder = partial.parent
     folder.mkdir(parents=True, exist_ok=True)
     for entry in sorted(folder.iterdir()):
@@ -149,11 +150,11 @@ def _begin(partial: Path) -> int:
 
 
 def _write_own_parts(partial: Path, parts: Mapping[str, Any], shards: Mapping[str, Shards], position: int) -> Files:
-    """Write what this rank alone has."""
+    """Write the parts that this rank holds alone."""
     if not partial.is_dir():
         raise CheckpointError(
-            f"{partial.parent} is not the folder that position 0 of this replica saves to; all ranks of a replica must "
-            "see the same folder, on one machine or a shared file system"
+            f"{partial.parent} is not the folder to which position 0 of this replica saves; all ranks of a replica "
+            "must see the same folder, on one machine or a shared file system"
         )
     files = {part: write_part(partial, part, parts[part]) for part in parts}
     for part, held in shards.items():
@@ -165,7 +166,7 @@ def _write_own_parts(partial: Path, parts: Mapping[str, Any], shards: Mapping[st
 
 
 def _write_gathered(partial: Path, part: str, values: Mapping[str, Tensor], group: ReplicaGroup) -> Files:
-    """Write a part of tensors by name, each of them gathered on all ranks; position 0 has room for one at a time."""
+    """Write a part of tensors by name, which all ranks gather. Position 0 holds one gathered tensor at a time."""
     if not group.leads:
         for value in in_file_order(values).values():
             whole(value)
@@ -175,7 +176,7 @@ def _write_gathered(partial: Path, part: str, values: Mapping[str, Tensor], grou
         skeleton: JSON = {"dict": {name: {"tensor": name} for name in values}}
         return {part: write_files(partial, part, skeleton, chunks)}
     finally:
-        for _ in chunks:  # the others gather to the end, also where writing has failed
+        for _ in chunks:  # take part in all gathers even if writing failed, as the other ranks do
             pass
 
 

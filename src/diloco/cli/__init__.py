@@ -1,4 +1,4 @@
-"""The command `diloco`. Each subcommand is a module of this package, imported when it is called."""
+"""The command `diloco`. Each subcommand is a module of this package that is imported when it is called."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from diloco.errors import ConfigurationError, DiLoCoError, nearest
 __all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
 
 COMMANDS = {
-    "train": "train a language model with DiLoCo, Streaming DiLoCo, or a baseline",
-    "finetune": "adapt a model of transformers to conversations, alone or with others",
-    "tokenize": "text into a folder of tokens that training maps into memory",
-    "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
-    "generate": "continue a text with a trained model",
-    "export": "a trained model for transformers, or as one safetensors file",
-    "inspect": "what a checkpoint holds",
-    "doctor": "does the way to other replicas work, and what does it carry",
-    "watch": "a page of runs and of a swarm, live or as one file",
-    "peers": "who takes part in a run of --transport hivemind, and what each does",
-    "dht": "be a peer that others find each other through, and that trains nothing",
-    "simulate": "the compute utilisation that a link allows, and the link that one needs",
-    "plan": "the settings for a model and a link that harm the loss least",
-    "sweep": "a study: the same run with settings varied along axes",
-    "presets": "the models to begin from, with their dimensions",
+    "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
+    "finetune": "fine-tune a transformers model on conversations",
+    "tokenize": "turn text into a folder of packed tokens for training",
+    "evaluate": "measure the loss, perplexity and bits per byte of a trained model",
+    "generate": "continue a text with a trained model, or chat with it",
+    "export": "write a trained model for transformers, or as one safetensors file",
+    "inspect": "show what a checkpoint holds",
+    "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
+    "watch": "show runs and swarms on a web page, live or as one file",
+    "peers": "list the peers of a swarm (--transport hivemind) and what each is doing",
+    "dht": "run a peer that trains nothing, through which other peers find each other",
+    "simulate": "predict compute utilisation on a link, or the bandwidth that it needs",
+    "plan": "find the settings for a model and its links that cost the least loss",
+    "sweep": "run a study: the same run with settings varied along axes",
+    "presets": "list the model presets and their dimensions",
 }
-"""Every command and what it does; the module of the same name has ``run(arguments) -> exit code``."""
+"""Every command with a description. The module of the same name has ``run(arguments) -> exit code``."""
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -40,20 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: the command and what follows it; None: those of the process.
+        arguments: the command and its arguments. Default: those of the process.
 
     Returns:
-        0 done, 1 failed, 2 bad usage or configuration, 130 interrupted. Messages are on stderr; an error that this
-        package raises on purpose shows no traceback without ``--debug``.
+        The exit code: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted. Messages go to stderr. A
+        `DiLoCoError` is shown without a traceback unless ``--debug`` is given.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:  # this process is the command's own
+    if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         choose_waiting(os.environ)
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
         code = _dispatch(given)
-        sys.stdout.flush()  # so that a reader who has left is noticed here
+        sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe
         return code
     except DiLoCoError as error:
         if debug:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("diloco: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has left. What is still buffered must not raise again when the interpreter ends.
+        # The reader has closed the pipe. Output that is still buffered must not raise again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
@@ -93,7 +93,7 @@ def _dispatch(given: Sequence[str]) -> int:
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"diloco.cli.{command}").run
     try:
         return run(rest)
-    except SystemExit as stop:  # tyro's way to end after --help (0) or a usage error (2)
+    except SystemExit as stop:  # tyro exits after --help (0) or a usage error (2)
         return stop.code if isinstance(stop.code, int) else DONE if stop.code is None else FAILED
 
 
@@ -102,14 +102,14 @@ def _help() -> str:
     commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
     return f"""usage: diloco [--debug] COMMAND ...
 
-Train one language model over links that are slow, far apart and unreliable.
+Train one language model on machines that are connected by slow, distant and unreliable links.
 
 commands:
 {commands}
 
 options:
-  --help     this text; `diloco COMMAND --help` tells about one command
-  --version  the version
+  --help     show this text; `diloco COMMAND --help` describes one command
+  --version  show the version
   --debug    show a traceback with every error
 
 examples:
@@ -117,5 +117,5 @@ examples:
   diloco evaluate runs/streaming-tiny
   diloco generate runs/streaming-tiny --prompt "import "
 
-exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (state saved)
+exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (the state is saved)
 """

@@ -1,4 +1,4 @@
-"""``diloco dht``: a standing peer that trains nothing, through which the others find each other."""
+"""``diloco dht``: run a peer that trains nothing, through which other peers find each other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tyro.conf import arg
 
 from diloco.config.flags import parse_options
 
-__all__ = ["own_folder", "run"]
+__all__ = ["run"]
 
-DESCRIPTION = """Be a peer that others find each other through. It trains nothing and holds no model.
+DESCRIPTION = """Run a peer through which other peers find each other. It trains nothing and holds no model.
 
 Examples:
   diloco dht --listen /ip4/0.0.0.0/tcp/31330
@@ -25,36 +25,35 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DhtOptions:
-    """What follows `diloco dht`."""
+    """The options of `diloco dht`."""
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddresses to listen at."""
     announce: tuple[str, ...] = ()
-    """Multiaddresses to tell others instead of those listened at."""
+    """Multiaddresses to announce to other peers instead of those in --listen."""
     join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Addresses of other peers, if there are any already."""
+    """Addresses of peers that are already running, if there are any."""
     identity: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """File of this peer's private key, made where there is none. Default: dht.key in this user's data folder, so that
-    its address stays the same."""
+    """Private key file, created if missing; it fixes this peer's identity. Default: dht.key in your data folder."""
     relay: bool = True
-    """Pass on the streams of peers that can't reach each other."""
+    """Relay the streams of peers that can't reach each other directly."""
     map_ports: bool = True
-    """Ask the router to let others in (UPnP)."""
+    """Ask the router to forward the port to this machine (UPnP)."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Stand until interrupted; returns 0."""
+    """Run the peer until it is interrupted; return 0."""
     options = parse_options(DhtOptions, "dht", DESCRIPTION, arguments)
-    asyncio.run(_stand(options))
+    asyncio.run(_serve(options))
     return 0
 
 
-async def _stand(options: DhtOptions) -> None:
+async def _serve(options: DhtOptions) -> None:
     from diloco.transport.hivemind.library import run_peer
     from diloco.transport.hivemind.place import NodePlace
 
     def ready(addresses: tuple[str, ...]) -> None:
-        print("diloco: peers of any run find each other with")
+        print("diloco: peers of any run can find each other through this peer with")
         for address in addresses:
             print(f"  --join {address}", flush=True)
 
@@ -65,17 +64,17 @@ async def _stand(options: DhtOptions) -> None:
         map_ports=options.map_ports,
         relay=options.relay,
     )
-    identity = options.identity or own_folder() / "dht.key"
-    standing = asyncio.ensure_future(run_peer(identity, place, ready))
+    identity = options.identity or _data_folder() / "dht.key"
+    serving = asyncio.ensure_future(run_peer(identity, place, ready))
     for ending in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(ending, standing.cancel)
+        asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
     try:
-        await standing
+        await serving
     except asyncio.CancelledError:
-        print("diloco: left.", flush=True)
+        print("diloco: stopped.", flush=True)
 
 
-def own_folder() -> Path:
-    """The folder of this program's data of this user."""
+def _data_folder() -> Path:
+    """Return the folder for this user's diloco data."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "diloco"

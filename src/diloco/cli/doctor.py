@@ -1,4 +1,4 @@
-"""``diloco doctor``: does the way to each peer work, and what does it carry?"""
+"""``diloco doctor``: check the connection to each peer and measure its latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from diloco.units import format_rate
 
 __all__ = ["run"]
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
-DESCRIPTION = """Check names, ports, latency and bandwidth of the way to other replicas.
+DESCRIPTION = """Check the connection to other replicas: name resolution, ports, latency and bandwidth.
 
 Examples:
   diloco doctor 10.0.0.1:29400 10.0.0.2:29400
@@ -35,33 +35,34 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What follows `diloco doctor`."""
+    """The options of `diloco doctor`."""
 
     peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
-    """Control addresses of replicas (each prints its own at its start), or of listening doctors."""
+    """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
     listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
-    """Answer at this HOST:PORT until interrupted, on a machine where no replica runs yet."""
+    """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
     megabytes: float = 10.0
-    """How much to move each way, 0.1 to 64."""
+    """Megabytes to transfer in each direction, 0.1 to 64."""
     timeout_s: float = 10.0
-    """The longest that each step may take."""
+    """Seconds that each step of the check may take."""
     secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """The run's secret (transport.secret_file), if it has one; of both ends."""
+    """The run's secret (transport.secret_file), if it has one; both ends need it."""
     json: bool = False
-    """Print findings as JSON."""
+    """Print the findings as JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Examine or listen; returns 0 if all ways work, 1 if one does not."""
+    """Check the peers, or listen; return 0 if every connection works, otherwise 1."""
     options = parse_options(DoctorOptions, "doctor", DESCRIPTION, arguments)
     if bool(options.peers) == bool(options.listen):
         raise ConfigurationError(
-            "give either HOST:PORT of the peers to examine, such as `diloco doctor 10.0.0.1:29400`, or --listen "
+            "give either the HOST:PORT of each peer to check, such as `diloco doctor 10.0.0.1:29400`, or --listen "
             "HOST:PORT."
         )
     if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
         raise ConfigurationError(
-            f"--megabytes {options.megabytes} must be 0.1 to 64, and --timeout-s {options.timeout_s} above 0."
+            f"--megabytes must be between 0.1 and 64, got {options.megabytes}, and --timeout-s above 0, got "
+            f"{options.timeout_s}."
         )
     return _listen(options.listen, options.secret_file) if options.listen else _examine(options)
 
@@ -71,7 +72,7 @@ def _examine(options: DoctorOptions) -> int:
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
     num_bytes, secret = int(options.megabytes * 1e6), read_secret(options.secret_file, "--secret-file")
-    # one after the other, since at once they would share this machine's link
+    # one at a time: concurrent checks would share this machine's link
     findings = [asyncio.run(examine(address, num_bytes, options.timeout_s, secret)) for address in addresses]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -87,7 +88,7 @@ def _examine(options: DoctorOptions) -> int:
             ]
             for finding in findings
         ]
-        print(columns(["peer", "address", "way", "round trip", "to it", "from it"], rows))
+        print(columns(["peer", "address", "status", "round trip", "to peer", "from peer"], rows))
     for finding in findings:
         if not finding.ok:
             print(f"diloco: {finding.address}: {finding.problem}; {finding.advice}.", file=sys.stderr)
@@ -104,15 +105,16 @@ def _listen(text: str, secret_file: Path | None) -> int:
     address = parse_address(text, key="--listen")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
-        heard = connections.listen(address.host, range(address.port, address.port + 1), address.host)
+        bound = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)
         with StopRequest() as asked:
             print(
-                f"listening at {heard}; `diloco doctor {heard}` elsewhere examines the way here. Ctrl-C ends.",
+                f"listening at {bound}. Run `diloco doctor {bound}` on another machine to check its connection to this "
+                "one. Ctrl-C stops.",
                 flush=True,
             )
             while asked.signal is None:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
     finally:
         connections.close()
     return 0

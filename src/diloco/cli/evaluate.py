@@ -1,4 +1,4 @@
-"""``diloco evaluate``: how well a trained model predicts text."""
+"""``diloco evaluate``: measure how well a trained model predicts text."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-DESCRIPTION = """Loss, perplexity and bits per byte of a trained model.
+DESCRIPTION = """Measure the loss, perplexity and bits per byte of a trained model.
 
-Without --data: on what the run held out, with the same numbers as at its end.
-The text is packed and cut into sequences, and a token sees what came before it
-in its own. With --stride N sequences overlap, so that every token but the first
-sees at least the sequence length minus N. With --by-document each document
-stands alone, as in lm-eval's rolling perplexity. Of a run on conversations (diloco finetune)
-the answers alone count. With --questions a model is asked, too: how many of its
-likeliest answers are right to the letter.
+Without --data, the text is what the run held out, and the figures are those that
+the run reported at its end. The text is packed and cut into sequences, and a token
+is predicted from the earlier tokens of its own sequence. With --stride N the
+sequences overlap, so that after the first sequence every token has a context of at
+least the sequence length minus N. With --by-document each document is evaluated on
+its own, as in lm-eval's rolling perplexity. For a run on conversations (diloco
+finetune) only the answers count. With --questions the model also answers each
+question, and the answers that match exactly are counted.
 
 Examples:
   diloco evaluate runs/streaming-tiny
@@ -51,34 +52,34 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What follows `diloco evaluate`."""
+    """The options of `diloco evaluate`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
-    """Run folder (its latest checkpoint), checkpoint, or folder of transformers (Llama, Qwen3, Arcee, Apertus)."""
+    """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Inner steps of the checkpoint to take. Default: the latest."""
+    """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Evaluate this replica's own parameters. Default: the global ones."""
+    """Evaluate the local parameters of this replica. Default: the global parameters."""
     data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
-    """Files or folders to evaluate on, all of their text. Default: what the run held out."""
+    """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
     questions: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
-    """Conversations: loss on their answers, and how many of the last ones the model gives itself."""
+    """Conversations: report the loss on all answers, and how many of the last ones the model gives exactly."""
     answer_tokens: int = 256
-    """Tokens of an answer at most."""
+    """Maximum number of tokens in an answer."""
     text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """The field of .jsonl and .parquet records that holds the text. Default: as the run."""
+    """Field of .jsonl and .parquet records that holds the text. Default: as in the run."""
     document_separator: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """Where text files are cut into documents. Default: as the run."""
+    """Text at which files are split into documents. Default: as in the run."""
     sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Sequences to evaluate on, spread evenly; 0: all. Default: as the run."""
+    """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
     sequence_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Tokens that the model sees at most. Default: as it was trained."""
+    """Maximum context of the model in tokens. Default: as in training."""
     stride: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Tokens from one sequence to the next; all tokens count, each once. Default: the sequence length."""
+    """Tokens from one sequence to the next; every token counts, once. Default: the sequence length."""
     by_document: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Predict each document from its first token on, from nothing but itself, without its end; all tokens count."""
+    """Evaluate each document on its own, without its end-of-document token; all tokens count."""
     batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Sequences at a time. Default: eight times that of the run."""
+    """Sequences per batch. Default: eight times the batch size of the run."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
@@ -98,16 +99,17 @@ class EvaluateOptions:
         for flag, given in (("--text-field", self.text_field), ("--document-separator", self.document_separator)):
             if given is not None and not self.data:
                 raise ConfigurationError(
-                    f"{flag} {given!r} needs --data PATH: what the run held out is read as the run read it."
+                    f"{flag} {given!r} needs --data PATH: held-out text is always read with the settings of the run."
                 )
         if self.questions and (self.data or self.stride is not None or self.by_document):
             raise ConfigurationError(
-                "--questions cannot be combined with --data, --stride or --by-document: each question stands alone."
+                "--questions cannot be combined with --data, --stride or --by-document: each question is evaluated on "
+                "its own."
             )
         if self.sequences and (self.stride is not None or self.by_document):
             raise ConfigurationError(
                 f"--sequences {self.sequences} cannot be combined with "
-                f"{'--by-document' if self.by_document else '--stride'}, where all tokens count."
+                f"{'--by-document' if self.by_document else '--stride'}, which evaluates all tokens."
             )
 
 
@@ -144,11 +146,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
-    """The settings of the run; the defaults for a folder of ``transformers``, which has none."""
+    """Return the settings of the run, or the defaults for a ``transformers`` folder, which has none."""
     if trained.step is not None:
         return build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
     if not given.data and not given.questions:
-        raise ConfigurationError(f"{given.path} is no run, so nothing was held out: give --data PATH.")
+        raise ConfigurationError(f"{given.path} is not a run, so it has no held-out text: give --data PATH.")
     return Configuration()
 
 
@@ -160,11 +162,12 @@ def _evaluate_answers(trained: Trained, settings: Configuration, given: Evaluate
 
     if given.stride is not None or given.by_document:
         raise ConfigurationError(
-            f"{trained.path} was trained on conversations, which stand alone: leave out --stride and --by-document."
+            f"{trained.path} was trained on conversations, which are evaluated one by one: leave out --stride and "
+            "--by-document."
         )
     tokenizer = trained.chat_tokenizer()
     batch_size, sequences = _amounts(settings, given)
-    with _told() as progress:
+    with _reported_progress() as progress:
         evaluation = evaluate(
             trained.model,
             tokenizer,
@@ -206,7 +209,7 @@ def _evaluate(
     model, tokenizer = trained.model, trained.tokenizer
     batch_size, sequences = _amounts(settings, given)
     masks = settings.train.document_masks
-    with _told() as progress:
+    with _reported_progress() as progress:
         if given.stride is None and not given.by_document:
             return evaluate(
                 model,
@@ -231,14 +234,17 @@ def _evaluate(
 
 
 def _amounts(settings: Configuration, given: EvaluateOptions) -> tuple[int, int]:
-    """Sequences at a time, and in all (0: as many as there are); by default as during training, for the same bits."""
+    """Return the sequences per batch and in total (0: all).
+
+    The defaults are those of evaluations during training, so that the results are equal bit for bit.
+    """
     sequences = settings.evaluation.sequences if given.sequences is None else given.sequences
     return given.batch_size or settings.train.batch_size * 8, 0 if given.questions else sequences
 
 
 @contextmanager
-def _told() -> Iterator[Callable[[int], None]]:
-    """Tells how far the evaluation is, where it takes seconds; gives what takes the tokens predicted so far."""
+def _reported_progress() -> Iterator[Callable[[int], None]]:
+    """Report the progress of an evaluation that takes seconds. Yield the callback for the tokens predicted so far."""
     done = 0
 
     def progress(tokens: int) -> None:
@@ -250,7 +256,7 @@ def _told() -> Iterator[Callable[[int], None]]:
 
 
 def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens to evaluate on: packed, each document followed by its end."""
+    """Return the tokens to evaluate: all documents packed, each followed by the end-of-document token."""
     from diloco.data.heldout import heldout_tokens
     from diloco.data.sources import read_texts
 

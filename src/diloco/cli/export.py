@@ -1,4 +1,4 @@
-"""``diloco export``: a trained model for other programs."""
+"""``diloco export``: write a trained model for other programs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["run"]
 
 DESCRIPTION = """Write a trained model for other programs.
 
-hf: a folder for transformers' from_pretrained: safetensors, configuration,
-tokeniser. safetensors: one file of parameters, which --init-from takes.
-adapter: what a fine-tuning has trained, for peft. With --merge it becomes part of
-the weights beside it.
+--to hf writes a folder for transformers' from_pretrained: safetensors,
+configuration and tokeniser. --to safetensors writes one file of parameters, which
+--init-from accepts. --to adapter writes the adapter that a fine-tuning run has
+trained, for peft; --merge merges it into the base model's weights instead.
 
 Examples:
   diloco export runs/streaming-tiny --to hf exported
@@ -34,38 +34,38 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What follows `diloco export`."""
+    """The options of `diloco export`."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint) or checkpoint."""
     place: Annotated[Positional[Path], arg(metavar="PLACE", help_behavior_hint="")]
     """Folder (hf) or file (safetensors) to write."""
     to: Literal["hf", "safetensors", "adapter"] = "hf"
-    """For transformers, parameters by their names here, or an adapter for peft."""
+    """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
     merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """hf: of a run with adapters: a whole model, with the adapters merged into it."""
+    """hf: merge the adapters of the run into the base model and write a whole model."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Inner steps of the checkpoint to take. Default: the latest."""
+    """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Take this replica's own parameters. Default: the global ones."""
+    """Export the local parameters of this replica. Default: the global parameters."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights."""
+    """Data type of the weights."""
     max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
+    """hf: maximum sequence length to state in the configuration. Default: the length used in training."""
     max_shard_size: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """hf: largest file of weights, such as 500MB (KB, MB, GB or TB). Default: 5GB."""
+    """hf: maximum size of a weights file, such as 500MB (KB, MB, GB or TB). Default: 5GB."""
     overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Replace an earlier export."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Load, write, and say what was written."""
+    """Load the model, write it, and print what was written."""
     given = parse_options(ExportOptions, "export", DESCRIPTION, arguments)
     if given.to == "safetensors":
         for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
             if value is not None:
                 raise ConfigurationError(
-                    f"{flag} needs --to hf: --to safetensors writes one file of nothing but parameters."
+                    f"{flag} needs --to hf: --to safetensors writes a single file with parameters only."
                 )
     largest = "5GB" if given.max_shard_size is None else given.max_shard_size
     parse_bytes(largest, "--max-shard-size")
@@ -107,13 +107,13 @@ def _export(given: ExportOptions, largest: str) -> None:
 
 
 def _check_adapters(given: ExportOptions, *, adapts: bool) -> None:
-    """With adapters the user says whether to merge them; without, there is nothing to merge or to export for peft."""
+    """Raise `ConfigurationError` if --merge and --to do not fit a model that has adapters, or one that has none."""
     if adapts and given.to == "hf" and not given.merge:
         raise ConfigurationError(
-            f"{given.run} has adapters beside weights of another model. Use --merge for a whole model, or --to adapter."
+            f"{given.run} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
         )
     asked = "--merge" if given.merge else "--to adapter"
     if not adapts and (given.merge or given.to == "adapter"):
-        raise ConfigurationError(f"{given.run} has no adapters, so {asked} has no meaning.")
+        raise ConfigurationError(f"{given.run} has no adapters, so {asked} has no effect. Leave it out.")
     if given.merge and given.to != "hf":
         raise ConfigurationError(f"--merge needs --to hf, not --to {given.to}.")

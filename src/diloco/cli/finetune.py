@@ -1,4 +1,4 @@
-"""``diloco finetune``: `diloco train` with what suits a model that is there already, and conversations."""
+"""``diloco finetune``: `diloco train` with defaults for fine-tuning an existing model on conversations."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["parse_arguments", "run"]
 
-DESCRIPTION = """Adapt a model of transformers to conversations, with DiLoCo between replicas.
+DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
 
-Trained are adapters (LoRA, --lora.rank), which are all that travels, or with
---full all weights. All flags but --full and --epochs are those of train.
+By default only adapters (LoRA, --lora.rank) are trained and exchanged; --full trains
+all weights. All flags except --full and --epochs are those of `diloco train`.
 
 Examples:
-  diloco finetune llama --data chat.jsonl              this machine alone
-  diloco finetune llama --data chat.jsonl --run mine   others join: it prints how
+  diloco finetune llama --data chat.jsonl              on this machine alone
+  diloco finetune llama --data chat.jsonl --run mine   with others; prints how to join
   diloco finetune llama --data chat.jsonl --full       all weights
-  diloco finetune --resume runs/mine                   go on with a stopped run
+  diloco finetune --resume runs/mine                   continue a stopped run
 
-Leaves an adapter for peft in the run's folder. `diloco generate RUN --chat`
-talks to it; `diloco export RUN PLACE --merge` writes a whole model."""
+The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
+the model, and `diloco export RUN PLACE --merge` writes it as a whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finetuning(Configuration):
-    """A run, and what is asked for of it that its settings follow from."""
+    """The settings of a run, and two options from which some of its settings are derived."""
 
     full: bool = False
     """Train all weights instead of adapters."""
     epochs: float = 3.0
-    """How often all conversations are learned from, unless --steps is given."""
+    """Number of passes over all conversations. Use this or --steps."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Fine-tune; returns 130 when a signal stopped the run and its state was saved."""
+    """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
     typed, full, epochs = parse_arguments(arguments)
     line = finetune_line(for_torchrun(typed), full=full)
     notes: tuple[str, ...] = ()
     if "checkpoint.resume" not in line.values:
         if epochs is not None and "train.steps" in typed.values:
             raise ConfigurationError(
-                f"--epochs {epochs:g} and --steps {typed.values['train.steps']} were both given; use one."
+                f"--epochs {epochs:g} and --steps {typed.values['train.steps']} were both given; use only one of them."
             )
         epochs = Finetuning.epochs if epochs is None else epochs
         if not 0 < epochs < 1e6:
@@ -65,12 +65,14 @@ def run(arguments: Sequence[str]) -> int:
         line, words = with_steps(line, rows, epochs, replicas)
         notes = (words,) if words else ()
     elif full or epochs is not None:
-        raise ConfigurationError("--full and --epochs do not go with --resume.")
+        raise ConfigurationError(
+            "--full and --epochs cannot be combined with --resume: a resumed run keeps its settings. Leave them out."
+        )
     return run_line(line, ["finetune", *arguments], notes=notes)
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, float | None]:
-    """What was typed after `diloco finetune`: as for `diloco train`, whether --full, and --epochs."""
+    """Parse the arguments of `diloco finetune`: the command line of `diloco train`, --full, and --epochs if given."""
     shown = flatten(Finetuning()) | preset_values(DEFAULT_PRESET)
     line = parse_flags(Finetuning, "finetune", DESCRIPTION, arguments, shown=shown)
     values = dict(line.values)

@@ -1,4 +1,4 @@
-"""``diloco generate``: continue a text with a trained model."""
+"""``diloco generate``: continue a text with a trained model, or chat with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-DESCRIPTION = """Continue a text with a trained model, or with --chat talk to it.
+DESCRIPTION = """Continue a text with a trained model, or chat with it (--chat).
 
 Examples:
   diloco generate runs/streaming-tiny --prompt "import "
@@ -33,44 +33,43 @@ Examples:
   diloco generate runs/streaming-llama --chat
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
 
-_LARGEST_SEED = 2**63 - 1  # the largest that a torch generator takes
+_LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What follows `diloco generate`."""
+    """The options of `diloco generate`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
-    """Run folder (its latest checkpoint), checkpoint, or folder of transformers (Llama, Qwen3, Arcee, Apertus)."""
+    """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
-    """Inner steps of the checkpoint to take. Default: the latest."""
+    """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Use this replica's own parameters. Default: the global ones."""
+    """Use the local parameters of this replica. Default: the global parameters."""
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
-    """What to continue. Default: nothing, the beginning of a document."""
+    """Text to continue. Default: none, so that a sample is a new document."""
     prompt_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """A file with what to continue, UTF-8, to its last character; -: standard input."""
+    """UTF-8 file with the text to continue, used in full; -: standard input."""
     chat: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Put the prompt to the model by its chat template, and show its answer; without a prompt: read questions line by
-    line, and remember the conversation."""
+    """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
     system: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
-    """--chat: what the model is told before the conversation."""
+    """--chat: system message at the beginning of the conversation."""
     tokens: int = 200
-    """Tokens to generate at most; the end of the document ends a sample."""
+    """Maximum number of tokens per sample; an end-of-document token ends a sample early."""
     stop: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
-    r"""End a sample before any of these texts; \n, \t and \\ are understood."""
+    r"""End a sample before any of these texts; \n, \t and \\ are escapes."""
     seed: int = 0
-    """Of the draws: the same seed gives the same text. Sample 2 is what the next seed gives, and so on."""
+    """Random seed; the same seed gives the same text. Each further sample uses the next seed."""
     num_samples: int = 1
-    """How many texts."""
+    """Number of samples."""
     batch_size: int = 8
-    """Samples drawn together at most; fewer need less memory."""
+    """Maximum number of samples that are generated together; fewer need less memory."""
     context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Tokens that the model sees at most. Default: as it was trained."""
+    """Maximum context of the model in tokens. Default: as in training."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
     """cpu, cuda, cuda:N, mps, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Print one JSON list of all samples, when they are done."""
+    """Print all samples as one JSON list at the end."""
     sampling: OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -87,8 +86,8 @@ class GenerateOptions:
             raise ConfigurationError(f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}.")
         if self.chat and (self.json or self.stop or self.num_samples != 1):
             raise ConfigurationError(
-                "--chat cannot be combined with --json, --stop or --num-samples: it gives one answer at a time, which "
-                "ends where the model ends it."
+                "--chat cannot be combined with --json, --stop or --num-samples: it gives one answer at a time, and "
+                "the model itself ends it."
             )
         if self.system and not self.chat:
             raise ConfigurationError("--system needs --chat.")
@@ -97,7 +96,7 @@ class GenerateOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Generate and print, as it comes."""
+    """Generate text and print it as it is generated."""
     given = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
     prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file)
 
@@ -152,7 +151,7 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
     from diloco.trained.generate import TextStream, answer
 
     tokenizer, window = trained.chat_tokenizer(), trained.length(given.context, "--context")
-    said: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
+    messages: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
     asks = not prompt and sys.stdin.isatty()
     questions = iter([prompt] if prompt else sys.stdin)
     while True:
@@ -160,12 +159,12 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
             print("> ", end="", flush=True)
         if (question := next(questions, None)) is None:
             return 0
-        said.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
+        messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
         stream, text = TextStream(tokenizer), ""
         tokens = answer(
             trained.model,
             tokenizer,
-            tokenizer.prompt(said),
+            tokenizer.prompt(messages),
             max_new_tokens=given.tokens,
             window=window,
             sampling=given.sampling,
@@ -175,29 +174,29 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
             text += _shown(stream.feed(token))
         text += _shown(stream.finish())
         print(flush=True)
-        said.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
 
 
 def _shown(text: str) -> str:
-    """The same text, printed at once."""
+    """Print a piece of text immediately, and return it."""
     sys.stdout.write(visible_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
     return text
 
 
 class _Sample:
-    """One text as it comes, and the part of it that is still to be shown."""
+    """A text that is being generated, and the part of it that has not been printed yet."""
 
     def __init__(self, stream: TextStream, most_tokens: int, heading: str) -> None:
-        self.text = ""  # so far, as much as is certain
-        self.tokens = 0  # how many it has
-        self.ended_by = ""  # what ended it; empty while it goes on
+        self.text = ""  # the text so far, without characters that the next token may still change
+        self.tokens = 0  # number of tokens so far
+        self.ended_by = ""  # what ended the text; empty until it has ended
         self._stream = stream
         self._most_tokens = most_tokens
         self._unshown = heading
 
     def take(self, token: int | None) -> None:
-        """Take the next token; None: there are no more."""
+        """Append the next token, or end the text if there is none."""
         if token is None:
             self.end()
         elif not self.ended_by:
@@ -207,7 +206,7 @@ class _Sample:
                 self.end()
 
     def end(self) -> None:
-        """End the text: no more tokens come."""
+        """End the text."""
         if not self.ended_by:
             self._add(self._stream.finish())
             self._unshown += "\n"
@@ -215,7 +214,7 @@ class _Sample:
             self.ended_by = "stop" if self._stream.stopped else "length" if whole else "end of document"
 
     def unshown(self) -> str:
-        """What has come since the last call."""
+        """Return the text since the last call."""
         text, self._unshown = self._unshown, ""
         return text
 
@@ -225,7 +224,7 @@ class _Sample:
 
 
 def _show(samples: Sequence[_Sample]) -> None:
-    """Print the samples one after the other: those that have ended, and what there is of the next."""
+    """Print all samples that have ended, in order, and the available part of the next one."""
     for sample in samples:
         _shown(sample.unshown())
         if not sample.ended_by:
@@ -233,7 +232,7 @@ def _show(samples: Sequence[_Sample]) -> None:
 
 
 def _read(path: Path) -> str:
-    """The prompt in a file, or on standard input."""
+    """Read the prompt from a file or from standard input."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")

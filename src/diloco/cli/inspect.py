@@ -1,4 +1,4 @@
-"""``diloco inspect``: what a checkpoint holds."""
+"""``diloco inspect``: show what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-DESCRIPTION = """What a checkpoint holds. Reads its manifest and loads no weights.
+DESCRIPTION = """Show what a checkpoint holds. The command reads the manifest and loads no weights.
 
 Examples:
   diloco inspect runs/streaming-tiny
@@ -28,16 +28,16 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """What follows `diloco inspect`."""
+    """The options of `diloco inspect`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint) or checkpoint."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Print one JSON object with everything."""
+    """Print the whole manifest as one JSON object."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what the manifest says."""
+    """Print the contents of the manifest."""
     given = parse_options(InspectOptions, "inspect", DESCRIPTION, arguments)
 
     from diloco.checkpoint.reading import open_checkpoint

@@ -1,4 +1,4 @@
-"""``diloco peers``: who takes part in a run, and what each of them does."""
+"""``diloco peers``: list the peers of a swarm and what each of them is doing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from diloco.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from diloco.transport.hivemind.visitor import PeerReport, Visitor
 
-__all__ = ["about_digests", "asking", "run"]
+__all__ = ["asking", "run"]
 
-DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves, and
-what the others say of the rounds that each has spoilt, missed, voted against or held up.
+DESCRIPTION = """List the peers of a run.
+
+Each peer reports its own step, speed, bandwidth, digest and state. Its faults are
+reported by the other peers: rounds that it spoilt, missed, voted against or delayed.
 
 Examples:
   diloco peers --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
@@ -40,48 +42,48 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class PeersOptions:
-    """What follows `diloco peers`."""
+    """The options of `diloco peers`."""
 
     run: Annotated[str, arg(help_behavior_hint="")]
     """Name of the run."""
     join: Annotated[tuple[str, ...], arg(help_behavior_hint="")]
-    """Addresses of any peers, as they print them."""
+    """Addresses of one or more peers, as the peers print them."""
     secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
     """The run's secret, if it has one."""
     json: bool = False
-    """Print what they say as JSON."""
+    """Print the reports as JSON."""
     watch: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Ask again and again, and keep the table up to date; `diloco watch` shows more, on a page."""
+    """Query the peers repeatedly and keep the table up to date. `diloco watch` shows more, on a web page."""
     every_s: float = 2.0
-    """With --watch: the pause between two questions."""
+    """With --watch: seconds between two queries."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Ask every peer; returns 0 if at least one answers, 1 if none does; with --watch 0 once it is interrupted."""
+    """Query every peer; return 0 if at least one answers, 1 if none does. With --watch, run until interrupted."""
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:
-        raise ConfigurationError("--join needs the address of a peer, any of them.")
+        raise ConfigurationError("--join needs the address of at least one peer of the run.")
     if options.watch and options.json:
-        raise ConfigurationError("--watch shows a table, and --json prints one answer. Choose one.")
+        raise ConfigurationError("--watch shows a table and --json prints one answer. Use only one of them.")
     if not options.every_s > 0:
-        raise ConfigurationError("--every-s must be positive.")
+        raise ConfigurationError(f"--every-s must be positive, got {options.every_s}.")
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_keep_asking(options))
+            asyncio.run(_watch(options))
         return 0
     found = asyncio.run(_ask(options))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
         print(_table(found))
-    for words in _about(found, options.run):
+    for words in _remarks(found, options.run):
         print(f"diloco: {words}", file=sys.stderr)
     return 0 if any(each.status for each in found) else 1
 
 
 @contextlib.asynccontextmanager
 async def asking(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[Visitor]:
-    """What asks the peers of a run, until the end of the ``async with``."""
+    """Connect to the DHT of a run and yield a visitor that queries its peers."""
     from diloco.transport.hivemind import visitor
     from diloco.transport.hivemind.place import Admission, NodePlace
     from diloco.transport.secret import read_secret
@@ -98,16 +100,16 @@ async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
         return await asked.ask()
 
 
-async def _keep_asking(options: PeersOptions) -> None:
-    """Show the table and replace it, again and again; where the output is no terminal, one below the other."""
+async def _watch(options: PeersOptions) -> None:
+    """Print the table repeatedly. On a terminal each table replaces the one before."""
     console = Console(highlight=False)
     async with asking(options.run, options.join, options.secret_file) as asked:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
-                    shown = _picture(await asked.ask(), options.run)
+                    shown = _report(await asked.ask(), options.run)
                 except (DiLoCoError, OSError) as error:
-                    shown = f"The peers could not be asked, and are asked again: {error}"
+                    shown = f"The peers could not be queried; trying again: {error}"
                 if console.is_terminal:
                     live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
                 else:
@@ -115,10 +117,10 @@ async def _keep_asking(options: PeersOptions) -> None:
                 await asyncio.sleep(options.every_s)
 
 
-def _picture(found: Sequence[PeerReport], run: str) -> str:
-    """The table, what is to be said about it, and when."""
-    when = f"run {run!r} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"
-    return "\n".join([when, "", _table(found), *(f"\n{words}" for words in _about(found, run))])
+def _report(found: Sequence[PeerReport], run: str) -> str:
+    """Return the table with its time above and the remarks below."""
+    when = f"run {run!r} at {time.strftime('%H:%M:%S')}; Ctrl-C stops"
+    return "\n".join([when, "", _table(found), *(f"\n{words}" for words in _remarks(found, run))])
 
 
 def _table(found: Sequence[PeerReport]) -> str:
@@ -131,7 +133,7 @@ def _table(found: Sequence[PeerReport]) -> str:
 
 
 def _faults(seen: Faults | None) -> str:
-    """What the others have counted.
+    """Return the cell for the faults that the other peers have counted.
 
     >>> _faults(None), _faults(Faults()), _faults(Faults(missed=2))
     ('no data', 'none', '2 missed')
@@ -139,35 +141,35 @@ def _faults(seen: Faults | None) -> str:
     return "no data" if seen is None else str(seen)
 
 
-def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:
-    """Why some peers do not answer, why digests differ, or why there are none."""
+def _remarks(found: Sequence[PeerReport], run: str) -> Iterator[str]:
+    """Explain why peers do not answer, why digests differ, or why there are no peers."""
     from diloco.transport.hivemind.visitor import absence
 
     for each in found:
         if each.problem:
             words = _WORDS[absence(each, found)].format(number=each.number, problem=each.problem.partition("\n")[0])
             yield f"{each.peer_id}: {words}"
-    if words := about_digests(found):
+    if words := _about_digests(found):
         yield words
     if not found:
         yield (
-            f"no peer of run {run!r} has been seen within the last half hour. Is that the name that its replicas were "
-            "given as --run?"
+            f"no peer of run {run!r} has been seen within the last half hour. Check that its replicas were started "
+            "with this name as --run."
         )
 
 
 _WORDS = {
-    "finished": "replica {number} has finished the run, and has ended",
-    "gone": "replica {number} takes part no more: it has left, or was lost, and the others went on",
+    "finished": "replica {number} has finished the run and exited",
+    "gone": "replica {number} is no longer a member: it left or was lost, and the others continued",
     "no answer": "{problem}",
 }
 
 
-def about_digests(found: Sequence[PeerReport]) -> str:
-    """Why the peers' digests differ; "" if they don't.
+def _about_digests(found: Sequence[PeerReport]) -> str:
+    """Explain why the peers' digests differ, or return "" if they don't.
 
     >>> from diloco.transport.hivemind.visitor import PeerReport
-    >>> about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
+    >>> _about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """
     shown = {each.number: (each.status.get("step"), each.status.get("digest", "-")) for each in found}
@@ -177,19 +179,20 @@ def about_digests(found: Sequence[PeerReport]) -> str:
         by_step.setdefault(step, set()).add(digest)
     if any(len(digests) > 1 for digests in by_step.values()):
         return (
-            "peers at the same step show different digests. A round may have ended between two answers. If they "
-            "still differ when you ask again, the peers disagree, and the next round decides whose state is taken over"
+            "peers at the same step show different digests. A round may have ended between two answers. If the digests "
+            "still differ in the next query, the states of the peers differ, and the next round decides which one all "
+            "of them adopt"
         )
     if len({digest for _, digest in shown.values()}) > 1:
         return (
-            "the digests differ because the peers were asked at different steps. A digest is of the state that a peer "
-            "last contributed from, and the same for all peers at the same step"
+            "the digests differ because the peers answered at different steps. A digest covers the state from which a "
+            "peer last contributed, and is the same for all peers at the same step"
         )
     return ""
 
 
 def _state(status: Mapping[str, Any]) -> str:
-    """What a peer does, and how much of the others' state a joiner has.
+    """Return the state of a peer, with the share of the others' state that a joiner has received.
 
     >>> _state({"state": "joining", "state_received_bytes": 999, "state_expected_bytes": 1000})
     'joining, 99 %'
@@ -201,7 +204,7 @@ def _state(status: Mapping[str, Any]) -> str:
 
 
 def row(peer: PeerReport, absent: str) -> list[str]:
-    """The cells of a peer in the table."""
+    """Return the cells of a peer in the table, except for its faults."""
     peer_id, number, status = peer.peer_id, peer.number, dict(peer.status)
     if not status:
         return [peer_id, str(number), absent, *["-"] * 7]

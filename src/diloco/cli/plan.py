@@ -1,4 +1,4 @@
-"""``diloco plan``: the settings that reach a compute utilisation on given links with the least harm to the loss."""
+"""``diloco plan``: find the settings that reach a compute utilisation on given links at the least cost in loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ RANKS = (8, 16, 64, 0)
 TYPES = ("float32", "bfloat16")
 CODECS = ("float32", "fp4")
 
-DESCRIPTION = """Which method, H, P, tau and codec, for a model on links: what reaches the target with the least loss.
+DESCRIPTION = """Find the settings (method, H, P, tau and codec) that reach a compute utilisation on given links at the
+least cost in loss.
 
 Examples:
   diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --device cuda
@@ -33,43 +34,49 @@ Examples:
   diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --device cuda --price-per-hour 24 --json
   diloco plan --finetune llama
 
-The loss that a setting costs is what papers measured, each cited; it is no promise for your data.
-Exit code 1: nothing reaches the target; what would is printed."""
+The loss that a setting costs is taken from measurements in papers, which are cited.
+It may differ on your data. If no setting reaches the target, the exit code is 1
+and the command prints what would reach it."""
+
+
+_DEVICE = (
+    "Device of the replicas. With --measure: the device to time, cpu, cuda, cuda:N or auto. Without --measure, the "
+    "work of sends and merges is what was measured on a CPU; with cuda it is not counted, since it was not measured "
+    "there."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(SiteOptions):
-    """What follows `diloco plan`."""
+    """The options of `diloco plan`."""
 
     replicas: int = 4
-    """M."""
+    """Number of replicas (M)."""
     step_time: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Compute time of one inner step, such as 0.8s; one for all replicas, or one for each."""
+    """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
     measure: bool = False
-    """Time the preset's inner step here, and the links to --peers, in place of what is not given."""
+    """Measure what is not given: the preset's inner step on this machine, and the links to --peers."""
     peers: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
-    """With --measure: replicas, or listening doctors (`diloco doctor --listen`). The plan is for the slowest way."""
-    device: str = "auto"
-    """What trains. With --measure: cpu, cuda, cuda:N or auto, to time. Without, the work of sends and merges is counted
-    as it was measured on a CPU; with cuda none is, since it was not measured there."""
+    """With --measure: replicas, or machines that run `diloco doctor --listen`. The plan is for the slowest link."""
+    device: Annotated[str, arg(help=_DEVICE)] = "auto"
     target_utilization: str = "95%"
     """Compute utilisation to reach, in per cent."""
     steps: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """Inner steps of the run. Default: the preset's; 10,000 by numbers."""
+    """Inner steps of the run. Default: those of the preset, or 10,000 without a preset."""
     price_per_hour: Annotated[float | None, arg(help_behavior_hint="")] = None
-    """What an hour of one replica costs, in any currency."""
+    """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
-    """What 10^9 bytes sent cost."""
+    """Price of sending 10^9 bytes."""
     config: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """Write the settings to this file, for `diloco train FILE`: in one process, with the links emulated."""
+    """Write the settings to this file, for `diloco train FILE` in one process with emulated links."""
     finetune: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """In place of all this: memory and payloads of fine-tuning the model of transformers in this folder, by rank."""
+    """Instead of a plan, print memory and payloads of fine-tuning the transformers model in FOLDER, by LoRA rank."""
     json: bool = False
     """Print JSON."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Plan, print, write."""
+    """Make the plan and print it; return 1 if no setting reaches the target."""
     options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
     if options.finetune is not None:
         return _plan_finetune(options.finetune, as_json=options.json)
@@ -81,35 +88,37 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(options: PlanOptions, target: float) -> None:
-    """Refuse what can be refused before anything is measured."""
-
+    """Raise `ConfigurationError` for options that can be rejected before anything is measured."""
     if not 0 < target < 1:
         raise ConfigurationError(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
     if options.config is not None and options.preset is None:
-        raise ConfigurationError("--config needs --preset NAME: a run cannot be made of a model by numbers.")
+        raise ConfigurationError("--config needs --preset NAME: --parameters and --layers are not enough to train.")
     if options.config is not None and not options.config.absolute().parent.is_dir():
         raise ConfigurationError(f"--config {options.config}: there is no folder {options.config.absolute().parent}.")
     if options.measure and options.preset is None and not options.step_time:
-        raise ConfigurationError("--measure needs --preset NAME or --step-time: a model by numbers cannot be run.")
+        raise ConfigurationError(
+            "--measure needs --preset NAME or --step-time: --parameters and --layers are not enough to time a step."
+        )
     if options.steps is not None and options.steps < 1:
-        raise ConfigurationError(f"--steps {options.steps} must be at least 1.")
+        raise ConfigurationError(f"--steps must be at least 1, got {options.steps}.")
     if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
         raise ConfigurationError(
-            f"--price-per-hour {options.price_per_hour} and --price-per-gb {options.price_per_gb} must be 0 or more."
+            f"--price-per-hour and --price-per-gb must be 0 or more, got {options.price_per_hour} and "
+            f"{options.price_per_gb}."
         )
     if not options.step_time and not options.measure:
-        raise ConfigurationError("--step-time 0.8s or --measure is required, to know how long an inner step takes.")
+        raise ConfigurationError("the time of an inner step is required: give --step-time 0.8s or --measure.")
     if not options.bandwidth and not (options.measure and options.peers):
         raise ConfigurationError(
-            "--bandwidth 500Mbit or --measure --peers HOST:PORT is required, to know what the links carry."
+            "the bandwidth of the links is required: give --bandwidth 500Mbit or --measure --peers HOST:PORT."
         )
 
 
 def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dict[str, Any]:
-    """What a replica keeps beside activations, and what a round sends, in bytes.
+    """Return the memory of a replica without activations, and the payload of a round, in bytes.
 
     Args:
-        rank: of the adapters; 0: all weights are trained.
+        rank: the rank of the adapters; 0: all weights are trained.
     """
     from diloco.algorithm.codec import make_codec
     from diloco.train.components import outline
@@ -135,12 +144,12 @@ def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dic
 
 
 def _plan_finetune(folder: Path, *, as_json: bool) -> int:
-    """Print what fine-tuning a model takes of memory, and what its rounds send, by rank."""
+    """Print the memory that fine-tuning a model needs and the payload of its rounds, by rank."""
     rows = [finetune_memory(folder, rank, dtype) for rank in RANKS for dtype in (TYPES if rank else TYPES[:1])]
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    header = ["trained", "parameters", "frozen weights", "what is trained", *(f"round, {name}" for name in CODECS)]
+    header = ["trained", "parameters", "frozen weights", "training state", *(f"round, {name}" for name in CODECS)]
     cells = []
     for row in rows:
         frozen = f"{format_bytes(row['frozen_bytes'])} ({row['frozen_weights']})" if row["rank"] else "-"
@@ -153,6 +162,6 @@ def _plan_finetune(folder: Path, *, as_json: bool) -> int:
                 *(format_bytes(row["payload_bytes"][name]) for name in CODECS),
             ]
         )
-    print(f"{folder}: memory of a replica beside activations, and what it sends in a round")
+    print(f"{folder}: memory of a replica without activations, and the payload that it sends in a round")
     print(columns(header, cells))
     return 0

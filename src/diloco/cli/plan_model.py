@@ -1,4 +1,4 @@
-"""What `diloco plan` does: it looks for the settings, prints them, and writes a file for `diloco train`."""
+"""The work of `diloco plan`: find the settings, print them, and write a file for `diloco train`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint.disk import write_whole
-from diloco.cli.sites import each
+from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["planned_values", "run"]
 
 STEPS_BY_NUMBERS = 10_000
-TIMEOUT_MARGIN = 3  # the time-out of a round leaves at least so many times its predicted time
+TIMEOUT_MARGIN = 3  # the time-out of a round is at least this many times its predicted time
 
 
 def run(options: PlanOptions, target: float) -> int:
-    """Plan for ``target`` and print; returns 1 if nothing reaches it."""
+    """Make the plan for ``target`` and print it; return 1 if no setting reaches it."""
     site, measured = _site(options)
     made = plan(site, target, candidates(site))
     steps = options.steps or (_preset(options).train.steps if options.preset else STEPS_BY_NUMBERS)
@@ -52,7 +52,7 @@ def run(options: PlanOptions, target: float) -> int:
 
 
 def _preset(options: PlanOptions) -> Configuration:
-    """The preset's settings, resolved, with its vocabulary."""
+    """Return the resolved settings of the preset, with its vocabulary size."""
     assert options.preset is not None
     values = preset_values(options.preset) | {"transport.replicas": options.replicas}
     configuration = build(Configuration, values)
@@ -61,7 +61,7 @@ def _preset(options: PlanOptions) -> Configuration:
 
 
 def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
-    """Where the run takes place, and what was measured of it."""
+    """Return the site of the run, and the measurements that it is based on."""
     measured: dict[str, Any] = {}
     on_cpu = options.measure or not options.device.startswith("cuda")
     conditions = options.conditions(on_cpu=on_cpu)
@@ -79,7 +79,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         conditions = dataclasses.replace(
             conditions, send_s_per_value=step.send_s_per_value, merge_s_per_value=step.merge_s_per_value
         )
-    times = each(times, options.replicas, "--step-time")
+    times = per_replica(times, options.replicas, "--step-time")
     if options.bandwidth:
         links = options.links()
     else:
@@ -99,7 +99,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
 
 
 def _record(made: Plan, site: Site, steps: int, options: PlanOptions) -> dict[str, Any]:
-    """What ``--json`` prints, but for what was measured."""
+    """Return what ``--json`` prints, except for the measurements."""
     return {
         "target": made.target,
         "reached": made.choice is not None,
@@ -114,21 +114,23 @@ def _record(made: Plan, site: Site, steps: int, options: PlanOptions) -> dict[st
 
 
 def _left_out(made: Plan, site: Site) -> list[str]:
-    """Settings of a run under which these figures would be different, a sentence each."""
+    """Return one sentence for each setting that would change these figures and is not part of the plan."""
     words = []
     if not site.conditions.send_s_per_value:
-        words.append("The work of sends and merges is not counted: it was not measured on a GPU. --measure times it.")
+        words.append(
+            "The work of sends and merges is not counted, as it was not measured on a GPU. --measure times it."
+        )
     if len(set(site.step_time_s)) > 1:
         words.append(
-            "Every replica takes every step, and the fast ones wait for the slow ones. With --swarm.dynamic-steps slow "
-            "ones leave out steps and nobody waits (`diloco simulate --dynamic-steps` says how many)."
+            "Every replica takes every step, so fast replicas wait for slow ones. With --swarm.dynamic-steps slow "
+            "replicas skip steps instead (`diloco simulate --dynamic-steps` shows how many)."
         )
     chosen = made.choice or made.nearest
     more = clipped_bytes(site, chosen) / max(1.0, chosen.sent_bytes_per_step)
     if more > 1:
         words.append(
-            "Nothing is clipped. With outer.max_norm, outer.median_norm_factor or another outer.average than the mean "
-            f"every payload goes to every replica, and {more:.1f} times the bytes are sent."
+            "Contributions are not clipped. With outer.max_norm, outer.median_norm_factor or an outer.average other "
+            f"than the mean, every payload goes to every replica, and {more:.1f} times as many bytes are sent."
         )
     return words
 
@@ -155,7 +157,7 @@ def _predicted(candidate: Candidate, site: Site, steps: int, options: PlanOption
 
 
 def _report(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """The plan for people."""
+    """Return the plan as text."""
     blocks = [facts_table(_circumstances(made, site) | _measured_in_words(measured))]
     if record["left_out"]:
         blocks.append("\n".join(f"note: {sentence}" for sentence in record["left_out"]))
@@ -167,14 +169,14 @@ def _report(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping
         "settings": _in_words(made.choice),
         "utilisation": (
             f"{chosen['compute_utilization']:.1%}, and {chosen['sure_utilization']:.1%} {CAREFULLY}; "
-            f"{chosen['ideal_compute_utilization']:.1%} if payload got all of the link"
+            f"{chosen['ideal_compute_utilization']:.1%} if payload used the whole link"
         ),
         "accuracy": record["accuracy"],
         "work": _work(site.conditions.send_s_per_value, site.conditions.merge_s_per_value),
         "run": f"{chosen['steps']:,} steps in {format_duration(3600 * chosen['hours'])}",
         "sent": f"{format_bytes(chosen['sent_bytes_per_replica'])} per replica",
         "cost": None if chosen["cost"] is None else f"{chosen['cost']:,.2f}",
-        "loss": f"+{made.choice.loss_cost:.2%} over data-parallel, of it:",
+        "loss": f"+{made.choice.loss_cost:.2%} over data-parallel:",
     }
     known = {name: words for name, words in facts.items() if words is not None}
     parts = [f"    +{part.cost:.2%}  {part.what}  ({part.source})" for part in made.choice.cost_parts]
@@ -182,8 +184,8 @@ def _report(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping
         [f"{c.algorithm} {_in_words(c)}", f"{c.sure_utilization:.1%}", f"+{c.loss_cost:.2%}", why]
         for c, why in made.others
     ]
-    why_not = columns(["settings", "at least", "loss", ""], rows)
-    return "\n\n".join([*blocks, f"the choice\n{facts_table(known)}", "\n".join(parts), f"why not\n{why_not}"])
+    others = columns(["settings", "at least", "loss", ""], rows)
+    return "\n\n".join([*blocks, f"chosen\n{facts_table(known)}", "\n".join(parts), f"not chosen\n{others}"])
 
 
 def _circumstances(made: Plan, site: Site) -> dict[str, str]:
@@ -194,10 +196,10 @@ def _circumstances(made: Plan, site: Site) -> dict[str, str]:
         "replicas": f"{len(site.links)}, steps of {', '.join(map(format_duration, sorted(set(site.step_time_s))))}",
         "links": (
             f"{', '.join(map(format_rate, rates))}, {', '.join(map(format_duration, latencies))} one way, "
-            f"{100 * site.conditions.loss:.3g}% of the packets lost, {site.conditions.congestion_control}, over "
+            f"{100 * site.conditions.loss:.3g}% packet loss, {site.conditions.congestion_control}, over "
             f"{site.conditions.wire}"
         ),
-        "target": f"{made.target:.4g} of the time computing; {made.searched} settings looked at",
+        "target": f"{100 * made.target:.4g}% compute utilisation; {made.searched} settings compared",
     }
 
 
@@ -205,8 +207,8 @@ def _measured_in_words(measured: Mapping[str, Any]) -> dict[str, str]:
     facts = {}
     if step := measured.get("step"):
         facts["measured"] = (
-            f"steps of {format_duration(step['median_s'])} on {step['device']} ({step['steps']} timed, the longest "
-            f"{step['spread']:.2f} times the shortest); {_work(step['send_s_per_value'], step['merge_s_per_value'])}"
+            f"steps of {format_duration(step['median_s'])} on {step['device']} ({step['steps']} timed, the slowest "
+            f"{step['spread']:.2f} times the fastest); {_work(step['send_s_per_value'], step['merge_s_per_value'])}"
         )
     for peer, link in measured.get("links", {}).items():
         latency = format_duration(link["latency_s"])
@@ -215,7 +217,7 @@ def _measured_in_words(measured: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _work(send_s_per_value: float, merge_s_per_value: float) -> str:
-    return f"sends {1e9 * send_s_per_value:.2g} ns, merges {1e9 * merge_s_per_value:.2g} ns per value"
+    return f"{1e9 * send_s_per_value:.2g} ns per value for sends, {1e9 * merge_s_per_value:.2g} ns for merges"
 
 
 def _in_words(candidate: Candidate) -> str:
@@ -226,22 +228,22 @@ def _in_words(candidate: Candidate) -> str:
 def _nothing(made: Plan) -> str:
     best, needed = made.nearest, made.bandwidth_needed_bits_per_s
     would = (
-        f"{format_rate(needed)} each way would reach it with these settings"
+        f"These settings reach it with {format_rate(needed)} in each direction"
         if needed
-        else "No bandwidth reaches it with them: latency or the work at each merge stands in the way; "
-        "longer inner steps (larger batches) would help"
+        else "These settings do not reach it with any bandwidth, because of the latency or the work of each merge"
     )
     return (
-        f"Nothing reaches {made.target:.1%}. Nearest: {best.algorithm} {_in_words(best)}, with "
+        f"No settings reach {made.target:.1%}. The nearest are {best.algorithm} {_in_words(best)}, with "
         f"{best.sure_utilization:.1%} {CAREFULLY} and +{best.loss_cost:.2%} loss.\n"
-        f"{would}. So would a target of {100 * best.sure_utilization - 0.05:.1f}%, or steps that take longer."
+        f"{would}. Alternatively, set --target-utilization to {100 * best.sure_utilization - 0.05:.1f}% or less, or "
+        "make inner steps longer (larger batches)."
     )
 
 
 def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> dict[str, Any]:
-    """Keys of `diloco train` that make ``choice``, on the links of ``site`` emulated in one process.
+    """Return the keys of `diloco train` for ``choice``, in one process with the links of ``site`` emulated.
 
-    The emulated links carry what payload gets of the real ones, so the run is as fast as predicted.
+    An emulated link has the bandwidth that payload gets of the real link, so the run is as fast as predicted.
     """
     values: dict[str, Any] = {
         "preset": get_preset(preset).name,
@@ -251,11 +253,11 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
         "transport.replicas": len(site.links),
     }
     if choice.algorithm != "data-parallel":
-        # a shared start exchanges gradients at every step, which such a link does not carry
+        # a shared start exchanges gradients at every step, for which such links are too slow
         values["train.data_parallel_steps"] = 0
         values["schedule.inner_steps"] = choice.inner_steps
         values["transport.mean_codec"] = site.mean_codec
-    if choice.codec in ("int2", "topk2"):  # their loss was measured so
+    if choice.codec in ("int2", "topk2"):  # the settings with which their loss was measured
         values |= {"codec.error_feedback": True, "outer.name": "sgd", "outer.learning_rate": 1.0}
     if choice.codec == "topk2":
         values |= {"codec.error_feedback_decay": 0.95, "outer.average": "senders"}
@@ -274,11 +276,12 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
 
 
 def _write_config(path: Path, preset: str, choice: Candidate, site: Site, steps: int) -> None:
-    """Write the file for `diloco train`, as a whole or not at all."""
+    """Write the file for `diloco train` atomically."""
     text = (
         f"# Planned: {choice.compute_utilization:.1%} compute utilisation, +{choice.loss_cost:.2%} loss.\n"
-        "# It runs in one process, on a virtual clock, with links that carry what payload gets of the real ones.\n"
-        "# On machines: --transport torch, without the three lines of emulation at the end of [transport].\n\n"
+        "# This run takes place in one process, on a virtual clock, with emulated links. Each link has the bandwidth\n"
+        "# that payload gets of the real one. To run on several machines, remove the three lines of emulation at the\n"
+        "# end of [transport] and use --transport torch.\n\n"
         f"{write_values(planned_values(preset, choice, site, steps))}"
     )
     write_whole(path, text)

@@ -1,4 +1,4 @@
-"""``diloco presets``: the models to begin from."""
+"""``diloco presets``: list the model presets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco.model.presets import Preset, get_preset, preset_names
 
 __all__ = ["run"]
 
-DESCRIPTION = """The models to begin from: `diloco train --preset NAME`.
+DESCRIPTION = """List the model presets, for `diloco train --preset NAME`.
 
 Examples:
   diloco presets
@@ -26,10 +26,10 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class PresetsOptions:
-    """What follows `diloco presets`."""
+    """The options of `diloco presets`."""
 
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Print one JSON object, by name, with every key that a preset sets."""
+    """Print one JSON object with every setting of every preset, by name."""
 
 
 def run(arguments: Sequence[str]) -> int:

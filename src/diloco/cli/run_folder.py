@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by the run or one of its processes, and cleared if the run never begins."""
+"""The folder of a run: a run or one of its processes claims it, and clears it if training never starts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
 
 
 def claim_folder(plan: RunPlan) -> Path:
-    """The folder of a run in one process, or of a peer, created; nobody else's files are in it.
+    """Create and return the folder of a single-process run or of a peer.
 
     Raises:
-        ConfigurationError: if the folder asked for holds something.
+        ConfigurationError: if the folder given as --out is not empty.
     """
     out, source = plan.configuration.out, plan.source
     if source is not None and (out is None or out.resolve() == source.resolve()):
@@ -35,19 +35,19 @@ def claim_folder(plan: RunPlan) -> Path:
     if out is None:
         return _claim_numbered(plan)
     if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out} is no folder; choose another --out.")
+        raise ConfigurationError(f"--out {out} is not a folder. Choose another --out.")
     if out.exists() and any(out.iterdir()):
         if source is None:
             raise not_empty_error(out)
-        raise ConfigurationError(f"--out {out} is not empty; choose another --out.")
-    return _made(out)
+        raise ConfigurationError(f"--out {out} is not empty. Choose another --out.")
+    return _create(out)
 
 
 def folder_of_rank(plan: RunPlan, role: Role) -> Path:
-    """The run's folder for rank 0, and one inside it for every other rank; not created.
+    """Return the run's folder for rank 0, or a folder inside it for any other rank, without creating it.
 
     Raises:
-        ConfigurationError: if the ranks could not know of a common folder.
+        ConfigurationError: if the ranks have no way to agree on a common folder.
     """
     from diloco.transport.torch_distributed.rendezvous import exchange_word
 
@@ -59,19 +59,19 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
         base = Path(exchange_word(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
     if base is None:
         raise ConfigurationError(
-            f"--replica {role.replica} needs --out, a folder that all replicas are given, such as --out runs/my-run."
+            f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."
         )
     home = base / f"replica-{role.replica}" if role.replica else base
     return writable(home / f"rank-{role.position}" if role.position else home)
 
 
 def has_other_files(folder: Path) -> bool:
-    """Whether the folder of a rank exists and holds anything but folders of other ranks."""
+    """Return whether the folder of a rank exists and holds anything other than folders of other ranks."""
     return folder.is_dir() and any(not _of_another_rank(entry) for entry in folder.iterdir())
 
 
 def clear_folder_of_rank(folder: Path) -> None:
-    """Remove what a run that never began has left, so that the next attempt finds the folder empty."""
+    """Remove the files of a run that never started, so that the next attempt finds the folder empty."""
     for entry in folder.iterdir():
         if entry.is_dir() and not _of_another_rank(entry):
             shutil.rmtree(entry, ignore_errors=True)
@@ -86,17 +86,17 @@ def _of_another_rank(entry: Path) -> bool:
 
 
 def not_empty_error(folder: Path) -> ConfigurationError:
-    """The refusal to begin a run in a folder that holds something."""
+    """Return the error for a new run in a folder that is not empty."""
     return ConfigurationError(
-        f"--out {folder} is not empty; use --resume {folder} to go on with a run there, or another --out."
+        f"--out {folder} is not empty. Use --resume {folder} to continue the run there, or choose another --out."
     )
 
 
 def _claim_numbered(plan: RunPlan) -> Path:
-    """``runs/NAME``, or with the lowest number behind it that is free; two runs started at once get two."""
+    """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
     settings = plan.configuration
     first = Path("runs") / (settings.swarm.run or f"{settings.algorithm}-{settings.model_label}")
-    _made(first.parent)
+    _create(first.parent)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
         try:
@@ -104,36 +104,36 @@ def _claim_numbered(plan: RunPlan) -> Path:
         except FileExistsError:
             continue
         return folder
-    raise AssertionError("the numbers do not end")
+    raise AssertionError("unreachable: count() is infinite")
 
 
-def _made(folder: Path) -> Path:
+def _create(folder: Path) -> Path:
     try:
         writable(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # such as in /proc, where even root makes none
+    except OSError as error:  # for example in /proc, where even root can't create a folder
         raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: it can't be made ({error.strerror}). Choose another --out."
+            f"{folder} cannot be the folder of the run: it can't be created ({error.strerror}). Choose another --out."
         ) from error
     return folder
 
 
 def writable(folder: Path) -> Path:
-    """``folder``, which may not exist yet, if this process can write there.
+    """Return ``folder``, which need not exist yet.
 
     Raises:
-        ConfigurationError: if it can't.
+        ConfigurationError: if this process can't write there.
     """
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = f"{there} is no folder" if not there.is_dir() else f"{there} can't be written to"
+        why = f"{there} is not a folder" if not there.is_dir() else f"{there} is not writable"
         raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: {why}. Choose another --out, where you may write."
+            f"{folder} cannot be the folder of the run: {why}. Choose another --out, in a place where you may write."
         )
     return folder
 
 
 def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
-    """Keep the record true when a run goes on with changes, or in another folder than ``source``."""
+    """Rewrite ``config.toml`` when a run resumes with changes or in a folder other than ``source``."""
     from diloco.data.tokenizer_choice import load_tokenizer
 
     if folder != source:

@@ -1,4 +1,4 @@
-"""``diloco simulate``: the compute utilisation that a link allows, and the link that a compute utilisation needs."""
+"""``diloco simulate``: predict the compute utilisation on a link, or the bandwidth that a utilisation needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SimulateOptions", "run"]
 
-DESCRIPTION = """Compute utilisation of data-parallel training, DiLoCo and Streaming DiLoCo, before anything is rented.
+DESCRIPTION = """Predict the compute utilisation of data-parallel training, DiLoCo and Streaming DiLoCo.
 
-Without --bandwidth: the bandwidth that each target needs. With it: what happens on that link.
+Without --bandwidth, the command prints the bandwidth that each target needs. With
+--bandwidth, it prints utilisation, stalls and traffic on that link.
 
 Examples:
   diloco simulate --table streaming-diloco
@@ -32,58 +33,64 @@ Examples:
   diloco simulate --preset 1b --step-time 0.8s --method streaming-overlap-fp4 --bandwidth 20Mbit --timeline run.html"""
 
 
+_CLIPPING = (
+    "Send every payload to every replica, as when contributions are clipped (outer.max_norm, outer.median_norm_factor) "
+    "or outer.average is not the mean."
+)
+_ASSUME = (
+    "paper: nothing costs time except payload, and each layer may be sent during the backward pass; trainer: the "
+    "behaviour of `diloco train`, with overheads as measured in its runs, by --device, --transport, "
+    "--congestion-control and --loss."
+)
+_DEVICE = (
+    "Device of the replicas. The work of sends and merges is what was measured on a CPU; with cuda it is not counted, "
+    "since it was not measured there."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(SiteOptions):
-    """What follows `diloco simulate`."""
+    """The options of `diloco simulate`."""
 
     table: Annotated[Literal["streaming-diloco"] | None, arg(help_behavior_hint="")] = None
-    """Print a paper's table, the simulated cell beside the published one. Takes no other option but --json."""
+    """Print a paper's table, with simulated and published cells. --json is the only other option allowed."""
     step_time: tuple[str, ...] = ("0.1s",)
-    """Compute time of one inner step; one for all replicas, or one for each."""
+    """Compute time of one inner step; one value for all replicas, or one for each."""
     dynamic_steps: bool = False
-    """A replica slower than the fastest leaves out inner steps, as with --swarm.dynamic-steps, and keeps nobody
-    waiting."""
+    """Replicas slower than the fastest skip inner steps instead of delaying the others (--swarm.dynamic-steps)."""
     grace: bool = False
-    """A replica that is late leaves out the inner steps for which the others would wait, as with
-    --swarm.straggler grace."""
-    clipping: bool = False
-    """Every payload goes to every replica, as contributions are clipped (outer.max_norm, outer.median_norm_factor) or
-    averaged in another way than by their mean (outer.average)."""
+    """Late replicas skip the inner steps for which the others would wait (--swarm.straggler grace)."""
+    clipping: Annotated[bool, arg(help=_CLIPPING)] = False
     half_duplex: bool = False
-    """Sending and receiving take turns."""
+    """A link sends or receives, but not both at once."""
     jitter: float = 0.0
-    """Standard deviation of a step's time over its mean."""
+    """Standard deviation of the time of a step, relative to its mean."""
     seed: int = 0
-    """Of the jitter."""
+    """Random seed of the jitter."""
     method: Annotated[tuple[str, ...], arg(metavar="METHOD...", help_behavior_hint="")] = ()
     """data-parallel, diloco, streaming, streaming-overlap, streaming-overlap-fp4. Default: all."""
     inner_steps: int = 100
-    """H."""
+    """Inner steps between two rounds of a fragment (H)."""
     fragments: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """P of the streaming methods. Default: one per three layers, and one for what is outside them."""
+    """Fragments of the streaming methods (P). Default: one per three layers, and one for the rest of the model."""
     overlap_steps: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """tau of the methods that overlap. Default: 1."""
+    """Overlap of the methods that overlap (tau). Default: 1."""
     codec: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """What payloads are sent as. Default: the method's own, fp4 or bfloat16."""
-    assume: Literal["paper", "trainer"] = "paper"
-    """paper: no costs but the payload, and each layer may leave while the backward pass goes on; trainer: what
-    `diloco train` does, with what its runs were measured to spend beside it, by --device, --transport,
-    --congestion-control and --loss."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """What trains. The work of sends and merges is counted as it was measured on a CPU; with cuda none is, since it was
-    not measured there."""
+    """Codec of the payloads. Default: the method's own, fp4 or bfloat16."""
+    assume: Annotated[Literal["paper", "trainer"], arg(help=_ASSUME)] = "paper"
+    device: Annotated[Literal["cpu", "cuda"], arg(help=_DEVICE)] = "cpu"
     targets: str = "50,80,90,95,99"
-    """Compute utilisations in per cent."""
+    """Target compute utilisations in per cent, separated by commas."""
     json: bool = False
-    """Print JSON: `target` in per cent as given, `compute_utilization` from 0 to 1."""
+    """Print JSON, with `target` in per cent as given and `compute_utilization` from 0 to 1."""
     plot: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """Draw utilisation against bandwidth: .svg, .png or .html."""
+    """Plot utilisation against bandwidth to this file: .svg, .png or .html."""
     timeline: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """With --bandwidth and one --method: draw who computes, waits, sends and receives when."""
+    """With --bandwidth and one --method: draw when each replica computes, waits, sends and receives to this file."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Simulate, print, draw."""
+    """Simulate, print the figures, and draw the pictures that were asked for."""
     options = parse_options(SimulateOptions, "simulate", DESCRIPTION, arguments)
     if options.table:
         return _table(options)
@@ -97,7 +104,7 @@ def _table(options: SimulateOptions) -> int:
 
     if options != SimulateOptions(table=options.table, json=options.json):
         raise ConfigurationError(
-            "--table takes no other option but --json: give --table streaming-diloco alone, or with --json."
+            "--table can be combined only with --json: give --table streaming-diloco alone, or with --json."
         )
     cells = paper_cells()
     if options.json:
@@ -109,11 +116,11 @@ def _table(options: SimulateOptions) -> int:
     for first in cells[:: len(targets)]:
         row = [cell for cell in cells if (cell.model, cell.method) == (first.model, first.method)]
         rows.append([f"{first.model} {first.method}", *map(_in_table, row)])
-    print(f"{PAPER}\nGbit/s that a compute utilisation needs: simulated (published)\n")
+    print(f"{PAPER}\nBandwidth in Gbit/s that each compute utilisation needs: simulated (published)\n")
     print(columns(["", *(f"{100 * target:g} %" for target in targets)], rows))
     same = sum(cell.grid_steps == 0 for cell in cells)
     near = sum(abs(cell.grid_steps) <= 1 for cell in cells)
-    far = "; farther ones are marked !" if near < len(cells) else ""
+    far = "; cells that are further away are marked !" if near < len(cells) else ""
     print(f"\n{same} of {len(cells)} cells on the published point of the grid", end="")
     print(f", {near} within one step of it (x1.21){far}")
     return 0

@@ -1,4 +1,4 @@
-"""What `diloco simulate` does with a preset or a model by numbers."""
+"""The work of `diloco simulate` for a preset, or for a model given by --parameters and --layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.cli.sites import each
+from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.errors import ConfigurationError
 from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
@@ -38,30 +38,30 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-CYCLES = 3  # cycles of H steps in a timeline, and the last of them in what is reported for one link
+CYCLES = 3  # simulated cycles of H steps before the one whose figures are reported for a link
 
 
 def run(options: SimulateOptions) -> int:
-    """Print and draw what was asked for."""
+    """Print and draw what the options ask for."""
     methods = [method_named(name) for name in options.method] or list(METHODS)
     targets = [parse_share(word, "--targets") for word in options.targets.split(",") if word.strip()]
     if not targets or not all(0 < target <= 1 for target in targets):
         raise ConfigurationError(
-            f"--targets {options.targets} must list per cents above 0 and up to 100, such as 50,80,95."
+            f"--targets must be a list of percentages above 0 and up to 100, such as 50,80,95, got {options.targets!r}."
         )
     if options.overlap_steps is not None and not any(method.overlap_steps for method in methods):
         raise ConfigurationError(
-            f"--overlap-steps {options.overlap_steps} has no effect, since {', '.join(each.name for each in methods)} "
-            "overlaps nothing; --method streaming-overlap and streaming-overlap-fp4 do."
+            f"--overlap-steps {options.overlap_steps} has no effect on {', '.join(each.name for each in methods)}. Use "
+            "--method streaming-overlap or streaming-overlap-fp4."
         )
     for path in (options.plot, options.timeline):
         if path is not None:
             check_picture_path(path)
     if options.timeline and not (options.bandwidth and len(methods) == 1):
         raise ConfigurationError(
-            f"--timeline {options.timeline} shows one method on one link, such as --method streaming-overlap "
-            f"--bandwidth 500Mbit, not {len(methods)} methods with --bandwidth "
-            f"{' '.join(options.bandwidth) or 'left out'}."
+            f"--timeline {options.timeline} needs --bandwidth and exactly one --method, such as --method "
+            f"streaming-overlap --bandwidth 500Mbit; got {len(methods)} methods and "
+            f"{'--bandwidth ' + ' '.join(options.bandwidth) if options.bandwidth else 'no --bandwidth'}."
         )
     cluster = _cluster(options)
     workload = options.workload(float(cluster.step_time_s.mean()))
@@ -85,7 +85,9 @@ def run(options: SimulateOptions) -> int:
 def _cluster(options: SimulateOptions) -> Cluster:
     return Cluster.of(
         options.links(unless_given="1Tbit", half_duplex=options.half_duplex),
-        each([parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"),
+        per_replica(
+            [parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"
+        ),
         jitter=options.jitter,
         seed=options.seed,
         overheads=_overheads(options),
@@ -111,7 +113,7 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Tr
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
-    """``cluster``, with dynamic steps and grace where asked for: not where gradients are averaged at every step."""
+    """Return ``cluster`` with the dynamic steps and grace of the options. Data-parallel training has neither."""
     if method.data_parallel:
         return cluster
     dynamic_of = options.inner_steps if options.dynamic_steps else None
@@ -119,49 +121,49 @@ def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> C
 
 
 def _unequal(options: SimulateOptions, cluster: Cluster) -> dict[str, str]:
-    """What slow replicas do, if some are slower than others."""
+    """Return the line about slow replicas, if some replicas are slower than others."""
     if len(set(cluster.step_time_s.tolist())) == 1:
         return {}
     if options.grace and not options.dynamic_steps:
         return {}
     if not options.dynamic_steps:
-        return {"slow ones": "take every step, and the others wait for them (--dynamic-steps: they leave some out)"}
+        return {"slow replicas": "take every step while the others wait (--dynamic-steps: they skip steps instead)"}
     steps = dataclasses.replace(cluster, dynamic_of=options.inner_steps).trained_steps
     share = sum(steps) / len(steps) / options.inner_steps
     return {
-        "slow ones": f"train {', '.join(map(str, steps))} of {options.inner_steps} steps (data-parallel: all), "
-        f"{share:.0%} of all sequences; what that does to the loss is not simulated"
+        "slow replicas": f"train {', '.join(map(str, steps))} of {options.inner_steps} steps (data-parallel: all), "
+        f"{share:.0%} of all sequences; the effect on the loss is not simulated"
     }
 
 
 def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> dict[str, str]:
     assumed = {
-        "paper": "as the paper: nothing costs but payload; layers leave during the backward pass (--assume trainer "
-        "says what `diloco train` does)",
-        "trainer": f"as `diloco train` was measured: {accuracy(options.transport)}",
+        "paper": "as in the paper: nothing costs time except payload, and layers are sent during the backward pass "
+        "(--assume trainer predicts `diloco train`)",
+        "trainer": f"overheads as measured in runs of `diloco train`: {accuracy(options.transport)}",
     }
     return {
         "model": f"{format_count(workload.parameters)} parameters, {workload.layers} layers",
         "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
         "assumed": assumed[options.assume],
         **_unequal(options, cluster),
-        **({"late ones": "leave out the steps for which the others would wait"} if options.grace else {}),
+        **({"late replicas": "skip the steps for which the others would wait"} if options.grace else {}),
         **_means(options),
-        **({"clipping": "every payload goes to everybody, but gradients"} if options.clipping else {}),
+        **({"clipping": "every payload goes to every replica, except gradients"} if options.clipping else {}),
     }
 
 
 def _means(options: SimulateOptions) -> dict[str, str]:
-    """What means travel as, where it is not float32 for all."""
+    """Return the line about the encoding of means, if any mean is encoded."""
     mean = MeanEncoding.of(options.mean_codec)
     if mean.codec.exact or options.replicas < mean.least_replicas:
         return {}
-    where = " where contributions take less than 16 bits a value" if options.mean_codec == "auto" else ""
+    where = " where contributions take less than 16 bits per value" if options.mean_codec == "auto" else ""
     return {"means": f"encoded as {mean.codec.name}{where}"}
 
 
 def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path | None) -> dict[str, Any]:
-    """One method on the given links, in its steady state."""
+    """Simulate the steady state of one method on the given links, and draw its timeline if asked for."""
     period = traffic.schedule.inner_steps
     steps = (CYCLES + 1) * period
     result = simulate(traffic, cluster, steps=steps, measure_from=CYCLES * period, history=True)
@@ -247,7 +249,7 @@ def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str]
 def _plot(
     traffics: dict[Method, Traffic], clusters: dict[Method, Cluster], targets: Sequence[float], title: str, path: Path
 ) -> None:
-    """Draw the curves, from where replicas hardly compute to where all of them do."""
+    """Plot the curves from the bandwidth at which replicas hardly compute to the one at which they always do."""
     grid = np.logspace(4, 15, 441)
     curves = {
         method.name: utilization_curve(traffic, clusters[method], [float(rate) for rate in grid])

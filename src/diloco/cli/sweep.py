@@ -1,4 +1,4 @@
-"""``diloco sweep``: a study, which is many runs that differ in some settings."""
+"""``diloco sweep``: run a study, which is a set of runs that differ in some settings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["run"]
 
 DESCRIPTION = """Run a study: the same training run with settings varied along axes.
 
-STUDY is a TOML file. [base] has any keys of a run, as `diloco train` takes them;
-[axes] has a list of values for each key that is varied, and all combinations are
-run. Keys with a comma between them are varied together. Runs that differ in
-their seed alone share a row of the table.
+STUDY is a TOML file. The table [base] holds the settings that all runs share, with
+the keys of `diloco train`. The table [axes] holds a list of values for each key that
+is varied, and every combination is run. Keys separated by a comma are varied
+together. Runs that differ only in their seed share a row of the result table.
 
   [base]
   train.steps = 300
@@ -34,10 +34,10 @@ their seed alone share a row of the table.
   "codec.name" = ["float32", "fp4"]
   seed = [0, 1, 2]
 
-DIR gets results.jsonl, a line for each run that has ended; table.md; and runs/,
-a folder for each. After an interruption the same command goes on: finished runs
-are not repeated, begun ones go on from their checkpoints, failed ones are tried
-again.
+The command writes DIR/results.jsonl with a line for each run that has ended,
+DIR/table.md, and a run folder for each run in DIR/runs. After an interruption the
+same command continues the study: finished runs are not repeated, interrupted ones
+resume from their checkpoints, and failed ones are retried.
 
 Examples:
   diloco sweep study.toml --out studies/first --dry-run
@@ -46,31 +46,31 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """What follows `diloco sweep`."""
+    """The options of `diloco sweep`."""
 
     study: Annotated[Positional[Path], arg(metavar="STUDY", help_behavior_hint="")]
     """TOML file with [base] and [axes]."""
     out: Annotated[Path, arg(metavar="DIR", help_behavior_hint="")]
-    """Folder for everything."""
+    """Folder for the runs and their results."""
     jobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Runs side by side. Default: one for each core."""
+    """Number of runs at a time. Default: one per core."""
     plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Draw the held-out loss over the first axis of numbers: .svg, .png or .html. Needs matplotlib."""
+    """Plot the held-out loss over the first numeric axis to this file: .svg, .png or .html. Needs matplotlib."""
     dry_run: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Only say which runs there are, and which of them are done."""
+    """List the runs and which of them are done, without running any."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run what is not done yet; 1 where a run failed."""
+    """Run all runs that are not done yet; return 1 if a run failed."""
     given = parse_options(SweepOptions, "sweep", DESCRIPTION, arguments)
     jobs = usable_cores() if given.jobs is None else given.jobs
     if jobs < 1:
-        raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time.")
+        raise ConfigurationError(f"--jobs must be at least 1, got {jobs}.")
     runs = read_study(given.study)
     if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
-        raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}.")
+        raise ConfigurationError(f"two runs of the study would have the name {repeated[0]}.")
 
-    from diloco.sweep.execute import only_sweep, run_all
+    from diloco.sweep.execute import run_all, sweep_lock
     from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
 
     folder = given.out / "runs"
@@ -79,16 +79,16 @@ def run(arguments: Sequence[str]) -> int:
         check_plot(given.plot, runs)
     outcomes = Outcomes(given.out / "results.jsonl")
     rest = [each for each in runs if not outcomes.is_done(each)]
-    print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done; {jobs} side by side", flush=True)
+    print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done; {jobs} at a time", flush=True)
     if given.dry_run:
         for each in runs:
             print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
         return 0
 
-    with only_sweep(given.out) as inherited:
+    with sweep_lock(given.out) as inherited:
         for each, ended in run_all(rest, folder, jobs, inherited):
             if ended is None:
-                print(f"  begun  {each.name}", flush=True)
+                print(f"  start  {each.name}", flush=True)
                 continue
             outcomes.add(each, ended.summary, ended.error)
             write_whole(given.out / "table.md", table(outcomes.of_all(runs)) + "\n")
@@ -113,4 +113,4 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--out {folder} can't be made: {error.strerror}.") from error
+        raise ConfigurationError(f"--out {folder} can't be created: {error.strerror}.") from error

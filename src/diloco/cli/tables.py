@@ -1,4 +1,4 @@
-"""Tables of text: columns with a header, and facts with their names."""
+"""Plain-text tables: columns with a header, and named facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["columns", "facts_table"]
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a header: the first column to the left, the others to the right.
+    """Return a table with a header. The first column is left-aligned, the others are right-aligned.
 
     >>> print(columns(["name", "layers"], [["tiny", "4"], ["150m", "12"]]))
     name  layers
@@ -24,7 +24,7 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts_table(facts: Mapping[str, str], *, indent: str = "  ") -> str:
-    """A line for each fact, behind its name.
+    """Return a line for each fact: its name, then the fact.
 
     >>> print(facts_table({"model": "150m", "replicas": "4"}))
       model     150m

@@ -1,4 +1,4 @@
-"""``diloco tokenize``: text into a folder of packed tokens, which training maps into memory."""
+"""``diloco tokenize``: turn text into a folder of packed tokens, which training maps into memory."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ Examples:
   diloco tokenize --data hf:allenai/c4/en --data.tokenizer hf:gpt2 --out c4-tokens
   diloco tokenize data.toml --out tokens     a [data] table, as for `diloco train`
 
-Documents are read one after the other, so they may be more than fits in memory."""
+Documents are read one at a time, so the text may be larger than memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeSettings:
-    """What follows `diloco tokenize`."""
+    """The settings of `diloco tokenize`."""
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Folder to make."""
+    """Folder to create."""
     shard_tokens: int = 1 << 28
-    """A file of tokens ends with the document that makes it so long."""
+    """Tokens per file; a file ends with the document that reaches this number."""
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
         if self.shard_tokens < 1:
-            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} must be at least 1.")
+            raise ConfigurationError(f"--shard-tokens must be at least 1, got {self.shard_tokens}.")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tokenise, and print a summary."""
+    """Tokenise the text and print a summary."""
     line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
     if settings.out is None:
-        raise ConfigurationError("--out FOLDER is required, for the tokens.")
+        raise ConfigurationError("--out FOLDER is required: it is where the tokens are written.")
 
     from diloco.data.token_writer import tokenize
 
     started_s = time.monotonic()
-    with Console(stderr=True).status("reading") as status:  # on a terminal
+    with Console(stderr=True).status("reading") as status:  # shown only on a terminal
 
-        def told(documents: int, size_bytes: int) -> None:
+        def show_progress(documents: int, size_bytes: int) -> None:
             rate = size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s)
             status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {rate:.1f} MB/s")
 
-        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=told)
+        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
     elapsed_s = time.monotonic() - started_s
     for name, split in folder.splits.items():
         print(

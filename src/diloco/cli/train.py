@@ -1,4 +1,4 @@
-"""``diloco train``: plan the run, choose its folder, train."""
+"""``diloco train``: plan the run, choose its folder, and train."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from diloco.cli.run_folder import claim_folder
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_run
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run, resume_command
 from diloco.train.roles import Role, read_torchrun, role_of
 
 __all__ = ["run"]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train; returns 130 when a signal stopped the run and its state was saved."""
+    """Train; return 130 if a signal stopped the run and its state was saved."""
     line = parse_arguments(arguments)
     return run_line(line if line.file is not None else for_torchrun(line), ["train", *arguments])
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
-    """Train as a command line says.
+    """Train with the settings of a command line.
 
     Args:
-        typed: the command and what followed it, for the processes that it starts and for others who take part.
-        notes: what the user should know beside what follows from the settings, a sentence each.
+        typed: the command and its arguments, from which the commands of other processes and peers are derived.
+        notes: sentences for the user, printed before those that follow from the settings.
     """
     torchrun = read_torchrun(os.environ)
     plan = plan_run(line)
@@ -49,18 +49,18 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         code = train_rank(plan, role, quiet="monitor.console" not in line.values)
         folder = plan.configuration.out or plan.source
         if torchrun is not None or "transport.position" in line.values:
-            folder = None  # whoever started this process says how to go on
+            folder = None  # the launcher of this process prints how to resume
     else:
         folder = claim_folder(plan)
         code = _train_in(folder, plan, role, line, typed)
     if code == INTERRUPTED and folder is not None:
-        command = command_to_go_on(plan.configuration, folder)
-        print(f"diloco: stopped, and the state is saved. To go on: {command}", file=sys.stderr)
+        command = resume_command(plan.configuration, folder)
+        print(f"diloco: stopped; the state is saved. To resume: {command}", file=sys.stderr)
     return code
 
 
 def for_torchrun(line: CommandLine) -> CommandLine:
-    """Under ``torchrun``, unless something else was given: replicas in processes, as many as it started."""
+    """Return the line with defaults for ``torchrun``: --transport torch, and as many replicas as it started."""
     torchrun = read_torchrun(os.environ)
     if torchrun is None or "checkpoint.resume" in line.values:
         return line
@@ -72,7 +72,7 @@ def for_torchrun(line: CommandLine) -> CommandLine:
 
 
 def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str]) -> int:
-    """Train in ``folder``, in this process or in those that it starts."""
+    """Train in ``folder``, in this process or in processes that it starts."""
     from diloco.cli import train_processes
 
     try:
@@ -82,13 +82,13 @@ def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed:
             return train_processes.train_peer(plan, folder, typed)
         return train_processes.train_alone(plan, folder)
     finally:
-        # What a run that never began has left must not stand in the way of the next attempt.
+        # Remove the folder of a run that never started, so that the next attempt can use it.
         if plan.source is None and not (folder / CONFIG_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _facts(configuration: Configuration) -> dict[str, str]:
-    """What follows from the settings, from a model without memory."""
+    """Return what follows from the settings, using a model without allocated parameters."""
     from diloco.data.corpus import corpus_vocabulary_size
     from diloco.train.components import outline
     from diloco.train.describe import describe

@@ -1,4 +1,4 @@
-"""The processes of ``diloco train``: one with all replicas, one that starts the others, a rank, a peer of a swarm."""
+"""The kinds of processes of ``diloco train``: all replicas in one, a launcher, a rank, or a peer of a swarm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.cli.run_folder import (
     not_empty_error,
 )
 from diloco.config.configuration import Configuration
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, words_for_others
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, join_command
 from diloco.monitor.settings import MonitorSettings
 from diloco.monitor.sinks import Sinks, make_sinks
 from diloco.train.roles import Role
@@ -45,9 +45,9 @@ def train_alone(plan: RunPlan, folder: Path) -> int:
 
 
 def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
-    """Take part in the swarm that the settings name, until its run is over or a signal asks this replica to leave.
+    """Train as a peer of the swarm in the settings, until its run ends or a signal asks this replica to leave.
 
-    Those who want to take part are told to type what was typed here, without what is about this peer alone.
+    The invitation that it prints for further peers repeats ``typed`` without the options about this peer alone.
     """
     from diloco.train.fleet.connecting import connect_peer
     from diloco.train.joining import OVER
@@ -60,7 +60,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
-        fleet.others_type = " ".join(words_for_others(typed, settings))
+        fleet.others_type = " ".join(join_command(typed, settings))
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
@@ -72,7 +72,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
 
 
 def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool) -> int:
-    """Start every rank on this machine with what was typed for this command, and wait for them."""
+    """Start every rank on this machine with the arguments of this command, and wait for them."""
     from diloco.train.launcher import launch
 
     def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
@@ -83,22 +83,22 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
             added += ["--out", str(folder)]
         return [*typed, *added]
 
-    def say(words: str) -> None:
+    def show(words: str) -> None:
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
     settings = plan.configuration
     talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(settings.transport, command, say, talking_ranks=talking_ranks)
+    return launch(settings.transport, command, show, talking_ranks=talking_ranks)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
-    """Be one rank of many.
+    """Train as one of several ranks.
 
     Args:
-        quiet: only rank 0 shows its progress.
+        quiet: show progress only on rank 0.
 
     Raises:
-        ConfigurationError: if its folder holds something of another run.
+        ConfigurationError: if the folder of the rank holds files of another run.
     """
     from diloco.devices import choose_device
     from diloco.train.fleet.connecting import connect_rank
@@ -136,7 +136,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 
 
 def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
-    """The processes of one machine take a CUDA device each, in turn."""
+    """Assign the CUDA devices of this machine to its processes in turn."""
     import torch
 
     if settings.device not in ("auto", "cuda") or not torch.cuda.is_available():
@@ -148,16 +148,18 @@ def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
 
 
 def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> Sinks:
-    """The sinks of the process that trains in ``folder``; ``role`` as for `monitor_settings`."""
+    """Return the sinks of the process that trains in ``folder``. ``role`` is as in `monitor_settings`."""
     monitor = monitor_settings(configuration, folder, role)
     return make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=dataclasses.asdict(configuration))
 
 
 def monitor_settings(configuration: Configuration, folder: Path, role: Role | None = None) -> MonitorSettings:
-    """Those of this process, which a tracker tells apart: one run where all replicas are in it, else one of a group.
+    """Return the monitor settings of this process, with the name and group of its run in a tracker.
+
+    A process with all replicas is a single run; any other process is one run of a group.
 
     Args:
-        role: which rank it is; None: all replicas are in it, or it is a peer of a swarm.
+        role: the rank that this process is. None: it holds all replicas, or is a peer of a swarm.
     """
     wandb, group = configuration.monitor.wandb, None
     name, mode = wandb.name or folder.resolve().name, wandb.mode

@@ -1,4 +1,4 @@
-"""``diloco watch``: a page of runs and of a swarm, live, or as one file."""
+"""``diloco watch``: show runs and a swarm on a web page, live or as one file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-DESCRIPTION = """A page of runs, live: losses, rounds, peers, and what somebody should look at. It only reads.
+DESCRIPTION = """Show runs on a live web page: losses, rounds, peers and alerts. The command only reads.
 
 Examples:
   diloco watch runs/streaming-tiny
-  diloco watch runs/a runs/b runs/c                  one over the other
+  diloco watch runs/a runs/b runs/c                  compare runs
   diloco watch --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
   diloco watch runs/streaming-tiny --export page.html"""
 
@@ -39,50 +39,50 @@ _FIRST_PORT = 8500
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """What follows `diloco watch`."""
+    """The options of `diloco watch`."""
 
     folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
-    """Folders of runs, running or finished."""
+    """Folders of running or finished runs."""
     run: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """Name of the run of a swarm, with --join."""
+    """With --join: name of the swarm's run."""
     join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Addresses of any of its peers, as they print them."""
+    """Addresses of one or more peers of the swarm, as the peers print them."""
     secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """The secret of that run, if it has one."""
+    """The swarm's secret, if it has one."""
     export: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """Write the page to this file, which needs nothing else, and end."""
+    """Write the page to this self-contained file and exit."""
     host: str = "127.0.0.1"
-    """Address to listen at. Anything but this machine's own is reached with a token."""
+    """Address to listen at. A page that other machines can reach needs a token, which is printed."""
     port: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """Port to listen at. Default: 8500, or the next one that is free."""
+    """Port to listen at. Default: 8500, or the next free one."""
     every_s: float = 1.0
-    """Pause between two looks at the folders."""
+    """Seconds between two reads of the folders."""
     ask_every_s: float = 3.0
-    """Pause between two questions to the peers of a swarm."""
+    """Seconds between two queries to the peers of a swarm."""
     alert: Thresholds = field(default_factory=Thresholds)
 
     def __post_init__(self) -> None:
         if not self.folders and self.run is None and not self.join:
-            raise ConfigurationError("Give the folder of a run, or --run and --join of a swarm.")
+            raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
         if (self.run is None) != (not self.join):
             missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
-            raise ConfigurationError(f"A swarm is watched with --run and --join, and {missing}, is missing.")
+            raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
         for name in ("every_s", "ask_every_s"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')} must be positive.")
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve the page until interrupted, or write it; returns 0."""
+    """Serve the page until interrupted, or write it to a file; return 0."""
     options = parse_options(WatchOptions, "watch", DESCRIPTION, arguments)
-    plotly_script()  # or it is refused
+    plotly_script()  # raises now if plotly is missing
     folders = [FollowedFolder(folder) for folder in options.folders]
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
     if options.export is not None:
         asyncio.run(_export(options, folders, swarm, options.export))
         return 0
     with from_extra("watch", "A live page needs starlette and uvicorn"):
-        import starlette  # noqa: F401  # both, before anything listens
+        import starlette  # noqa: F401  # check for both packages before listening
         import uvicorn  # noqa: F401
     with _listening(options) as listening, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options, folders, swarm, listening))
@@ -104,7 +104,7 @@ async def _export(
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--export {path} can't be written: {error}.") from error
-    print(f"diloco: wrote {path}, which opens in any browser and loads nothing from elsewhere")
+    print(f"diloco: wrote {path}, a self-contained page for any browser")
 
 
 async def _serve(
@@ -158,14 +158,14 @@ def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -
     host, port = listening.getsockname()[:2]
     at = f"[{host}]" if ":" in host else host
     if not token:
-        print(f"diloco: watch at http://{at}:{port}/ (this machine alone can; Ctrl-C ends)", flush=True)
+        print(f"diloco: watch at http://{at}:{port}/ (from this machine only; Ctrl-C stops)", flush=True)
         return
     shown = [*(str(folder) for folder in options.folders), *([f"run {options.run!r}"] if options.run else [])]
     at = socket.gethostname() if host in ("0.0.0.0", "::") else at
     print(
         f"diloco: watch at http://{at}:{port}/?token={token}\n"
-        f"diloco: whoever has this address and reaches this machine sees losses, settings, samples of text, peers and "
-        f"paths of {', '.join(shown)}, and can change nothing. The connection is not encrypted. Ctrl-C ends.",
+        f"diloco: anyone who has this address and can reach this machine sees losses, settings, text samples, peers "
+        f"and paths of {', '.join(shown)}, but can change nothing. The connection is not encrypted. Ctrl-C stops.",
         flush=True,
     )
 
@@ -181,15 +181,15 @@ async def _ask(visitor: Visitor, swarm: FollowedSwarm) -> None:
 
     try:
         found = await visitor.ask(swarm.since)
-    except (DiLoCoError, OSError, TimeoutError) as error:  # it is asked again
-        swarm.run.problems = [f"The swarm could not be asked: {error}"]
+    except (DiLoCoError, OSError, TimeoutError) as error:  # the next query may succeed
+        swarm.run.problems = [f"The swarm could not be queried: {error}"]
         return
     states = {each.peer_id: absence(each, found) for each in found if not each.status}
     swarm.take(found, states, time.time())
 
 
 def _listening(options: WatchOptions) -> socket.socket:
-    """A socket at the address asked for, or at the first port from 8500 on that is free."""
+    """Return a listening socket at --host and --port, or at the first free port from 8500 on."""
     ports = [options.port] if options.port is not None else [*range(_FIRST_PORT, _FIRST_PORT + 20), 0]
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     for port in ports:
@@ -202,6 +202,4 @@ def _listening(options: WatchOptions) -> socket.socket:
         except (OSError, OverflowError) as error:
             listening.close()
             failure = error
-    raise ConfigurationError(
-        f"Nothing can listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host."
-    )
+    raise ConfigurationError(f"can't listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host.")

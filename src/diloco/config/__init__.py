@@ -1,4 +1,4 @@
-"""Everything that can be set: presets, one TOML file, the command line, in this order. No torch here."""
+"""The settings of a run, in layers: preset, TOML file, command line. This package works without torch."""
 
 from __future__ import annotations
 

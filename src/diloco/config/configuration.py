@@ -1,4 +1,4 @@
-"""The whole configuration of `diloco train`, and how it comes about: preset, then TOML file, then command line."""
+"""The configuration of `diloco train`, composed from a preset, a TOML file and the command line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo.
 
 Examples:
   diloco train                               the quick start, on bundled text
-  diloco train run.toml --steps 2000         a file; flags override any key
+  diloco train run.toml --steps 2000         settings from a file and from flags
   diloco train --algorithm data-parallel     the baseline, all else the same
-  diloco train --resume runs/streaming-tiny  go on with a stopped run
+  diloco train --resume runs/streaming-tiny  resume a stopped run
 
-Order: preset, TOML file, flags. Defaults shown are those of preset tiny."""
+A TOML file overrides the preset, and flags override both. The defaults shown are
+those of the preset tiny."""
 
 _TABLES = {
     "inner.arguments": "inner.name",
@@ -36,36 +37,36 @@ _TABLES = {
     "merge.arguments": "merge.rule",
     "model.arguments": "model.source",
 }
-"""Tables of arguments, and what names that which takes them."""
+"""Each table of arguments, and the key that names the object which takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration(RunSettings):
-    """A run, the preset it began from, and what is shown of it."""
+    """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Model and training defaults to begin from; `diloco presets` lists them."""
+    """Preset with the model and the training defaults; `diloco presets` lists all presets."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
     def model_label(self) -> str:
-        """What its model is called in the names of run folders."""
+        """The name of the model in the names of run folders."""
         return self.preset if self.model.source is None else parse_source(self.model.source).label
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # object.__setattr__ is the frozen dataclass's own way to derive a field: an alias becomes the listed name.
+        # The dataclass is frozen, so object.__setattr__ replaces an alias by the listed name.
         object.__setattr__(self, "preset", get_preset(self.preset).name)
 
 
 def load_configuration(arguments: Sequence[str]) -> Configuration:
-    """The configuration for the arguments of `diloco train`, not yet resolved.
+    """Return the configuration for the arguments of `diloco train`, before derived values are resolved.
 
     Args:
         arguments: an optional TOML file and flags, in any order.
 
     Raises:
-        ConfigurationError: an unknown flag, key or preset, a value of the wrong type or out of range.
+        ConfigurationError: for an unknown flag, key or preset, or a value of the wrong type or out of range.
 
     >>> load_configuration(["--replicas", "2", "--schedule.inner-steps", "25"]).schedule.inner_steps
     25
@@ -74,31 +75,31 @@ def load_configuration(arguments: Sequence[str]) -> Configuration:
 
 
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
-    """What was typed after `diloco train`, without any defaults."""
+    """Parse the arguments of `diloco train` without applying defaults."""
     shown = flatten(Configuration()) | preset_values(DEFAULT_PRESET)
     return parse_flags(Configuration, "train", DESCRIPTION, arguments, shown=shown)
 
 
 def compose(line: CommandLine) -> Configuration:
-    """The layers on top of each other: preset, TOML file, flags.
+    """Return the configuration composed of the layers preset, TOML file and flags.
 
-    A model from a source replaces the preset's. From a folder of transformers the tokeniser is taken too, where there
-    is one and none is given. A run that begins from the checkpoint of such a model (``train.init_from``) and names no
-    model has that one.
+    A model from a source replaces the model of the preset. If the source is a transformers folder with a tokeniser and
+    none is given, that tokeniser is used. A run that starts from the checkpoint of such a model (``train.init_from``)
+    and names no preset or model uses the model of the checkpoint.
 
     Raises:
-        ConfigurationError: as `load_configuration`, and for a size of the native decoder beside a source.
+        ConfigurationError: as in `load_configuration`, and for a size of the native decoder together with a source.
     """
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:
         raise ConfigurationError(
-            f"--data was given {swallowed[-1]}, which looks like the settings of a run. Give it before --data to be "
-            "read as such; TOML files in a folder are read as text."
+            f"--data includes {swallowed[-1]}, which looks like a settings file. To use it as settings, put it before "
+            "--data. To train on it as text, put it in a folder and give the folder."
         )
     in_file: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = overlay(in_file, line.values)
     steps = values.get("train.steps")
-    # a number of steps that no preset can be laid out over is refused by the settings themselves
+    # a number of steps that is invalid is left to the checks of the settings
     preset = preset_values(
         values.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
     )
@@ -121,10 +122,10 @@ def compose(line: CommandLine) -> Configuration:
 
 
 def overlay(below: Values, above: Values) -> Values:
-    """Both layers.
+    """Return the values of both layers; those of ``above`` win.
 
-    Another inner optimizer, codec and the like does not inherit the arguments of the one below. An outer learning rate
-    and a gain, which are two words for one thing, replace each other.
+    If ``above`` selects another inner optimizer, codec or the like, it does not inherit the arguments of the one below.
+    An outer learning rate and an outer gain replace each other, since both set the same quantity.
     """
     values = below | dict(above)
     for given, other in (("outer.gain", "outer.learning_rate"), ("outer.learning_rate", "outer.gain")):
@@ -138,7 +139,7 @@ def overlay(below: Values, above: Values) -> Values:
 
 
 def filled_tables(below: Values, typed: Values) -> Values:
-    """Tables of arguments that were typed, each over the one below where both are for one thing: what was typed counts.
+    """Return the typed tables of arguments, completed from ``below`` where both tables belong to the same object.
 
     >>> filled_tables({"inner.arguments": {"momentum": 0.9, "nesterov": True}}, {"inner.arguments": {"momentum": 0.8}})
     {'inner.arguments': {'momentum': 0.8, 'nesterov': True}}
@@ -152,7 +153,7 @@ def filled_tables(below: Values, typed: Values) -> Values:
 
 
 def _model_of_checkpoint(path: Path) -> Values:
-    """The ``model.*`` keys of a checkpoint whose model came from a source; none of other checkpoints and files."""
+    """Return the ``model.*`` keys of a checkpoint if its model came from a source; otherwise none."""
     if path.suffix == ".safetensors" or (path / "config.json").is_file():
         return {}
     from diloco.checkpoint.reading import open_checkpoint
@@ -160,14 +161,14 @@ def _model_of_checkpoint(path: Path) -> Values:
     try:
         described = open_checkpoint(path).about.get("model", {})
     except CheckpointError:
-        return {}  # whoever needs the checkpoint itself says what is wrong with it
+        return {}  # the code that loads the checkpoint reports what is wrong with it
     if described.get("source") is None:
         return {}
     return {f"model.{name}": value for name, value in described.items() if value is not None}
 
 
 def _model_of_folder(init_from: Path | None) -> Values:
-    """Sizes and tokeniser of the native decoder that begins from a folder of transformers; none for other places."""
+    """Return the sizes and tokeniser for a native decoder that starts from a transformers folder, or none."""
     folder = None if init_from is None else init_from.expanduser()
     if folder is None or not (folder / "config.json").is_file():
         return {}

@@ -17,48 +17,48 @@ from diloco.model.settings import parse_source
 __all__ = ["finetune_line", "outer_values", "with_steps"]
 
 SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
-FEW_STEPS = 50  # with fewer a model hardly learns, whatever the data
+FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
 
-_LONGEST = 1024
-_ROUNDS, _LONGEST_WINDOW = 10, 20
-_STEPS = 10  # until the data says how many
+_LONGEST = 1024  # maximum sequence length by default
+_ROUNDS, _LONGEST_WINDOW = 10, 20  # H is a tenth of the steps by default, and at most 20
+_STEPS = 10  # a placeholder until the number of steps follows from the data
 
 
 def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
-    """The same request as a command line of `diloco train`.
+    """Return the command line of `diloco train` for a command line of `diloco finetune`.
 
     Args:
-        line: as typed; its file is the folder of the model.
+        line: the command line as typed; its file is the folder of the model.
 
     Raises:
-        ConfigurationError: no model, or no data, or both --full and a rank.
+        ConfigurationError: if there is no model or no data, or if --full and a rank are both given.
     """
     given = line.values
     if "checkpoint.resume" in given:
         if line.file is not None:
             raise ConfigurationError(
-                f"{line.file} was given together with --resume {given['checkpoint.resume']}, whose model goes on. "
-                "Leave it out."
+                f"{line.file} cannot be combined with --resume {given['checkpoint.resume']}, which resumes the run "
+                "with its own model. Leave the folder out."
             )
         return line
     source = given.get("model.source") if line.file is None else f"hf:{line.file}"
     if source is None or "data.paths" not in given:
         missing = "a model" if source is None else "conversations"
         raise ConfigurationError(
-            f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER is a model of "
-            "transformers."
+            f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER holds a "
+            "transformers model."
         )
     if line.file is not None and line.file.suffix == ".toml":
         raise ConfigurationError(
-            f"{line.file} holds the settings of a run, and diloco finetune takes the folder of a model: use diloco "
-            f"train {line.file}."
+            f"{line.file} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
+            f"`diloco train {line.file}`."
         )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
-            f"--full trains all weights, and --lora.rank {given['model.lora_rank']} adapters beside them. Use one of "
-            "them."
+            f"--full trains all weights and --lora.rank {given['model.lora_rank']} trains adapters instead. Use only "
+            "one of them."
         )
-    swarm = given.get("transport.name", "hivemind") == "hivemind" and bool({"swarm.run", "swarm.join"} & given.keys())
+    transport = given.get("transport.name")
     values: Values = {
         "model.source": source,
         "model.lora_rank": 0 if full else 16,
@@ -74,29 +74,29 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         "transport.replicas": 1,
         "evaluation.sample_tokens": 0,
     }
-    if swarm or given.get("transport.name") == "hivemind":
+    if transport == "hivemind" or (transport is None and {"swarm.run", "swarm.join"} & given.keys()):
         values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
     return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
 
 
 def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tuple[CommandLine, str]:
-    """The line with its lengths: steps, windows, warm-up, and the outer optimizer that fits their number.
+    """Return the line with its steps, H, warm-up, and an outer optimizer that suits the number of rounds.
 
     Args:
-        rows: sequences of the training data; 0: the line says how many steps.
-        epochs: how often they are learned from.
+        rows: number of training sequences; 0: the line gives the number of steps.
+        epochs: number of passes over the rows.
 
     Returns:
-        The line, and what to know of it in words: how the outer optimizer was chosen, where it was not given, and
-        that there are few steps, where their number was not given.
+        The line, and a note for the user: which outer optimizer was chosen, if none was given, and a warning if the
+        data gives few steps.
     """
-    given, derived = line.values, Values()
+    given = line.values
     sequences = int(given["train.batch_size"]) * replicas
     steps = int(given["train.steps"])
     if rows:
         steps = max(1, math.ceil(epochs * rows / sequences))
     window = int(given.get("schedule.inner_steps", min(_LONGEST_WINDOW, max(1, steps // _ROUNDS))))
-    if rows:  # whole windows: the last round is after the last step
+    if rows:  # round up to whole windows, so that the last round follows the last step
         steps = math.ceil(steps / window) * window
     derived = {
         "train.steps": steps,
@@ -108,18 +108,18 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
         chosen, words = {}, ""
     if rows and steps < FEW_STEPS:
         words += (
-            f" {rows} rows, {sequences} in a step and read {epochs:g} times, make {steps} steps, which are few to "
-            "learn in: a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs make more."
+            f" {rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more steps, "
+            "use a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs."
         )
     values = derived | chosen | given | {"train.steps": steps}
     return replace(line, file=None, values=values), words.strip()
 
 
 def outer_values(rounds: int) -> tuple[Values, str]:
-    """The outer optimizer for a run of so many rounds, and why, in words.
+    """Return the outer optimizer for a run of ``rounds`` rounds, and a sentence that explains the choice.
 
-    Nesterov momentum mu makes the outer step `1 / (1 - mu)` times as long, which takes about that many rounds to build
-    up and as many to die away: in a short run it overshoots. Without momentum and with a learning rate of 1 the global
+    Nesterov momentum mu makes the outer step `1 / (1 - mu)` times as long. It takes about that many rounds to build up
+    and as many to decay, so a short run overshoots. Without momentum and with a learning rate of 1, the global
     parameters become the mean of the local ones.
 
     >>> outer_values(12)[0]["outer.name"], outer_values(500)[0]["outer.momentum"]
@@ -128,17 +128,17 @@ def outer_values(rounds: int) -> tuple[Values, str]:
     if rounds < SHORT_RUN_ROUNDS:
         return (
             {"outer.name": "sgd", "outer.learning_rate": 1.0},
-            f"{rounds} rounds are few: the outer optimizer has no momentum and a learning rate of 1, so that replicas "
-            "go on from the mean of what they hold.",
+            f"The run has only {rounds} rounds, so the outer optimizer has no momentum and a learning rate of 1: after "
+            "each round the replicas continue from the mean of their parameters.",
         )
     return (
         {"outer.name": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.6},
-        f"{rounds} rounds: the outer optimizer has Nesterov momentum 0.6 and a learning rate of 0.7.",
+        f"The run has {rounds} rounds; the outer optimizer has Nesterov momentum 0.6 and a learning rate of 0.7.",
     )
 
 
 def _sequence_length(source: str) -> int:
-    """As many tokens as the model reads, and no more than is usual for conversations."""
+    """Return the maximum context of the model, at most 1024 tokens."""
     parsed = parse_source(source)
     with suppress(OSError, ValueError, TypeError):
         config = json.loads((Path(parsed.place).expanduser() / "config.json").read_text("utf-8"))

@@ -1,6 +1,6 @@
-"""Command lines, read by tyro: the options of a command, or a flag for every key of some settings.
+"""Command lines, parsed by tyro: the options of a command, or one flag for each key of a settings class.
 
-A command line that can't be read is answered with a sentence instead of tyro's box.
+An invalid command line raises `ConfigurationError` with a sentence instead of printing tyro's error box.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["CommandLine", "parse_flags", "parse_options"]
 
-# TypedDict is called with names that a type checker cannot know.
+# TypedDict is called with names that a type checker can't know.
 _make_typed_dict: Any = TypedDict
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What was typed after a command that takes a TOML file and a flag for every key."""
+    """The arguments of a command that takes a TOML file and a flag for every key, as typed."""
 
     file: Path | None  # the TOML file
     print_config: bool
@@ -43,17 +43,17 @@ class CommandLine:
 def parse_flags(
     settings_type: type, command: str, description: str, arguments: Sequence[str], *, shown: Mapping[str, Any]
 ) -> CommandLine:
-    """Read a command line with a flag for every key of ``settings_type``.
+    """Parse a command line that has a flag for every key of ``settings_type``.
 
-    Only what was typed comes back (tyro fills a `TypedDict` without defaults), so that defaults, presets, a TOML file
-    and flags can be layered, and a resumed run can tell what is to change. Tyro takes long for each flag, so it is
-    asked with those of the keys that may have been typed first, and with all where it shows or refuses something.
+    The result holds only what was typed, since tyro fills a `TypedDict` without defaults. Defaults, presets, a TOML
+    file and flags can thus be layered, and a resumed run knows which settings to change. Tyro is slow for each flag,
+    so it first gets only the keys that may have been typed, and gets all keys for --help or after an error.
 
     Args:
-        shown: values that the help shows as defaults.
+        shown: the values that the help shows as defaults.
 
     Raises:
-        ConfigurationError: as `parse_options`, and for a table or list of lists that is not TOML.
+        ConfigurationError: as in `parse_options`, and for a table or list of lists that is not valid TOML.
         SystemExit: with code 0, for --help.
     """
     known = keys_of(settings_type)
@@ -78,7 +78,7 @@ def parse_flags(
 
 
 def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
-    """A `TypedDict` with a flag for each of these keys, and what else such a command takes."""
+    """Return a `TypedDict` with a flag for each of these keys, the TOML file, and --print-config."""
     fields: dict[str, Any] = {
         "file": NotRequired[
             Annotated[
@@ -86,10 +86,10 @@ def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
                 arg(metavar="[run.toml]", help="TOML file with any of the keys below.", help_behavior_hint=""),
             ]
         ],
-        # A counter, because tyro turns a switch that is not in the result by default into its opposite.
+        # A counter, because tyro inverts a switch that is absent from the result by default.
         "print_config": Annotated[
             UseCounterAction[int],
-            arg(help="Print the resolved TOML and what follows from it; train nothing.", help_behavior_hint=""),
+            arg(help="Print the resolved settings as TOML and the facts that follow, and exit.", help_behavior_hint=""),
         ],
     }
     sections: dict[str, dict[str, Any]] = {}
@@ -98,25 +98,26 @@ def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
         annotation = str if _is_structured(key.annotation) else key.annotation
         target[key.leaf] = NotRequired[Annotated[annotation, _argument(key, shown.get(key.name))]]
     for section, contents in sections.items():
-        fields[section] = Annotated[_make_typed_dict(section, contents), arg(help="")]  # else it looks for one for long
+        # without a help text, tyro would spend a long time on looking for one
+        fields[section] = Annotated[_make_typed_dict(section, contents), arg(help="")]
     return _make_typed_dict("Flags", fields)
 
 
 def _is_structured(annotation: Any) -> bool:
-    """Whether a flag takes its value as TOML: a table, or a list of lists."""
+    """Return whether a flag takes its value as TOML: a table, or a list of lists."""
     origin, parts = get_origin(annotation), get_args(annotation)
     return origin is Mapping or (origin is tuple and get_origin(parts[0]) is tuple)
 
 
 def _argument(key: Key, default: Any) -> Any:
-    """How tyro shows one key: short flag first, without types, and with the default where the help does not name it."""
+    """Return the flag of one key: short alias first, no type, and the default unless the help text states it."""
     silent = default is None or default == () or "efault:" in key.help
     hint = "" if silent else f"(default: {_show(default)})"
     return arg(help=key.help, aliases=key.aliases, metavar=_metavar(key.annotation), help_behavior_hint=hint)
 
 
 def _show(value: Any, *, in_table: bool = False) -> str:
-    """A default as somebody would type it; text is quoted only where spaces around it would get lost."""
+    """Return a default as it would be typed. Text is quoted only if surrounding spaces would be lost otherwise."""
     if in_table:
         return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
     if isinstance(value, bool):
@@ -129,7 +130,7 @@ def _show(value: Any, *, in_table: bool = False) -> str:
 
 
 def _metavar(annotation: Any) -> str | None:
-    """A word for the value: the type in capitals, or the choices; None for a switch.
+    """Return the placeholder of a value: the type in capitals, or the choices; None for a switch.
 
     >>> _metavar(int | None), _metavar(tuple[Path, ...]), _metavar(Literal["a", "b"])
     ('INT', 'PATH...', '{a,b}')
@@ -150,39 +151,39 @@ def _metavar(annotation: Any) -> str | None:
 
 
 def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
-    """``arguments`` of ``diloco command`` as a ``kind``, a dataclass or TypedDict that tyro makes flags of.
+    """Parse the arguments of ``diloco COMMAND`` into ``kind``, a dataclass or TypedDict from which tyro makes flags.
 
     Raises:
-        ConfigurationError: for a command line that can't be read; it names the nearest flag.
+        ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
         SystemExit: with code 0, for --help.
     """
-    program, said = f"diloco {command}", io.StringIO()
+    program, printed = f"diloco {command}", io.StringIO()
 
     def read(given: Sequence[str]) -> Any:
         return tyro.cli(kind, prog=program, description=description, args=list(given))
 
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             parsed = read(arguments)
     except SystemExit as stop:
         if stop.code != 2:
             raise
     else:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(printed.getvalue())
         return parsed
-    refusal, text = io.StringIO(), io.StringIO()
+    box, text = io.StringIO(), io.StringIO()
     with _wide_terminal():
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(refusal):
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box):
             read(arguments)
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
             read(["--help"])
     flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text.getvalue())))
-    raise ConfigurationError(f"{_in_a_sentence(refusal.getvalue(), flags)} See `{program} --help`.")
+    raise ConfigurationError(f"{_as_sentence(box.getvalue(), flags)} See `{program} --help`.")
 
 
 @contextlib.contextmanager
 def _wide_terminal() -> Iterator[None]:
-    """Inside, no sentence of tyro's is broken into lines."""
+    """Keep tyro from wrapping its sentences inside the ``with`` block."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "4000"
     try:
@@ -199,11 +200,11 @@ _NUMBERS = {
 }
 
 
-def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
-    """What tyro's box says.
+def _as_sentence(box: str, flags: Sequence[str]) -> str:
+    """Return the message in tyro's error box as a sentence.
 
     Args:
-        box: as tyro prints it, no line of it broken; it has no frame where the terminal takes only ASCII.
+        box: the box as tyro prints it, without wrapped lines. On an ASCII-only terminal it has no frame.
 
     >>> box = '''
     ... ╭─ Unrecognized options ───────────────╮
@@ -211,12 +212,12 @@ def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
     ... │ ──────────────────────────────────── │
     ... │ For full helptext, run train --help  │
     ... ╰──────────────────────────────────────╯'''
-    >>> _in_a_sentence(box, ["--steps", "--seed"])
+    >>> _as_sentence(box, ["--steps", "--seed"])
     'there is no flag --stepz; did you mean --steps?'
     """
     lines = box.strip("\n").splitlines()
     framed = [line.strip()[2:-2] for line in lines if line.strip().startswith("│")]
-    rows = framed or [line[2:] for line in lines[2:]]  # below the title and a line
+    rows = framed or [line[2:] for line in lines[2:]]  # the rows below the title and its rule
     rows = list(itertools.takewhile(lambda row: not row.strip() or set(row.strip()) - {"─", "-"}, rows))
     words = " ".join(row.strip() for row in rows)
     if words.startswith("Unrecognized options: "):
@@ -232,28 +233,32 @@ def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
             if found[2].startswith(reason):
                 return f"{found[1]} takes {works}, not {found[2].removeprefix(reason).strip(chr(39))}."
         return f"{found[1]}: {found[2].rstrip('.')}."
-    if found := re.match(r"Error parsing [^:]*: (.*)", words):  # by a check of our own
+    if found := re.match(r"Error parsing [^:]*: (.*)", words):  # raised by a check of the options class
         return found[1]
     return words
 
 
 def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
-    odd = [token.partition("=")[0] for token in tokens if token.startswith("-")]
-    if not odd:
-        return f"{', '.join(tokens)} is more than this command takes."
-    said = []
-    for flag in odd:
+    unknown = [token.partition("=")[0] for token in tokens if token.startswith("-")]
+    if not unknown:
+        return f"too many arguments: {' '.join(tokens)}."
+    sentences = []
+    for flag in unknown:
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
-        said.append(f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}")
-    return " ".join(said)
+        sentences.append(f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}")
+    return " ".join(sentences)
 
 
 def _missing(rows: Sequence[str]) -> str:
-    """Names of what is missing, each with its help below it, indented further."""
+    """Return the sentence about missing arguments.
+
+    Args:
+        rows: the name of each argument, with its help text below in a more indented row.
+    """
     indent = min(len(row) - len(row.lstrip()) for row in rows)
     names = [row.split()[0] for row in rows if len(row) - len(row.lstrip()) == indent]
-    told = [row.strip().removesuffix("(required)").strip() for row in rows if len(row) - len(row.lstrip()) > indent]
-    meaning = "" if len(told) != len(names) else ": " + " ".join(told)
+    helps = [row.strip().removesuffix("(required)").strip() for row in rows if len(row) - len(row.lstrip()) > indent]
+    meaning = "" if len(helps) != len(names) else ": " + " ".join(helps)
     return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing{meaning or '.'}"
 
 

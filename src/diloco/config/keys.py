@@ -1,8 +1,8 @@
-"""The keys of a settings dataclass as dotted names, which TOML files, flags and comparisons have in common.
+"""The keys of a settings dataclass as dotted names, which TOML files, flags and comparisons share.
 
-Settings nest dataclasses (``RunSettings.train.steps``). A key is the path to a leaf (``"train.steps"``), and `Values`
-are some keys with their values. Layers of values are merged as dictionaries; only the result becomes a dataclass, so
-that the checks of the settings see nothing but final values.
+Settings are nested dataclasses (``RunSettings.train.steps``). A key is the path to a leaf (``"train.steps"``), and
+`Values` maps keys to values. Layers of values are merged as dictionaries. Only the result becomes a dataclass, so that
+the checks of the settings see only final values.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Key:
     """One setting."""
 
     name: str  # dotted path, such as ``train.steps``
-    annotation: Any  # its type, without the `Annotated` around it
-    help: str  # the docstring of its field, on one line
+    annotation: Any  # type, without the `Annotated` around it
+    help: str  # docstring of the field, on one line
     default: Any
-    aliases: tuple[str, ...] = ()  # short flags beside ``--train.steps``
+    aliases: tuple[str, ...] = ()  # short flags in addition to ``--train.steps``
 
     @property
     def section(self) -> str:
-        """``"train"`` for ``train.steps``; empty for a key at the top."""
+        """``"train"`` for ``train.steps``; empty for a top-level key."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -46,7 +46,7 @@ class Key:
 
 
 def keys_of(settings_type: type[Any]) -> dict[str, Key]:
-    """All keys of a settings dataclass by name; keys at the top first, then section by section.
+    """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
 
     >>> from diloco.train.settings import RunSettings
     >>> keys_of(RunSettings)["train.stop_after"].aliases
@@ -57,7 +57,7 @@ def keys_of(settings_type: type[Any]) -> dict[str, Key]:
     return _KEYS[settings_type]
 
 
-# Not functools.cache: to a type checker a class is not hashable.
+# Not functools.cache: a type checker does not take a class for hashable.
 _KEYS: dict[type[Any], dict[str, Key]] = {}
 
 
@@ -87,7 +87,7 @@ def _collect(settings_type: type[Any]) -> dict[str, Key]:
 
 
 def flatten(settings: Any) -> Values:
-    """Every key of a settings dataclass with its value."""
+    """Return every key of a settings dataclass with its value."""
     values: Values = {}
     for name in keys_of(type(settings)):
         values[name] = functools.reduce(getattr, name.split("."), settings)
@@ -95,7 +95,7 @@ def flatten(settings: Any) -> Values:
 
 
 def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
-    """The settings with ``values``, and defaults for keys that are not in it.
+    """Return the settings with ``values``, and the defaults for all other keys.
 
     Raises:
         ConfigurationError: from the settings' own checks.
@@ -113,9 +113,9 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
 
 
 def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = False) -> str:
-    """A sentence naming the key nearest to ``given``: in its own section, then with the same last word elsewhere.
+    """Return a sentence with the key nearest to ``given``, from its own section or else from all sections.
 
-    For a section, the nearest section comes first.
+    For a section, the nearest section is tried first.
 
     >>> from diloco.train.settings import RunSettings
     >>> nearest_key("train.stesp", keys_of(RunSettings))
@@ -140,7 +140,7 @@ def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = Fals
 
 
 def _field_docstrings(settings_type: type) -> dict[str, str]:
-    """The string below each field of the class and of the dataclasses that it inherits from."""
+    """Return the string below each field of the class and of its base dataclasses."""
     found: dict[str, str] = {}
     for cls in reversed(settings_type.__mro__):
         if not dataclasses.is_dataclass(cls):

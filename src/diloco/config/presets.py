@@ -1,4 +1,4 @@
-"""Run presets: a model preset and the training settings that go with it. Every number is in one table.
+"""Run presets: for each model preset, the training settings that belong to it.
 
 A preset is the bottom layer, below a TOML file and flags. Settings that depend on the algorithm (tau, P, codec, merge
 rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` works with every preset.
@@ -17,23 +17,23 @@ __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 
 DEFAULT_PRESET = "tiny"
 
-_OF_SOURCES = ("source", "weights", "arguments")  # settings of models that are no presets
+_OF_SOURCES = ("source", "weights", "arguments")  # settings of models from a source, which no preset has
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPreset:
-    """Training settings of a preset; what is given as a share follows the number of steps."""
+    """The training settings of a preset. Shares are relative to the number of steps."""
 
     steps: int
     warmup_steps: int  # at most a quarter of the run
     data_parallel_share: float = 0.0
-    """Part of the run that is a shared data-parallel start, rounded down to whole steps."""
+    """Share of the run that is a shared data-parallel start, rounded down to whole steps."""
     values: Mapping[str, Any] = field(default_factory=dict)  # all other keys
 
 
 TINY = RunPreset(
-    # The quick start. A shared start of a third of the run makes so short a comparison fair; H=10 with an outer
-    # learning rate of 0.4 is what came nearest to data-parallel at this size.
+    # The quick start. A shared start of a third of the run makes such a short comparison fair. H=10 with an outer
+    # learning rate of 0.4 came nearest to data-parallel at this size.
     steps=600,
     warmup_steps=50,
     data_parallel_share=1 / 3,
@@ -48,13 +48,13 @@ TINY = RunPreset(
 
 TINY_MUON = replace(
     # benchmarks/parity, "Streaming fp4, Muon, AdamW betas .97/.99, momentum .85": 9.8 to 11.7 % below data-parallel
-    # AdamW, where TINY is 2.3 to 2.8 % above it. A replica sees a quarter of the batch, so that AdamW, on what isn't a
-    # hidden matrix, does better if it remembers more of its gradients.
+    # AdamW, where TINY is 2.3 to 2.8 % above it. A replica sees a quarter of the batch, so AdamW, which updates all
+    # parameters but the hidden matrices, does better with a longer memory of its gradients.
     TINY,
     values={
         **TINY.values,
         "inner.name": "Muon",
-        "inner.learning_rate": 8e-3,  # of AdamW, on embedding, head and norms
+        "inner.learning_rate": 8e-3,  # for AdamW, which updates embedding, head and norms
         "inner.arguments": {"matrix_lr_ratio": 2.5, "momentum": 0.85, "betas": (0.97, 0.99)},
         "outer.learning_rate": 0.8,
         "outer.momentum": 0.6,
@@ -82,8 +82,8 @@ RUN_PRESETS: dict[str, RunPreset] = {
             "schedule.inner_steps": 125,
         },
     ),
-    # Streaming DiLoCo (2501.18512), Table 2: its token budgets over M=2 replicas, H=100. It does not state its batch:
-    # the tokens of one step grow here from 2^18 to the 2^20 that its wall-clock times imply at 1B.
+    # Streaming DiLoCo (2501.18512), Table 2: its token budgets over M=2 replicas, H=100. The paper does not state its
+    # batch size. Here the tokens per step grow from 2^18 to 2^20, which its wall-clock times imply at 1B.
     **{
         name: RunPreset(
             steps=tokens // (2 * batch * 1024),
@@ -104,7 +104,7 @@ RUN_PRESETS: dict[str, RunPreset] = {
 
 
 def preset_values(name: str, *, steps: int | None = None) -> Values:
-    """Every key that preset ``name`` sets, laid out over ``steps`` (default: the preset's own number).
+    """Return every key that preset ``name`` sets, for a run of ``steps`` steps (default: the preset's own number).
 
     >>> preset_values("tiny")["train.data_parallel_steps"], preset_values("tiny", steps=30)["inner.warmup_steps"]
     (200, 7)

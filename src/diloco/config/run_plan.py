@@ -1,4 +1,4 @@
-"""The run that a command line of `diloco train` asks for: a new one, or an old one that goes on."""
+"""The plan of the run that a command line of `diloco train` asks for: a new run, or a resumed one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from diloco.model.settings import native_keys, parse_source
 from diloco.plugins import absolute, is_own
 from diloco.train.resolve import notes, resolve
 
-__all__ = ["RunPlan", "command_to_go_on", "plan_run", "words_for_others"]
+__all__ = ["RunPlan", "join_command", "plan_run", "resume_command"]
 
 CONFIG_FILE = "config.toml"
 
 OWN_CODE = ("codec.name", "outer.name", "outer.average", "merge.rule", "inner.name")
-"""Settings that may name code of the user's own."""
+"""Settings that may name user-defined code."""
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
-"""Which of the processes this one is; in no record."""
+"""Settings that identify one process of a run. They are not written to ``config.toml``."""
 
-PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a peer
+PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a swarm peer
 
-_OF_THIS_CALL = ("out", "train.stop_after", "checkpoint.resume")  # where it goes, when it stops, what it goes on from
+_PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
@@ -50,35 +50,35 @@ CHANGEABLE = (
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
-"""Keys and sections that may change when a run goes on. None of them changes what a step of a replica computes, but
-`train.steps` stretches the learning-rate schedule, and another number of replicas changes the mean; the run says so."""
+"""Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
+that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
+note about both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run that can begin."""
+    """A run that is ready to start."""
 
     configuration: Configuration  # resolved, with absolute paths
-    record: str  # the text of ``config.toml``: all of it but where the run goes, when it stops and what it goes on from
-    source: Path | None  # the run folder that the run goes on from; None for a new run
-    notes: tuple[str, ...]  # what the user should know, a sentence each
+    record: str  # text of ``config.toml``, without the settings of this process and this call
+    source: Path | None  # run folder to resume from; None for a new run
+    notes: tuple[str, ...]  # sentences for the user
 
 
 def plan_run(line: CommandLine) -> RunPlan:
-    """Resolve a command line. Reads files, writes none.
+    """Return the plan for a command line. This function reads files but writes none.
 
     Raises:
-        ConfigurationError: for anything that cannot work.
+        ConfigurationError: if the settings are invalid.
     """
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
-        return _go_on(line, resume)
+        return _plan_resumed(line, resume)
     asked = _absolute(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
-            f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot stand in {line.file}: the settings of a run "
-            "that goes on come from its own folder. Use `diloco train --resume "
-            f"{asked.checkpoint.resume}`."
+            f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot be set in {line.file}: a resumed run takes its "
+            f"settings from its own folder. Use `diloco train --resume {asked.checkpoint.resume}`."
         )
     configuration = _resolved(asked)
     return RunPlan(
@@ -90,13 +90,13 @@ def plan_run(line: CommandLine) -> RunPlan:
 
 
 def _resolved(asked: Configuration) -> Configuration:
-    """``asked``, resolved for its model; one from a source is built for that, without memory."""
+    """Return ``asked`` resolved for its model. A model from a source is built for this, without its parameters."""
     model = asked.model
     num_layers, longest = model.layers, model.max_sequence_length
     if model.source is not None:
         from diloco.train.components import outline
 
-        built = outline(asked, 1024)  # layers and positions do not depend on the vocabulary, which the data determines
+        built = outline(asked, 1024)  # any vocabulary size will do: layers and positions don't depend on it
         num_layers, longest = built.num_layers, built.max_sequence_length
     resolved = resolve(asked, num_layers=num_layers, max_sequence_length=longest)
     if any(is_own(name) for name in _named(resolved).values()):
@@ -107,15 +107,16 @@ def _resolved(asked: Configuration) -> Configuration:
 
 
 def _named(configuration: Configuration) -> Values:
-    """The settings that may name code of the user's own, beside the model."""
+    """Return the settings that may name user-defined code, except for the model."""
     return {key: operator.attrgetter(key)(configuration) for key in OWN_CODE}
 
 
-def _go_on(line: CommandLine, resume: Path) -> RunPlan:
-    """The settings of the run at ``resume``, with the few changes that a run can take."""
+def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
+    """Plan to resume the run at ``resume``, with the few changes of settings that are allowed."""
     if line.file is not None:
         raise ConfigurationError(
-            f"{line.file} cannot be given together with --resume {resume}, where the settings come from."
+            f"{line.file} cannot be given together with --resume {resume}: a resumed run takes its settings from its "
+            "own folder. Leave the file out."
         )
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
@@ -125,17 +126,17 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     if fixed:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
-            f"--resume {resume} cannot change {changes}: a run that goes on keeps what its steps compute. Leave that "
-            f"out, or begin a new run with --init-from {resume}."
+            f"--resume {resume} cannot change {changes}: the steps of a resumed run must compute the same. Leave that "
+            f"out, or start a new run with --init-from {resume}."
         )
     before, after = saved["train.steps"], wanted["train.steps"]
     if after < before:
-        raise ConfigurationError(f"--steps {after} is too few for a run laid out over {before}: give {before} or more.")
+        raise ConfigurationError(f"--steps {after} is too few for a run planned for {before}: give {before} or more.")
     stretched = (
-        f"train.steps goes from {before} to {after}: the learning-rate schedule is laid out anew over {after} steps, "
-        "and the result is that of neither number from the start.",
+        f"train.steps changes from {before} to {after}: the learning-rate schedule now extends over {after} steps, and "
+        f"the result differs from that of a run with {after} steps from the start.",
     )
-    # What the run began from is in its checkpoint; the record keeps the name.
+    # The checkpoint holds the parameters that the run started from; only the record keeps their name.
     configuration = _resolved(build(Configuration, wanted | {"train.init_from": None}))
     recorded = build(Configuration, flatten(configuration) | {"train.init_from": saved["train.init_from"]})
     return RunPlan(
@@ -147,9 +148,9 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
 
 
 def _run_folder(resume: Path) -> tuple[Path, Path]:
-    """The run folder that ``resume`` is, or is a checkpoint in, and the file of its settings.
+    """Return the run folder that ``resume`` is, or that contains the checkpoint ``resume``, and its settings file.
 
-    On a machine that had only some of a run's replicas, the settings are in the replicas' own folders.
+    On a machine with only some of a run's replicas, the settings are in the replicas' own folders.
     """
     parents = Path(os.path.abspath(resume)).parents
     for folder in (resume, *parents[:2]):
@@ -159,12 +160,12 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
         return resume, record
     wrong = f"there is no {CONFIG_FILE} in it" if resume.exists() else "it does not exist"
     raise ConfigurationError(
-        f"--resume {resume} must be a run folder such as runs/streaming-tiny, or a checkpoint in one, but {wrong}."
+        f"--resume {resume} must be a run folder, such as runs/streaming-tiny, or a checkpoint in one, but {wrong}."
     )
 
 
-def command_to_go_on(configuration: Configuration, folder: Path) -> str:
-    """The command that goes on with a stopped run, with what the run's folder does not keep."""
+def resume_command(configuration: Configuration, folder: Path) -> str:
+    """Return the command that resumes a stopped run, with the settings that the run's folder does not keep."""
     words = ["diloco", "train", "--resume", str(folder)]
     given, usual = flatten(configuration), flatten(Configuration())
     for name in (*PROCESS_KEYS, *PEER_KEYS):
@@ -174,10 +175,11 @@ def command_to_go_on(configuration: Configuration, folder: Path) -> str:
     return shlex.join(words)
 
 
-def words_for_others(typed: Sequence[str], configuration: Configuration) -> list[str]:
-    """What others type to take part in the swarm of ``configuration``, up to the addresses after ``--join``.
+def join_command(typed: Sequence[str], configuration: Configuration) -> list[str]:
+    """Return the command with which other peers join the swarm of ``configuration``, up to ``--join``.
 
-    It is what was ``typed`` here, without what is about this peer alone; of a run that goes on, it is the name alone.
+    The command repeats ``typed`` without the options about this peer alone. For a resumed run it has only the name of
+    the run.
     """
     rest = list(typed)
     if configuration.checkpoint.resume is not None:
@@ -204,18 +206,18 @@ def _flags(key: Key) -> tuple[str, ...]:
 
 
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
-    """The text of ``config.toml``: `diloco train config.toml` begins the same run again."""
+    """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_OF_THIS_CALL)}
+    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_PER_CALL_KEYS)}
     lasting = build(Configuration, flatten(configuration) | left_out)
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
-    header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."
+    header = f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run."
     without = {f"model.{name}" for name in native_keys(lasting.model.source)}
     return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given, without=without)}"
 
 
 def _absolute(configuration: Configuration) -> Configuration:
-    """The configuration with every input path absolute, so that the run can go on from another working directory."""
+    """Return the configuration with absolute input paths, so that the run can resume in another working directory."""
     model, train = configuration.model, configuration.train
     init_from = None if train.init_from is None else Path(os.path.abspath(train.init_from.expanduser()))
     values: Values = {"train.init_from": init_from, "model.source": _absolute_source(model.source)}
@@ -225,7 +227,7 @@ def _absolute(configuration: Configuration) -> Configuration:
 
 
 def _absolute_source(source: str | None) -> str | None:
-    """The source with an absolute path, if it names one; names on the hub and of modules stay."""
+    """Return the source with an absolute path if it names a path. Names on the hub and of modules stay the same."""
     if source is None:
         return None
     parsed = parse_source(source)

@@ -1,4 +1,4 @@
-"""TOML files to typed values and back. Strict: an unknown key or a wrong type is an error that names it."""
+"""Conversion between TOML files and typed values. An unknown key or a wrong type is an error that names the key."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from diloco.units import visible
 __all__ = ["in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
-"""Keys in the records of earlier versions that had one value where there are several today."""
+"""Keys that had a single value in records of earlier versions -> the keys that hold a list today."""
 
-UNSET = "none"  # stands for null, which TOML lacks, where a setting may be unset; not for text, which no preset sets
+UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
 
 
 def read_toml(path: Path, settings_type: type) -> Values:
-    """The keys that a TOML file sets, converted to the types of ``settings_type``.
+    """Return the keys that a TOML file sets, converted to the types of ``settings_type``.
 
     Raises:
-        ConfigurationError: the file cannot be read or is not TOML, a key is unknown, or a value has the wrong type.
+        ConfigurationError: if the file can't be read or is not TOML, a key is unknown, or a value has the wrong type.
     """
     return _read_table(read_tables(path, "the configuration file"), "", keys_of(settings_type), str(path))
 
 
 def read_tables(path: Path, called: str) -> dict[str, Any]:
-    """What a TOML file holds, as it is there; the file is ``called`` so in messages.
+    """Return the contents of a TOML file without conversion.
+
+    Args:
+        called: what error messages call the file.
 
     Raises:
-        ConfigurationError: the file cannot be read or is not TOML.
+        ConfigurationError: if the file can't be read or is not TOML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,7 +49,7 @@ def read_tables(path: Path, called: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
-    """As `read_toml`, from text; ``where`` names the source in messages.
+    """Return the keys that TOML text sets, as `read_toml` does; ``where`` names the source in messages.
 
     >>> from diloco.train.settings import RunSettings
     >>> parse_toml("[train]\\nsteps = 50", RunSettings, where="run.toml")
@@ -61,7 +64,7 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
 def _tables(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of a number of too many digits, and of too many levels
+    except (ValueError, RecursionError) as error:  # numbers with too many digits, too many levels of nesting
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
 
 
@@ -75,7 +78,9 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             try:
                 values[name] = _convert(value, known[name].annotation)
             except _MismatchError as mismatch:
-                raise ConfigurationError(f"{where}: {name} = {_show(value)} does not fit; {mismatch}.") from None
+                raise ConfigurationError(
+                    f"{where}: {name} = {_show(value)} is not valid; expected {mismatch}."
+                ) from None
         elif not any(key.startswith(f"{name}.") for key in known):
             hint = nearest_key(name, known, is_section=isinstance(value, dict))
             raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
@@ -83,17 +88,17 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             values |= _read_table(value, f"{name}.", known, where)
         else:
             raise ConfigurationError(
-                f"{where}: {name} = {_show(value)} does not fit; {name} is a section, written [{name}]."
+                f"{where}: {name} = {_show(value)} is not valid; {name} is a section, written [{name}]."
             )
     return values
 
 
 class _MismatchError(Exception):
-    """The type that is needed."""
+    """A value of the wrong type; the message names the expected type."""
 
 
 def _convert(value: Any, annotation: Any) -> Any:
-    """``value`` as TOML gives it, as the type ``annotation``; lists become tuples."""
+    """Convert a value from TOML to the type ``annotation``. Lists become tuples."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = next(part for part in parts if part is not type(None))
@@ -101,14 +106,14 @@ def _convert(value: Any, annotation: Any) -> Any:
     if origin is Literal:
         if isinstance(value, str) and value in parts:
             return value
-        raise _MismatchError(f"one of {', '.join(parts)} is needed")
+        raise _MismatchError(f"one of {', '.join(parts)}")
     if origin is tuple:
         if not isinstance(value, list):
-            raise _MismatchError(f"{_expected(annotation)} is needed")
+            raise _MismatchError(_expected(annotation))
         if parts[-1] is Ellipsis:
             parts = (parts[0],) * len(value)
         elif len(parts) != len(value):
-            raise _MismatchError(f"{_expected(annotation)} is needed")
+            raise _MismatchError(_expected(annotation))
         return tuple(_convert(item, part) for item, part in zip(value, parts, strict=True))
     if origin is not None and isinstance(value, dict):
         return {key: _freeze(item) for key, item in value.items()}
@@ -116,20 +121,20 @@ def _convert(value: Any, annotation: Any) -> Any:
         return Path(value)
     if annotation is float and type(value) is int:
         return float(value)
-    if type(value) is annotation:  # not isinstance: a bool is no int here
+    if type(value) is annotation:  # not isinstance, since a bool is not valid as an int
         return value
-    raise _MismatchError(f"{_expected(annotation)} is needed")
+    raise _MismatchError(_expected(annotation))
 
 
 def _freeze(value: Any) -> Any:
-    """A value of a free table, with tuples for lists."""
+    """Return a value of a free-form table with tuples instead of lists."""
     if isinstance(value, list):
         return tuple(_freeze(item) for item in value)
     if isinstance(value, dict):
         return {key: _freeze(item) for key, item in value.items()}
     if isinstance(value, bool | int | float | str):
         return value
-    raise _MismatchError("true or false, numbers, strings, lists and tables are what it can hold")
+    raise _MismatchError("true or false, a number, a string, a list or a table")
 
 
 _WORDS = {
@@ -165,14 +170,15 @@ def to_toml(
     given: Mapping[str, Any] | None = None,
     without: Collection[str] = (),
 ) -> str:
-    """A settings dataclass as TOML, which `parse_toml` turns into the same settings, with or without ``beneath``.
+    """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
 
-    Keys that are None are left out, except where the layer beneath would fill them: there they are written "none".
+    Keys that are None are omitted, except where the layer below would set them; there they are written as "none".
 
     Args:
-        beneath: values of a preset that may lie below the file when it is read.
-        given: values before derivation; keys that were None there, and no longer are, are marked as derived.
-        without: keys to leave out.
+        beneath: the values of the preset that may be below the file when it is read.
+        given: the values before derivation. Keys that are None here but have a value in ``settings`` are marked as
+            derived.
+        without: keys to omit.
     """
     known, below = keys_of(type(settings)), beneath or {}
     marked = {name for name, value in (given or {}).items() if value is None}
@@ -185,7 +191,7 @@ def to_toml(
 
 
 def write_values(values: Mapping[str, Any], *, derived: set[str] | frozenset[str] = frozenset()) -> str:
-    """Dotted keys as TOML: keys at the top first, then a table for each section; free tables as inline tables.
+    """Return dotted keys as TOML: top-level keys, then a table for each section. Values that are tables become inline.
 
     >>> print(write_values({"seed": 1, "train.steps": 50, "data.paths": (Path("a"), Path("b"))}), end="")
     seed = 1
@@ -211,7 +217,7 @@ def _key(word: str) -> str:
 
 
 def in_toml(value: Any) -> str:
-    """A value as it is written in a TOML file; "none" for None."""
+    """Return a value as it is written in a TOML file; "none" for None."""
     if value is None:
         return UNSET
     if isinstance(value, bool):
@@ -219,13 +225,13 @@ def in_toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
-        # A JSON string is a TOML basic string, but for the one control character that JSON lets through.
+        # A JSON string is a TOML basic string, except for the one control character that JSON does not escape.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
         return f"[{', '.join(in_toml(item) for item in value)}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(str(key))} = {in_toml(item)}' for key, item in value.items())}}}"
     raise ConfigurationError(
-        f"{value!r} of type {type(value).__name__} cannot be written to a TOML file; booleans, numbers, strings, "
-        "paths, lists and tables can."
+        f"{value!r} of type {type(value).__name__} cannot be written to a TOML file, which holds only booleans, "
+        "numbers, strings, paths, lists and tables."
     )

@@ -1,1 +1,1 @@
-"""DiLoCo inside training scripts that exist: Hugging Face `Trainer`, Accelerate, Lightning; and what they share."""
+"""DiLoCo in existing training scripts: the Hugging Face `Trainer`, Accelerate, Lightning, and their shared code."""

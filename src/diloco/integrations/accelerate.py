@@ -1,4 +1,4 @@
-"""DiLoCo in a loop of Hugging Face Accelerate: around what ``accelerator.prepare`` gave."""
+"""DiLoCo in a Hugging Face Accelerate loop, around the model and optimizer that ``accelerator.prepare`` returned."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["AcceleratedDiLoCo"]
 class AcceleratedDiLoCo(DiLoCo):
     """`DiLoCo` for a model and an optimizer that an `Accelerator` prepared.
 
-    `step` may be called after every micro-batch: under ``accelerator.accumulate`` it counts only where gradients were
-    synchronised, once for each step of the optimizer. A step that the gradient scaler of ``mixed_precision="fp16"``
-    skipped counts as one that trained nothing.
+    `step` may be called after every micro-batch. Under ``accelerator.accumulate`` it counts only the calls after which
+    gradients are synchronised, one per optimizer step. A step that the gradient scaler of ``mixed_precision="fp16"``
+    skipped counts as a step that trained nothing.
 
-    ``accelerator.save_state`` and ``load_state`` save and load its state, too, in files beside theirs. The model that
-    they save has the local parameters; for the global ones use ``with diloco.global_model() as model``.
+    ``accelerator.save_state`` and ``load_state`` also save and load DiLoCo's state, in files next to theirs. The model
+    that they save has the local parameters; for the global ones use ``with diloco.global_model() as model``.
 
     Args:
-        accelerator: that prepared both.
-        model: as prepared.
-        optimizer: as prepared.
-        transport: this replica's way to the others; None: alone.
-        arguments: of `DiLoCo`.
+        accelerator: the accelerator that prepared the model and the optimizer.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        transport: the connection to the other replicas, or None to train alone.
+        arguments: further arguments of `DiLoCo`.
 
     Raises:
-        ConfigurationError: for what can't work, such as DeepSpeed.
+        ConfigurationError: if DiLoCo can't work with the given objects, such as a DeepSpeed accelerator.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AcceleratedDiLoCo(DiLoCo):
         **arguments: Unpack[DiLoCoArguments],
     ) -> None:
         kind = accelerator.distributed_type.name
-        refuse_unfit([kind], f"an Accelerator for {kind}")
+        refuse_unfit([kind], f"An Accelerator for {kind}")
         bare, inner = unwrapped(model, optimizer, transport)
         self.figures = Figures(arguments.get("on_event"))
         super().__init__(bare, inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
@@ -62,23 +62,23 @@ class AcceleratedDiLoCo(DiLoCo):
         )
 
     def begin(self, trained: float = 1.0) -> None:
-        """The first half of `step`; does nothing while gradients are accumulated."""
-        # a loop that accumulates by itself takes no step; a scaler may have skipped one
+        """Run the first half of `step`; do nothing while gradients are accumulated."""
+        # a loop that accumulates by itself takes no optimizer step, but neither does a scaler that skips one
         stepped = self._watch.taken or self._accelerator.scaler is not None
         if self._accelerator.sync_gradients and stepped:
             super().begin(trained * self._watch.trained())
 
     def finish(self) -> None:
-        """The second half of `step`; does nothing while gradients are accumulated."""
+        """Run the second half of `step`; do nothing while gradients are accumulated."""
         if self._accelerator.sync_gradients:
             super().finish()
 
     def logs(self) -> dict[str, float]:
-        """Figures of the rounds so far, for ``accelerator.log``."""
+        """Return figures of the rounds so far, for ``accelerator.log``; see `Figures`."""
         return self.figures.of(self)
 
     def close(self) -> None:
-        """Leave optimizer and accelerator as they were; leaving a ``with`` does the same."""
+        """Remove all hooks from the optimizer and the accelerator. Leaving a ``with`` block does the same."""
         self._watch.close()
         for hook in self._hooks:
             hook.remove()

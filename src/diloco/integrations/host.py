@@ -1,4 +1,4 @@
-"""What stands behind the wrappers of a framework: the bare model and optimizer, and which ranks hold what of them."""
+"""Access to the model and optimizer inside a framework's wrappers, and checks that DiLoCo can work with them."""
 
 from __future__ import annotations
 
@@ -29,52 +29,55 @@ __all__ = [
 ]
 
 _UNFIT = {
-    "DeepSpeed keeps the parameters to itself": (
-        *("deepspeed", "DEEPSPEED", "DeepSpeedOptimizerWrapper", "DeepSpeedStrategy"),
+    "DeepSpeed keeps the parameters private": (
+        "deepspeed",
+        "DEEPSPEED",
+        "DeepSpeedOptimizerWrapper",
+        "DeepSpeedStrategy",
     ),
-    "Megatron keeps its parameters in pieces that are no DTensors": ("megatron", "MEGATRON_LM", "MegatronEngine"),
-    "FSDP1 keeps its parameters in flat pieces that are no DTensors": ("FullyShardedDataParallel", "FSDPStrategy"),
-    "torch_xla does not run here": ("XLA", "XLAStrategy", "SingleDeviceXLAStrategy"),
-    "Lightning's checkpoints keep only what the first rank says of a callback": ("ModelParallelStrategy",),
+    "Megatron shards its parameters without DTensors": ("megatron", "MEGATRON_LM", "MegatronEngine"),
+    "FSDP1 shards its parameters without DTensors": ("FullyShardedDataParallel", "FSDPStrategy"),
+    "diloco does not support torch_xla": ("XLA", "XLAStrategy", "SingleDeviceXLAStrategy"),
+    "Lightning's checkpoints keep only the first rank's state of a callback": ("ModelParallelStrategy",),
 }
-"""Why something can't be served, and what: packages and classes, and how Accelerate calls them."""
+"""Reason -> the names that it applies to: packages, classes, and Accelerate's distributed types."""
 
 
 def refuse_unfit(names: Iterable[str], given: str) -> None:
-    """Refuse what is known by one of these names not to work; ``given`` says what it is.
+    """Refuse an object if one of its ``names`` is in `_UNFIT`; ``given`` describes the object in the message.
 
     Raises:
-        ConfigurationError: with the reason.
+        ConfigurationError: if DiLoCo can't work with the object. The message gives the reason.
     """
     found = set(names)
     for why, unfit in _UNFIT.items():
         if found.intersection(unfit):
             raise ConfigurationError(
-                f"{given} was given, but {why}, so DiLoCo can't serve it. Use DistributedDataParallel, or FSDP2 with "
-                "Accelerate or the Trainer of transformers."
+                f"{given} was given, but {why}, so DiLoCo can't work with it. Use DistributedDataParallel, or FSDP2 "
+                "with Accelerate or the Trainer of transformers."
             )
 
 
 def names_of(thing: object) -> list[str]:
-    """The names of the classes that ``thing`` is one of, and of the packages that they are from."""
+    """Return the names of the class of ``thing`` and its base classes, and of the packages that define them."""
     kinds = type(thing).__mro__
     return [kind.__name__ for kind in kinds] + [kind.__module__.partition(".")[0] for kind in kinds]
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The module whose parameters are trained, without DistributedDataParallel or torch.compile around it.
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile wrappers.
 
     Raises:
-        ConfigurationError: if something keeps the parameters in a form of its own.
+        ConfigurationError: if a submodule stores parameters in a form that DiLoCo can't work with.
 
     >>> inner = nn.Linear(2, 2)
     >>> bare_model(DataParallel(inner)) is inner
     True
     """
     for module in model.modules():
-        refuse_unfit(names_of(module), f"a model with a {type(module).__name__}")
+        refuse_unfit(names_of(module), f"A model with a {type(module).__name__}")
     while True:
-        compiled = model._modules.get("_orig_mod")  # of torch.compile, asked without importing it
+        compiled = model._modules.get("_orig_mod")  # set by torch.compile; read without importing it
         if isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
         elif compiled is not None:
@@ -84,25 +87,25 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer of torch behind those of Accelerate and Lightning.
+    """Return the torch optimizer inside the wrappers of Accelerate and Lightning.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if ``optimizer`` is not a torch optimizer, or if DiLoCo can't work with it.
     """
     names = names_of(optimizer)
-    refuse_unfit(names, f"a {type(optimizer).__name__}")
+    refuse_unfit(names, f"A {type(optimizer).__name__}")
     if {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names):
         return bare_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"a {type(optimizer).__module__}.{type(optimizer).__name__} was given as the optimizer; it must be a "
-            "torch.optim.Optimizer."
+            f"The optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}."
         )
     return optimizer
 
 
 def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
-    """The bare model and the bare optimizer.
+    """Return the bare model and the bare optimizer.
 
     Raises:
         ConfigurationError: if DiLoCo can't work with one of them or with ``transport``.
@@ -113,17 +116,17 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks share out the parameters of ``model`` (DTensors)."""
+    """Return whether the parameters of ``model`` are sharded across ranks (DTensors)."""
     return any(hasattr(parameter, "to_local") for parameter in trainable_parameters(model).values())
 
 
 def check_ranks(model: nn.Module, transport: Transport | None) -> None:
-    """Refuse a transport that does not fit what the ranks of torch.distributed hold of the model.
+    """Check that ``transport`` matches the way in which the ranks of torch.distributed hold the model.
 
-    They are the ranks of one replica, because the framework averages their gradients.
+    These ranks form one replica, because the framework averages their gradients.
 
     Raises:
-        ConfigurationError: if it does not fit.
+        ConfigurationError: if the ranks hold shards but the transport expects whole parameters, or vice versa.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1 or transport is None:
@@ -131,16 +134,16 @@ def check_ranks(model: nn.Module, transport: Transport | None) -> None:
     if is_sharded(model) == transport.shared_by_ranks:
         held, fitting = ("shards", "sharded") if is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
-            f"a {type(transport).__name__} was given, but each of this replica's {ranks} ranks holds {held} of its "
-            f"parameters. Use what connect_replica(..., ranks={fitting!r}) gives."
+            f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {held} "
+            f"of its parameters. Use the transport of connect_replica(..., ranks={fitting!r})."
         )
 
 
 class StepWatch:
-    """Whether an optimizer took its steps, or a gradient scaler skipped them.
+    """Observes whether an optimizer takes its steps or a gradient scaler skips them.
 
-    It asks the optimizer, not the framework: a fused kernel is called with ``found_inf`` and skips the step by itself,
-    which Accelerate, for one, counts as taken.
+    It observes the optimizer rather than the framework: a fused kernel receives ``found_inf`` and skips the step
+    itself, which Accelerate, for example, counts as a step taken.
 
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -158,16 +161,16 @@ class StepWatch:
 
     @property
     def taken(self) -> bool:
-        """Whether a step was taken since `trained` was last asked."""
+        """Whether a step was taken since the last call of `trained`."""
         return self._taken
 
     def trained(self) -> float:
-        """How much of the step since the last call was trained, as `DiLoCo.step` takes it: 1 all, 0 nothing."""
+        """Return 1.0 if the optimizer took a step since the last call, else 0.0, as an argument for `DiLoCo.step`."""
         taken, self._taken = self._taken, False
         return float(taken)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the hook from the optimizer."""
         self._handle.remove()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -177,20 +180,21 @@ class StepWatch:
 
 
 def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | None = 0) -> Any:
-    """What of a map-style data set one replica trains on: as many samples for each replica, and no sample for two.
+    """Return one replica's share of a map-style data set. Shares are disjoint and have equal sizes.
 
-    Equal shares make epochs of equally many steps, so that no replica waits for one that ended an epoch early. What
-    can't be dealt out evenly, fewer than M samples, is left out.
+    With equal shares, an epoch has the same number of steps on every replica, so that no replica waits for one that
+    finished its epoch early. The remainder, fewer than M samples, is left out.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor is one, too.
-        replica: m.
-        num_replicas: M.
-        seed: of the order in which samples are dealt, the same on all replicas; None: the order that they have, every
-            M-th sample to the same replica.
+        dataset: a data set with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor has
+            the same type; any other share is a `torch.utils.data.Subset`.
+        replica: the number m of the replica, from 0 to M - 1.
+        num_replicas: the number M of replicas.
+        seed: the seed of the shuffle before the split, which must be the same on all replicas. None does not shuffle:
+            replica m gets every M-th sample, starting at sample m.
 
     Raises:
-        ConfigurationError: if there is no such replica, less than one sample for each, or no length.
+        ConfigurationError: if ``replica`` is out of range, or if the data set has no length or fewer than M samples.
 
     >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
     [[0, 3], [1, 4], [2, 5]]
@@ -198,16 +202,18 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     tensor([10, 40])
     """
     if not 0 <= replica < num_replicas:
-        raise ConfigurationError(f"replica={replica} of {num_replicas} was given; use 0 to {num_replicas - 1}.")
+        raise ConfigurationError(
+            f"replica must be from 0 to {num_replicas - 1} with {num_replicas} replicas, got {replica}."
+        )
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
-            f"a {type(dataset).__name__} has no length. For a stream of Hugging Face's, use datasets.distributed."
-            f"split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas})."
+            f"The data set must have a length, and a {type(dataset).__name__} has none. For a Hugging Face stream, use "
+            f"datasets.distributed.split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas})."
         )
     each = len(dataset) // num_replicas
     if each == 0:
         raise ConfigurationError(
-            f"{len(dataset)} samples were given to {num_replicas} replicas, and each needs at least one."
+            f"The data set must have at least one sample per replica, got {len(dataset)} for {num_replicas} replicas."
         )
     order = torch.arange(len(dataset))
     if seed is not None:

@@ -1,8 +1,8 @@
-"""One replica whose loop a framework drives: what the integrations have in common.
+"""The common part of the integrations: a replica whose training loop is driven by a framework.
 
-DiLoCo's state lies beside the framework's own checkpoint, in ``diloco/replica-M`` of its folder, or in
-``diloco/replica-M-rank-R-of-S`` where ranks share the parameters out and each saves its own: verified, whole or not
-there, and without pickle.
+DiLoCo's state is saved next to the framework's checkpoint, in ``diloco/replica-M`` of the checkpoint folder. If
+parameters are sharded, each rank saves its part in ``diloco/replica-M-rank-R-of-S``. The files are written atomically,
+verified when read, and contain no pickle.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 Parameters = Literal["global", "local"]
-"""Whose values are evaluated, saved for use, and left in the model at the end: what all replicas agree on, or this
-replica's own."""
+"""Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
+same on all replicas, or this replica's local ones."""
 
 
 class DiLoCoArguments(TypedDict, total=False):
-    """The arguments of `DiLoCo` that an integration passes on; they are explained there."""
+    """The arguments that an integration passes on to `DiLoCo`, which documents them."""
 
     schedule: SyncSchedule | None
     fragments: Sequence[Fragment] | None
@@ -67,10 +67,10 @@ class DiLoCoArguments(TypedDict, total=False):
 
 
 class Figures:
-    """What became of the rounds so far, as a framework's logs take it.
+    """Collects figures of the rounds for a framework's logs.
 
     Args:
-        on_event: called with every event, too.
+        on_event: a callback that also receives every event, or None.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
@@ -79,7 +79,7 @@ class Figures:
         self._contributors = 0
 
     def handle(self, event: Event) -> None:
-        """Take note of ``event``."""
+        """Process ``event``, and pass it on."""
         if isinstance(event, RoundCommitted):
             self._wait_s += event.wait_s
             self._contributors = len(event.contributors)
@@ -87,7 +87,7 @@ class Figures:
             self._on_event(event)
 
     def of(self, diloco: DiLoCo) -> dict[str, float]:
-        """Name -> number. Rounds and bytes since the beginning; seconds of waiting since this process began."""
+        """Return name -> number: rounds and bytes since the start of training, and seconds waited by this process."""
         return {
             "diloco/rounds": diloco.rounds_committed,
             "diloco/rounds_void": diloco.rounds_void,
@@ -99,32 +99,33 @@ class Figures:
 
 
 class HostedReplica:
-    """A `DiLoCo` that is made when a framework begins to train, and the values that the model holds meanwhile.
+    """A `DiLoCo` that is created when a framework starts to train. It can swap global parameters into the model.
 
-    While the global parameters are shown, nothing may be trained or merged.
+    While the model holds the global parameters, it must not be trained or merged.
 
     Args:
-        parameters: whose values the model holds where it is evaluated and saved, and at the end.
+        parameters: the parameters that the model holds while it is evaluated or saved, and at the end.
+        arguments: further arguments of `DiLoCo`.
 
     Raises:
-        ConfigurationError: if ``parameters`` are neither global nor local.
+        ConfigurationError: if ``parameters`` is neither global nor local.
     """
 
     def __init__(self, parameters: Parameters, arguments: DiLoCoArguments) -> None:
         if parameters not in get_args(Parameters):
-            raise ConfigurationError(f"parameters={parameters!r} was given; use global or local.")
+            raise ConfigurationError(f"parameters must be 'global' or 'local', got {parameters!r}.")
         self.parameters = parameters
-        self.diloco: DiLoCo | None = None  # once training has begun
-        self.training = False  # whether training has begun, and has not ended
+        self.diloco: DiLoCo | None = None  # None until training starts
+        self.training = False  # whether training has started and not ended
         self._arguments = arguments
         self._figures = Figures(arguments.get("on_event"))
         self._hidden: dict[str, Tensor] | None = None
 
     def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
-        """Make the `DiLoCo` of what a framework has wrapped.
+        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped.
 
         Raises:
-            ConfigurationError: if it can't serve the model, the optimizer or the transport.
+            ConfigurationError: if DiLoCo can't work with the model, the optimizer or the transport.
         """
         bare, inner = unwrapped(model, optimizer, transport)
         arguments = self._arguments | {"on_event": self._figures.handle}
@@ -134,36 +135,36 @@ class HostedReplica:
         return self.diloco
 
     def step(self) -> None:
-        """The optimizer has stepped, or a gradient scaler has skipped the step."""
+        """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
         self._begun.step(self._watch.trained())
 
     def figures(self) -> dict[str, float]:
-        """For the framework's logs; see `Figures`."""
+        """Return figures for the framework's logs; see `Figures`."""
         return self._figures.of(self._begun)
 
     @property
     def shows_globals(self) -> bool:
-        """Whether the model holds the global parameters in place of the local ones."""
+        """Whether the model holds the global parameters instead of the local ones."""
         return self._hidden is not None
 
     def show(self) -> None:
-        """While training: the model takes the parameters that are to be evaluated or saved."""
+        """During training, put the parameters that are to be evaluated or saved into the model."""
         if self.training and self.parameters == "global" and self._hidden is None:
             self._hidden = {name: values.clone() for name, values in held_values(self._begun.model).items()}
             hold_values(self._begun.model, self._begun.outer_loop.named_global_params())
 
     def hide(self) -> None:
-        """The model holds the local parameters again."""
+        """Put the local parameters back into the model."""
         if self._hidden is not None:
             hold_values(self._begun.model, self._hidden)
             self._hidden = None
 
     def local(self) -> dict[str, Tensor]:
-        """Parameter name -> the local value, wherever it is now; not copied."""
+        """Return parameter name -> local value, without copying, whatever the model currently holds."""
         return held_values(self._begun.model) if self._hidden is None else self._hidden
 
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
-        """Merge what is in flight, and leave the model with the parameters that were asked for, or ``instead``."""
+        """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
         self.hide()
         self._begun.end()
         if instead is None and self.parameters == "global":
@@ -173,7 +174,7 @@ class HostedReplica:
         self.abandon()
 
     def abandon(self) -> None:
-        """Leave the model with the local parameters and the optimizer as it was; does nothing after the end."""
+        """Put the local parameters back and remove the hook from the optimizer; do nothing after `end`."""
         self.hide()
         if self.training:
             self._watch.close()
@@ -181,99 +182,99 @@ class HostedReplica:
 
     @property
     def _begun(self) -> DiLoCo:
-        assert self.diloco is not None, "training has begun"
+        assert self.diloco is not None, "training has started"
         return self.diloco
 
 
 def held_values(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> what this rank holds of the trainable parameter, on the same memory."""
+    """Return name -> this rank's part of each trainable parameter, sharing its memory."""
     return {name: local_shard(parameter) for name, parameter in trainable_parameters(model).items()}
 
 
 def hold_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the trainable parameters, in their own dtype and on their own device."""
+    """Copy ``values`` into the trainable parameters, which keep their dtype and device."""
     for name, shard in held_values(model).items():
         shard.copy_(values[name])
 
 
 def exact_state(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """All that `restore` needs beside the framework's own state.
+    """Return the state that `restore` needs in addition to the framework's own.
 
     Args:
-        local: parameter name -> the local value, where the framework saves global ones as the model.
+        local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
     """
     return {"diloco": diloco.state_dict(), "local": local}
 
 
 def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
-    """Go on where `exact_state` was called, with a model that the framework has loaded, or is about to."""
+    """Restore the state returned by `exact_state`. The framework loads the model before or after this call."""
     if state["local"] is not None:
         hold_values(diloco.model, state["local"])
     diloco.load_state_dict(state["diloco"])
 
 
 def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
-    """Save what this rank needs to go on exactly; to be called on all ranks of the replica.
+    """Save the state that this rank needs to resume exactly. Call this on all ranks of the replica.
 
     Args:
-        checkpoint: the framework's folder.
-        local: parameter name -> the local value, where the framework saves global ones as the model.
+        checkpoint: the framework's checkpoint folder.
+        local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
 
     Raises:
-        ConfigurationError: if another replica saves into the same folder.
-        CheckpointError: if it can't be written.
+        ConfigurationError: if another replica has saved into the same folder.
+        CheckpointError: if the state can't be written.
     """
     if not is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
         return
     replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
     if others := [name for name in _saved(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
         raise ConfigurationError(
-            f"replica {replica} was to save into {checkpoint}, where {others[0]} saves too, and each would overwrite "
-            "the other's model and optimizer. Give each replica a folder of its own."
+            f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
+            "the other's model and optimizer. Give each replica its own folder."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco.model))}
     save_checkpoint(mine, diloco.steps, {"state": exact_state(diloco, local)}, about=about, keep=1)
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether any replica saved its state there."""
+    """Return whether any replica has saved its state in the folder."""
     return bool(_saved(checkpoint))
 
 
 def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
-    """Go on where `save_state` was called; to be called on all ranks of the replica.
+    """Restore the state that `save_state` saved. Call this on all ranks of the replica.
 
-    Afterwards the model holds its local parameters, also where the framework saved the global ones.
+    Afterwards the model holds its local parameters, even if the framework saved the global ones.
 
     Args:
-        checkpoint: the framework's folder.
-        diloco: of this rank, new.
-        check_model: whether the framework has loaded the model already, which then must be the one saved there.
+        checkpoint: the framework's checkpoint folder.
+        diloco: this rank's `DiLoCo`, which has not taken a step.
+        check_model: whether to check that the model is the one saved with the state; True if it is already loaded.
 
     Raises:
-        CheckpointError: if there is none for this replica, it is damaged, or of another model or schedule.
+        CheckpointError: if the state of this replica is missing or damaged, or belongs to another model or schedule.
     """
     mine = _place(checkpoint, diloco)
     if not mine.exists() and (others := _saved(checkpoint)):
         raise CheckpointError(
-            f"{checkpoint} holds {', '.join(others)} and not {mine.name}. Resume from the folder that this replica "
-            "saved, with as many ranks as it had then."
+            f"{checkpoint} holds {', '.join(others)}, but not {mine.name}. Resume from the folder that this replica "
+            "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
     if check_model and opened.about["model"] != digest_tensors(held_values(diloco.model)):
         raise CheckpointError(
-            f"the model that was loaded is not the one saved in {checkpoint}. Tell the callback which folder it was "
-            "loaded from (resume_from_checkpoint)."
+            f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
+            "to DiLoCoCallback (resume_from_checkpoint=...)."
         )
     restore(diloco, opened.load("state"))
 
 
 def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
-    """Where this rank's state lies."""
+    """Return the folder of this rank's state."""
     suffix = f"-rank-{dist.get_rank()}-of-{dist.get_world_size()}" if is_sharded(diloco.model) else ""
     return checkpoint / "diloco" / f"replica-{diloco.transport.replica}{suffix}"
 
 
 def _saved(checkpoint: Path) -> list[str]:
-    """Whose state lies there: the names of all places."""
+    """Return the names of all states saved in the folder."""
     return sorted(path.name for path in (checkpoint / "diloco").glob("replica-*"))

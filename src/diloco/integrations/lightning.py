@@ -1,6 +1,6 @@
-"""DiLoCo in Lightning's `Trainer`: a callback.
+"""DiLoCo in Lightning's `Trainer`, as a callback.
 
-It is not a strategy, because what happens inside a replica is left to Lightning's own: one device, or DDP.
+It is not a strategy, because Lightning's own strategies (one device, or DDP) run the inside of a replica.
 """
 
 from __future__ import annotations
@@ -25,36 +25,34 @@ with from_extra("lightning", "DiLoCoCallback needs lightning"):
 __all__ = ["Connect", "DiLoCoCallback"]
 
 Connect = Callable[[], AbstractContextManager[Transport]]
-"""Connects to the other replicas when training begins, and disconnects at its end, such as a `functools.partial` of
-`connect_replica`."""
+"""Returns a context manager that connects to the other replicas when training starts and disconnects when it ends, such
+as a `functools.partial` of `connect_replica`."""
 
 
 class DiLoCoCallback(Callback):
-    """Makes a Lightning `Trainer` one replica among others.
+    """Makes a Lightning `Trainer` one of several replicas.
 
-    After every optimizer step, however many batches it accumulated, fragments are sent and merged as the schedule says;
-    a step that a gradient scaler skipped counts as one that trained nothing. DiLoCo's state is in Lightning's
-    checkpoints, and ``trainer.fit(ckpt_path=...)`` resumes exactly. Figures of the rounds are logged under names that
-    begin with ``diloco/``.
+    After every optimizer step, however many batches it accumulated, fragments are sent and merged according to the
+    schedule. A step that a gradient scaler skipped counts as a step that trained nothing. Lightning's checkpoints
+    contain DiLoCo's state, and ``trainer.fit(ckpt_path=...)`` resumes exactly. Figures of the rounds are logged under
+    names that start with ``diloco/``.
 
-    Every replica is a process, or the processes of one ``strategy="ddp"``, with its own ``default_root_dir``. All must
-    begin with the same weights, take the same number of optimizer steps (``max_steps``), and see different data
-    (`diloco.replica_share`).
+    A replica is one process, or the processes of one ``strategy="ddp"``, with its own ``default_root_dir``. All
+    replicas must start with the same weights, take the same number of optimizer steps (``max_steps``), and see
+    different data (`diloco.replica_share`).
 
     Args:
-        transport: this replica's way to the others, or how to connect to them when training begins (with DDP it must be
-            this, since Lightning starts the other processes first); None: alone.
-        parameters: whose values are validated, saved as the ``state_dict`` of a checkpoint, and left in the module at
-            the end. global: those that all replicas agree on; resuming is exact all the same, since the local ones are
-            in the checkpoint, too (not with ``save_weights_only``).
-        begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo, which then begins there.
-        arguments: of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
-
-    Attributes:
-        diloco: once training has begun.
+        transport: the connection to the other replicas, or a `Connect` that makes it when training starts, or None to
+            train alone. DDP requires a `Connect`, because Lightning starts the other processes first.
+        parameters: the parameters that are validated, saved as the ``state_dict`` of a checkpoint, and left in the
+            module at the end. With "global", which all replicas agree on, resuming is still exact, because the
+            checkpoint also has the local ones (not with ``save_weights_only``).
+        begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo's state. DiLoCo then starts
+            there.
+        arguments: further arguments of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
 
     Raises:
-        ConfigurationError: for what can't work; most of it when training begins.
+        ConfigurationError: if something can't work; in most cases only when training starts.
     """
 
     def __init__(
@@ -73,25 +71,25 @@ class DiLoCoCallback(Callback):
 
     @property
     def diloco(self) -> DiLoCo | None:
-        """Of this replica, once training has begun."""
+        """The `DiLoCo` of this replica; None until training starts."""
         return self._replica.diloco
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what can't work before anything is set up for it."""
+        """Refuse strategies that can't work, before anything is set up."""
         if stage == "fit":
-            refuse_unfit(names_of(trainer.strategy), f"a Trainer with {type(trainer.strategy).__name__}")
+            refuse_unfit(names_of(trainer.strategy), f"A Trainer with {type(trainer.strategy).__name__}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Connect, and make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
+        """Connect, create the `DiLoCo`, and restore its state if training resumes."""
         if self.diloco is not None:
             raise ConfigurationError(
-                "DiLoCoCallback was given to a second fit(), but its rounds are over. Make a new one with a new "
-                "transport."
+                "This DiLoCoCallback has already been used by a fit(), and its rounds have ended. Create a new one "
+                "with a new transport."
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"DiLoCoCallback was given to a module of {len(trainer.optimizers)} optimizers, whose steps Lightning "
-                "adds up. Use one optimizer, or DiLoCo around a loop of your own."
+                f"DiLoCoCallback needs a module with one optimizer, got {len(trainer.optimizers)}, whose steps "
+                "Lightning adds up. Use one optimizer, or DiLoCo in your own loop."
             )
         transport = self.transport
         if callable(transport):
@@ -101,8 +99,8 @@ class DiLoCoCallback(Callback):
             self._resume(diloco, self._loaded)
         elif trainer.global_step and not self.begin_from_checkpoint:
             raise CheckpointError(
-                f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state. Use one "
-                "that was saved with DiLoCoCallback, or begin_from_checkpoint=True."
+                f"The Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state. Use a "
+                "checkpoint that was saved with DiLoCoCallback, or set begin_from_checkpoint=True."
             )
         self._counted = trainer.global_step
         if self._replica.parameters == "global":
@@ -112,28 +110,28 @@ class DiLoCoCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Where this batch completed an optimizer step, it is counted."""
+        """Run `DiLoCo.step` if this batch completed an optimizer step, and log the figures."""
         steps = trainer.global_step - self._counted
         self._counted = trainer.global_step
         if steps > 1:
             raise ConfigurationError(
-                f"training_step took {steps} steps of the optimizer with one batch, but DiLoCo may have to merge after "
-                "each. Take one step a batch, or use DiLoCo around a loop of your own. Training stops here."
+                f"training_step took {steps} optimizer steps with one batch, but DiLoCo may have to merge after each. "
+                "Take one step per batch, or use DiLoCo in your own loop. Training stops here."
             )
         if steps:
             self._replica.step()
         pl_module.log_dict(self._replica.figures())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The module takes the parameters that are to be validated."""
+        """Put the parameters that are to be validated into the module."""
         self._replica.show()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training goes on with the local parameters."""
+        """Put the local parameters back for training."""
         self._replica.hide()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merge what is in flight, leave the module with the parameters that were asked for, and disconnect."""
+        """Merge what is in flight, leave the module with the chosen parameters, and disconnect."""
         self._replica.end()
         self._at_end.close()
 
@@ -143,7 +141,7 @@ class DiLoCoCallback(Callback):
         self._at_end.__exit__(type(exception), exception, sys.exc_info()[2])
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning keeps of this callback in a checkpoint."""
+        """Return the state that Lightning saves in its checkpoint for this callback."""
         if self.diloco is None:
             return dict(self._loaded or {})
         saves_globals = self._replica.training and self._replica.parameters == "global"
@@ -151,20 +149,20 @@ class DiLoCoCallback(Callback):
         return state | {"replica": self.diloco.transport.replica}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, when training begins."""
+        """Keep the state, to restore it when training starts."""
         self._loaded = state_dict or None
 
     def _resume(self, diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         if state["replica"] != diloco.transport.replica:
             raise CheckpointError(
-                f"the checkpoint is of replica {state['replica']}, but this is replica {diloco.transport.replica}. "
-                "Resume each replica from its own."
+                f"The checkpoint belongs to replica {state['replica']}, but this is replica "
+                f"{diloco.transport.replica}. Resume each replica from its own checkpoint."
             )
         restore(diloco, state)
 
 
 def _put_globals(diloco: DiLoCo, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
-    """Replace the parameters in what Lightning is about to save of ``module``."""
+    """Replace the local parameters by the global ones in the ``state_dict`` that Lightning is about to save."""
     values = {id(module.get_parameter(name)): v for name, v in diloco.outer_loop.named_global_params().items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in values and name in state_dict:
@@ -172,9 +170,9 @@ def _put_globals(diloco: DiLoCo, module: LightningModule, state_dict: dict[str, 
 
 
 def _before_saving(module: LightningModule, put: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
-    """Call ``put`` with every ``state_dict`` that Lightning saves of ``module``, until what is returned is called.
+    """Call ``put`` with every ``state_dict`` that Lightning saves of ``module``. Return a function that ends this.
 
-    In the module's own hook, since Lightning does not ask callbacks where it saves weights only.
+    It wraps the module's own hook, because Lightning does not call callbacks when it saves weights only.
     """
     saving = module.on_save_checkpoint
 
@@ -183,6 +181,6 @@ def _before_saving(module: LightningModule, put: Callable[[dict[str, Tensor]], N
         put(checkpoint["state_dict"])
         saving(checkpoint)
 
-    # as an attribute of the object: its class may have others
+    # set on the instance, because its class may have other instances
     object.__setattr__(module, "on_save_checkpoint", put_first)
     return lambda: object.__delattr__(module, "on_save_checkpoint")

@@ -1,4 +1,4 @@
-"""DiLoCo in Hugging Face's `Trainer`: a callback."""
+"""DiLoCo in the Hugging Face `Trainer`, as a callback."""
 
 from __future__ import annotations
 
@@ -22,39 +22,35 @@ from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
 with from_extra("hf", "DiLoCoCallback needs transformers and accelerate"):
-    import accelerate  # noqa: F401  # without which there is no Trainer
+    import accelerate  # noqa: F401  # the Trainer needs it
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["DiLoCoCallback"]
 
 
 class DiLoCoCallback(TrainerCallback):
-    """Makes a `Trainer` one replica among others.
+    """Makes a `Trainer` one of several replicas.
 
-    After every optimizer step, however many micro-batches it took, fragments are sent and merged as the schedule says.
-    DiLoCo's state is saved with the Trainer's checkpoints, and ``trainer.train(resume_from_checkpoint=...)`` resumes
-    exactly. Figures of the rounds are added to the Trainer's logs, under names that begin with ``diloco/``.
+    After every optimizer step, however many micro-batches it took, fragments are sent and merged according to the
+    schedule. DiLoCo's state is saved with the Trainer's checkpoints, and ``trainer.train(resume_from_checkpoint=...)``
+    resumes exactly. Figures of the rounds are added to the Trainer's logs, under names that start with ``diloco/``.
 
-    Every replica is a process, or a group of processes of `torchrun` that train it together with
-    DistributedDataParallel or FSDP2, with its own ``output_dir``. All must begin with the same weights, take the same
-    number of optimizer steps (``max_steps``), and see different data (`diloco.replica_share`).
+    A replica is one process, or a group of processes started by `torchrun` that train it together with
+    DistributedDataParallel or FSDP2, with its own ``output_dir``. All replicas must start with the same weights, take
+    the same number of optimizer steps (``max_steps``), and see different data (`diloco.replica_share`).
 
     Args:
-        transport: this replica's way to the others; None: alone.
-        parameters: whose values are evaluated, saved as the model of a checkpoint, and left in the model at the end.
-            global: those that all replicas agree on, so that a decision from an evaluation is the same on all of them;
-            resuming is exact all the same, since the local ones are saved beside them.
-        resume_from_checkpoint: the folder that ``trainer.train`` is told to resume from, where it is none of
-            ``output_dir``.
-        begin_from_checkpoint: whether a checkpoint of a Trainer without DiLoCo may be resumed from; DiLoCo then begins
-            there, with the same checkpoint on all replicas.
-        arguments: of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
-
-    Attributes:
-        diloco: once training has begun.
+        transport: the connection to the other replicas, or None to train alone.
+        parameters: the parameters that are evaluated, saved as the model of a checkpoint, and left in the model at the
+            end. With "global", which all replicas agree on, a decision based on an evaluation is the same on all of
+            them. Resuming is still exact, because the local parameters are saved as well.
+        resume_from_checkpoint: the folder that ``trainer.train`` resumes from, if it is not in ``output_dir``.
+        begin_from_checkpoint: whether training may resume from a checkpoint without DiLoCo's state. DiLoCo then starts
+            there; all replicas must use the same checkpoint.
+        arguments: further arguments of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
 
     Raises:
-        ConfigurationError: for what can't work; most of it when training begins.
+        ConfigurationError: if something can't work; in most cases only when training starts.
     """
 
     def __init__(
@@ -70,16 +66,18 @@ class DiLoCoCallback(TrainerCallback):
         self.resume_from_checkpoint = resume_from_checkpoint
         self.begin_from_checkpoint = begin_from_checkpoint
         self._replica = HostedReplica(parameters, arguments)
-        self._began: TrainerState | None = None  # of the train() in which it did
+        self._began: TrainerState | None = None  # the state of the train() call that started DiLoCo
 
     @property
     def diloco(self) -> DiLoCo | None:
-        """Of this replica, once training has begun."""
+        """The `DiLoCo` of this replica; None until training starts."""
         return self._replica.diloco
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Instead of ``Trainer(callbacks=[...])``: the figures then reach TensorBoard, W&B and other trackers,
-        whose callbacks stand before all others."""
+        """Add this callback to ``trainer``, so that its figures reach TensorBoard, W&B and other trackers.
+
+        With ``Trainer(callbacks=[...])`` they do not, because the callbacks of trackers run before all others.
+        """
         trainer.callback_handler.callbacks.insert(0, _FiguresFirst(self))
         trainer.add_callback(self)
         return self
@@ -93,8 +91,8 @@ class DiLoCoCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
-        assert model is not None, "a Trainer gives its model"
+        """Create the `DiLoCo`, and restore its state if training resumes."""
+        assert model is not None, "the Trainer passes its model"
         self._refuse_unfit(args, state)
         diloco = self._replica.begin(model, optimizer, self.transport)
         self._began = state
@@ -103,43 +101,35 @@ class DiLoCoCallback(TrainerCallback):
         if args.eval_on_start:
             self._replica.show()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Training goes on with the local parameters."""
-        self._replica.hide()
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Training goes on with the local parameters."""
+        """Put the local parameters back for training."""
         self._replica.hide()
+
+    on_epoch_begin = on_step_begin
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The optimizer has stepped, or a gradient scaler has skipped the step."""
+        """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
         self._replica.step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before an evaluation or a checkpoint the model takes the parameters that it is to have there."""
+        """Put the parameters to evaluate or save into the model, if an evaluation or a checkpoint follows."""
         if control.should_evaluate or control.should_save:
             self._replica.show()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """As `on_step_end`."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save DiLoCo's state beside the optimizer's, unless the Trainer saves the model only."""
-        assert self.diloco is not None, "training has begun"
+        """Save DiLoCo's state with the checkpoint, unless the Trainer saves only the model."""
+        assert self.diloco is not None, "training has started"
         folder, shown = _checkpoint_of(args, state), self._replica.shows_globals
         if self._replica.parameters == "global" and not shown:
             warnings.warn(
-                f"{folder} holds local parameters, because a callback after DiLoCoCallback asked for it to be saved. "
-                "Give DiLoCoCallback as the last one to save the global parameters.",
+                f"{folder} contains the local parameters, because a callback after DiLoCoCallback requested this "
+                "checkpoint. To save the global parameters, pass DiLoCoCallback as the last callback.",
                 stacklevel=2,
             )
         if not args.save_only_model:
@@ -153,7 +143,7 @@ class DiLoCoCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the figures to what the Trainer logs of training, and to its history."""
+        """Add the figures to the Trainer's training logs and to its history."""
         if self.diloco is not None and logs is not None and {"loss", "train_loss"} & logs.keys():
             figures = self._replica.figures()
             logs.update(figures)
@@ -162,11 +152,11 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Merge what is in flight, and leave the model with the parameters that were asked for.
+        """Merge what is in flight, and leave the model with the chosen parameters.
 
-        Where the Trainer loaded the best model at the end, that is what it keeps.
+        If the Trainer has loaded the best model at the end, the model keeps those parameters.
         """
-        assert self.diloco is not None, "training has begun"
+        assert self.diloco is not None, "training has started"
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = {name: values.clone() for name, values in held_values(self.diloco.model).items()}
@@ -179,26 +169,30 @@ class DiLoCoCallback(TrainerCallback):
             load_state(folder, diloco, check_model=True)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(
-                f"the Trainer resumes at step {state.global_step}, but {folder} has no state of DiLoCo. If it resumes "
-                "from another folder, use DiLoCoCallback(resume_from_checkpoint=that folder); if a Trainer without "
-                "DiLoCo saved it, begin_from_checkpoint=True."
+                f"The Trainer resumes at step {state.global_step}, but {folder} has no DiLoCo state. If it resumes "
+                "from another folder, pass that folder to DiLoCoCallback as resume_from_checkpoint. If the checkpoint "
+                "was saved without DiLoCo, set begin_from_checkpoint=True."
             )
 
     def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
         refused = {
-            "DeepSpeed, which keeps the parameters to itself": args.deepspeed is not None,
-            "a hyperparameter search, whose trials would meet the others at other steps": state.is_hyper_param_search,
-            "enable_jit_checkpoint, which saves without asking any callback": args.enable_jit_checkpoint,
-            "the same DiLoCoCallback twice, where each step would count as two": self._began is state,
-            "a second train() with one DiLoCoCallback, whose rounds are over": None is not self._began is not state,
+            "DeepSpeed, which keeps the parameters private": args.deepspeed is not None,
+            "a hyperparameter search, whose trials would be out of step with the other replicas": (
+                state.is_hyper_param_search
+            ),
+            "enable_jit_checkpoint, which saves without calling callbacks": args.enable_jit_checkpoint,
+            "the same DiLoCoCallback twice, because each step would count as two": self._began is state,
+            "a second train() call, because the rounds of this DiLoCoCallback have ended; create a new one": (
+                None is not self._began is not state
+            ),
         }
         for what, given in refused.items():
             if given:
-                raise ConfigurationError(f"DiLoCoCallback can't serve a Trainer with {what}.")
+                raise ConfigurationError(f"DiLoCoCallback can't work with {what}.")
 
 
 class _FiguresFirst(TrainerCallback):
-    """Stands before the trackers, so that they see what `DiLoCoCallback.on_log` adds."""
+    """Runs `DiLoCoCallback.on_log` before the trackers, so that they see the figures that it adds."""
 
     def __init__(self, callback: DiLoCoCallback) -> None:
         self._callback = callback
@@ -208,6 +202,6 @@ class _FiguresFirst(TrainerCallback):
 
 
 def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer saves, and by default resumes from, at the step of ``state``."""
-    assert args.output_dir is not None, "the Trainer has set it"
+    """Return the folder that the Trainer saves to, and by default resumes from, at the step of ``state``."""
+    assert args.output_dir is not None, "the Trainer sets output_dir"
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,4 +1,4 @@
-"""The model settings, and the source of the model that they name. This module does not import torch."""
+"""The model settings, and the source of the model that they name. This module works without torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Watching a run. Sees events only."""
+"""Sinks that consume the events of a run: consoles, ``metrics.jsonl``, TensorBoard and Weights & Biases."""

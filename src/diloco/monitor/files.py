@@ -1,8 +1,8 @@
-"""What a run writes about itself: ``metrics.jsonl``, and its curves for TensorBoard and whatever else draws them.
+"""The files that a run writes: ``metrics.jsonl`` with every event, and curves for TensorBoard and other trackers.
 
-``metrics.jsonl`` holds one JSON object a line, in the order the events became true. Schema 1: every record has
-``schema`` (1), ``event``, ``step`` (inner steps finished), ``time_s`` (when it was written: seconds since 1970, by this
-machine's clock), and the fields of its event:
+``metrics.jsonl`` holds one JSON object per line, in the order in which the events happened. In schema 1, every record
+has ``schema`` (1), ``event``, ``step`` (inner steps finished), ``time_s`` (when it was written, in seconds since 1970
+by this machine's clock) and the fields of its event:
 
 ==================  ===================================================================================================
 event               fields
@@ -26,14 +26,16 @@ Note                text
 RunFinished         summary
 ==================  ===================================================================================================
 
-Their meanings and units are in `diloco.events`. Under one schema number fields may be added, never renamed or removed.
-The text is ASCII (other characters as ``\\u`` escapes), so that no half character and no exotic line end can occur.
+`diloco.events` gives their meanings and units. Within one schema, fields may be added but never renamed or removed. The
+text is ASCII, with other characters as ``\\u`` escapes, so that the file never ends in half a character and contains no
+exotic line ends.
 
-- JSON has no NaN: a float that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, so
-  ``float(record["loss"])`` is right in every case.
-- The file is only ever appended to. A run that goes on from step s writes a new ``RunStarted`` with ``step`` = s, which
-  supersedes every earlier record with a greater step; `read_metrics` leaves those out.
-- A run killed while it wrote leaves half a line at the end. Readers skip it, and the next run cuts it off.
+- JSON has no NaN. A non-finite float is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, so
+  ``float(record["loss"])`` works in every case.
+- The file is append-only. A run that resumes from step s writes a new ``RunStarted`` with ``step`` = s, which
+  supersedes every earlier record with a greater step; `read_metrics` skips those.
+- A run that is killed while it writes leaves an incomplete line at the end. Readers skip it, and the next run removes
+  it.
 """
 
 from __future__ import annotations
@@ -51,13 +53,14 @@ __all__ = ["Curves", "MetricsFile", "TensorBoardSink", "read_metrics"]
 
 _MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 
-Point = tuple[int, dict[str, float]]  # a step and the values at it, by the name of the curve, with its unit
+Point = tuple[int, dict[str, float]]  # a step, and curve name (with the unit) -> value at that step
 
 
 class MetricsFile:
-    """Appends every event to ``path`` as one line of JSON, handed to the system at once.
+    """Appends every event to ``path`` as one line of JSON, which reaches the operating system at once.
 
-    A process that dies loses at most the line that it was writing; half a line found at the end is cut off.
+    A process that dies loses at most the line that it was writing. An incomplete line at the end of an existing file is
+    removed.
 
     Raises:
         OSError: if the file cannot be opened for writing.
@@ -80,31 +83,31 @@ class MetricsFile:
 
 
 def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, in order, without those that a resumed run superseded.
+    """Return the records of a ``metrics.jsonl`` in order, without those that a resumed run superseded.
 
     Args:
-        path: of the file; the run may still be writing it.
-        event: only records of this event, such as ``"Evaluated"``.
+        path: the file, which the run may still be writing.
+        event: the name of an event, such as ``"Evaluated"``, to return only its records.
 
     Raises:
-        DataError: for a damaged line that is not the last, or a record of another schema.
+        DataError: if a line other than an incomplete last one is damaged, or if a record has another schema.
         OSError: if the file cannot be read.
     """
     records: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is half a line, or nothing
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is incomplete or empty
         try:
             record = json.loads(line)
             schema, name, step = record["schema"], record["event"], record["step"]
         except (ValueError, TypeError, LookupError) as error:
             raise DataError(
-                f"{path}, line {number} is no record of an event ({error!r}): {line[:80]!r}. Remove that line to read "
-                "the rest."
+                f"Line {number} of {path} is not a valid event record ({error!r}): {line[:80]!r}. Remove that line to "
+                "read the rest."
             ) from error
         if schema != events.SCHEMA_VERSION:
             raise DataError(
-                f"{path}, line {number} has schema {schema}, and this version reads schema {events.SCHEMA_VERSION}. "
-                "Read the file with the version that wrote it."
+                f"Line {number} of {path} has schema {schema}, but this version of diloco reads only schema "
+                f"{events.SCHEMA_VERSION}. Read the file with the version that wrote it."
             )
         if name == "RunStarted":
             records = [earlier for earlier in records if earlier["step"] <= step]
@@ -113,15 +116,19 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 class Curves:
-    """Thins steps out to points.
+    """Reduces the events of a run to points of curves, one every ``every_steps`` steps and one at the last step.
 
-    A point every ``every_steps`` steps, and at the last one. Over the steps since the point before: the means
-    ``loss/train(nats)`` and ``time/step(s)``; ``time/throughput(tokens per s)`` of all replicas;
-    ``time/model_flops_utilization(%)`` where the device's peak is known; and ``transport/wait(s)``, one replica's mean
-    wait for a committed round. As they are: ``transport/sent(bytes)`` by one replica so far,
-    ``time/compute_utilization(%)``, ``optimizer/learning_rate`` and ``optimizer/gradient_norm``. At each evaluation:
-    ``loss/heldout(nats)``. Of the last round of each fragment, where rounds are measured: ``fragment 0/mean_norm``,
-    ``/mean_cosine``, ``/momentum_cosine``, ``/gain`` and ``/spread``.
+    A point holds:
+
+    - over the steps since the previous point: the means ``loss/train(nats)`` and ``time/step(s)``,
+      ``time/throughput(tokens per s)`` of all replicas, ``time/model_flops_utilization(%)`` if the device's peak is
+      known, and ``transport/wait(s)``, one replica's mean wait for a committed round;
+    - at the step itself: ``transport/sent(bytes)`` by one replica so far, ``time/compute_utilization(%)``,
+      ``optimizer/learning_rate`` and ``optimizer/gradient_norm``;
+    - for the last round of each fragment, if telemetry is on: ``fragment 0/mean_norm``, ``/mean_cosine``,
+      ``/momentum_cosine``, ``/gain`` and ``/spread``.
+
+    An evaluation gives a point of its own with ``loss/heldout(nats)``.
 
     Args:
         every_steps: steps between two points, at least 1.
@@ -133,13 +140,13 @@ class Curves:
         self._losses: list[float] = []
         self._step_s: list[float] = []
         self._utilizations: list[tuple[float, float]] = []  # (fraction, seconds)
-        self._tokens: list[int] = []  # seen at the last point, and at the steps since then
+        self._tokens: list[int] = []  # token counts at the last point and at every step since
         self._tokens_per_step = 0
         self._wait_s: list[float] = []
         self._measures: dict[str, float] = {}
 
     def take(self, event: events.Event) -> Point | None:
-        """Take in ``event``; returns the point that it completes, if any."""
+        """Process ``event``, and return the point that it completes, if any."""
         match event:
             case events.RunStarted():
                 self._tokens_per_step = event.tokens_per_step
@@ -164,7 +171,7 @@ class Curves:
         return None
 
     def rest(self) -> Point | None:
-        """A point of the steps since the last point; None if there are none."""
+        """Return a point for the steps since the last point, or None if there are none."""
         last = self._last
         if last is None or not self._losses:
             return None
@@ -194,16 +201,16 @@ def _mean(values: list[float]) -> float:
 
 
 class TensorBoardSink:
-    """The `Curves` of a run for TensorBoard, and the generated samples as text.
+    """Writes the `Curves` of a run, and generated samples as text, for TensorBoard.
 
-    `RunStarted` must come first. A resumed run adds a file of its own, which makes TensorBoard hide what came after the
-    step that it resumed from.
+    `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
+    the step that the run resumed from.
 
     Args:
         every_steps: steps between two points, at least 1.
 
     Raises:
-        ConfigurationError: if tensorboard cannot be imported.
+        ConfigurationError: if TensorBoard cannot be imported.
     """
 
     def __init__(self, folder: Path, every_steps: int) -> None:
@@ -211,7 +218,8 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigurationError(
-                f"tensorboard cannot be imported ({error}). Install it with pip, or set monitor.tensorboard = false."
+                f"TensorBoard cannot be imported ({error}). Install it with `pip install tensorboard`, or set "
+                "monitor.tensorboard = false."
             ) from error
         self._make_writer = SummaryWriter
         self._writer: Any = None
@@ -219,7 +227,7 @@ class TensorBoardSink:
         self._curves = Curves(every_steps)
 
     def handle(self, event: events.Event) -> None:
-        """Take in ``event``; TensorBoard's own thread writes."""
+        """Process ``event``. TensorBoard's own thread writes the file."""
         point = self._curves.take(event)
         match event:
             case events.RunStarted():
@@ -233,7 +241,7 @@ class TensorBoardSink:
                 self._draw(point)
 
     def close(self) -> None:
-        """Write what is left, and end TensorBoard's thread."""
+        """Write the remaining points, and end TensorBoard's thread."""
         if self._writer is not None:
             self._draw(self._curves.rest())
             self._writer.close()
@@ -246,7 +254,7 @@ class TensorBoardSink:
 
 
 def _literal(text: str) -> str:
-    """``text`` as a block of code in Markdown, in which TensorBoard renders nothing.
+    """Return ``text`` as a Markdown code block, so that TensorBoard does not render markup in it.
 
     >>> _literal("# no title\\n<b>")
     '    # no title\\n    <b>'
@@ -255,7 +263,7 @@ def _literal(text: str) -> str:
 
 
 def _cut_half_line(path: Path) -> None:
-    """Truncate the file after its last newline, if it exists."""
+    """Truncate the file after its last newline, if the file exists."""
     if not path.exists():
         return
     with path.open("r+b") as file:

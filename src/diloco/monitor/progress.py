@@ -1,4 +1,4 @@
-"""What is known of a run at this moment, gathered from its events. Pure: time is an argument."""
+"""The current state of a run, gathered from its events. Nothing here does I/O; times are arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Ema", "RoundCounts", "RunProgress", "Throughput"]
 
 
 class Ema:
-    """Exponential moving average, corrected for its start at zero (Adam, equation 3 of section 3).
+    """An exponential moving average with bias correction for its start at zero (Adam, section 3, equation 3).
 
     ``s_n = decay * s_(n-1) + (1 - decay) * x_n``, and the value is ``s_n / (1 - decay^n)``.
 
     Args:
-        decay: in [0, 1); 0 follows the last value.
+        decay: the decay rate in [0, 1); with 0, the average is the last value.
 
     >>> loss = Ema(0.5)
     >>> loss.update(4.0), round(loss.update(1.0), 6)
@@ -34,11 +34,11 @@ class Ema:
 
     @property
     def value(self) -> float:
-        """The average so far; NaN before the first value."""
+        """The current average; NaN before the first value."""
         return self._sum / self._weight if self._weight else math.nan
 
     def update(self, value: float) -> float:
-        """Take in ``value`` and return the average; a value that is not finite is returned and not taken in."""
+        """Add ``value`` and return the average. A non-finite value is returned as it is and not added."""
         if not math.isfinite(value):
             return value
         self._sum = self.decay * self._sum + (1 - self.decay) * value
@@ -47,13 +47,13 @@ class Ema:
 
 
 class Throughput:
-    """Steps and tokens per second over a sliding window of training time, and the time left.
+    """The training speed over a sliding window of training time, and the time left.
 
-    The time from the last `update` to a `skip` (an evaluation, a checkpoint) is not training time. The first update
-    only sets a mark, so that no rate contains the costs of the first step (compilation, caches).
+    The time from the last `update` to a `skip` (an evaluation, a checkpoint) does not count as training time. Rates are
+    measured from the first update on, so that they exclude the cost of the first step (compilation, cold caches).
 
     Args:
-        window_s: training time that the rates look back on, in seconds.
+        window_s: the length of the window, in seconds of training time.
 
     >>> speed = Throughput(window_s=10.0)
     >>> for step in range(1, 4):
@@ -65,7 +65,7 @@ class Throughput:
     >>> speed.tokens_per_s
     500.0
 
-    The time left includes pauses to come, in proportion to those so far: here 2 s in 3 s of training.
+    The time left includes future pauses in proportion to those so far: here 2 s per 3 s of training.
 
     >>> speed.eta_s(total_steps=10)
     10.0
@@ -79,7 +79,7 @@ class Throughput:
         self._skipped_s = 0.0
 
     def update(self, now_s: float, *, steps: int, tokens: int) -> None:
-        """``steps`` and ``tokens``, counted from any fixed moment, are done at ``now_s``."""
+        """Record that ``steps`` and ``tokens``, counted from any fixed moment, are finished at ``now_s``."""
         if self._now_s is not None:
             self._trained_s += now_s - self._now_s
         self._now_s = now_s
@@ -88,19 +88,19 @@ class Throughput:
             self._marks.popleft()
 
     def skip(self, now_s: float) -> None:
-        """The time since the last `update` or `skip` was not spent on training."""
+        """Record that the time since the last `update` or `skip` was not spent on training."""
         if self._now_s is not None:
             self._skipped_s += now_s - self._now_s
             self._now_s = now_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until two updates are some time apart."""
+        """Tokens per second of training; None until two updates have different times."""
         span_s = self._span_s()
         return (self._marks[-1][2] - self._marks[0][2]) / span_s if span_s else None
 
     def eta_s(self, total_steps: int) -> float | None:
-        """Seconds until ``total_steps`` are done, pauses included; None until there is a rate."""
+        """Return the seconds until ``total_steps`` are finished, pauses included, or None if no rate is known yet."""
         span_s = self._span_s()
         done = self._marks[-1][1] - self._marks[0][1] if span_s else 0
         if not done:
@@ -113,10 +113,10 @@ class Throughput:
 
 
 class RoundCounts:
-    """Counts rounds, however many replicas report each of them, and knows which are in flight.
+    """Counts each round once, however many replicas report it, and tracks the rounds in flight.
 
-    A round counts as committed when the first replica reports that it applied it, and as void when the first reports
-    that it did not; where replicas disagree it counts as both.
+    A round counts as committed as soon as one replica reports that it applied the round, and as void as soon as one
+    reports that the round was void. If replicas disagree, it counts as both.
 
     >>> rounds = RoundCounts()
     >>> for replica in (0, 1):
@@ -137,19 +137,23 @@ class RoundCounts:
 
     @property
     def in_flight(self) -> tuple[tuple[int, int], ...]:
-        """(fragment, outer step) of every round that some replica has sent and not seen committed or void."""
+        """(fragment, outer step) of every round whose outcome a replica that sent its contribution still waits for."""
         return tuple(sorted({(fragment, outer_step) for (_, fragment), outer_step in self._flying.items()}))
 
     def sent(self, event: events.RoundSent) -> None:
-        """A replica waits for this round."""
+        """Record that a replica waits for this round."""
         self._flying[event.replica, event.fragment] = event.outer_step
 
     def settled(self, event: events.RoundCommitted | events.RoundVoid) -> bool:
-        """A replica no longer waits for this round; True when it is the first to report this outcome."""
+        """Record that a replica no longer waits for this round.
+
+        Returns:
+            True if it is the first replica to report this outcome.
+        """
         self._flying.pop((event.replica, event.fragment), None)
         key = (type(event), event.fragment)
         outer_step, replicas = self._reported.get(key, (-1, set()))
-        # the same replica reports the same outer step again: a void round is repeated under its number
+        # a second report from the same replica is a new round: a void round is repeated under its outer step
         if outer_step == event.outer_step and event.replica not in replicas:
             replicas.add(event.replica)
             return False
@@ -163,23 +167,22 @@ class RoundCounts:
 
 
 class RunProgress:
-    """The run as its events report it; every attribute is what a display would show."""
+    """The state of the run, as a display shows it."""
 
     def __init__(self) -> None:
-        self.step = 0  # inner steps done
-        self.total_steps = 0  # inner steps to do
-        self.last: events.StepFinished | None = None  # the last finished step, or None
-        # smoothed training loss in nats per token; not finite when the last one was not, None before the first
+        self.step = 0  # inner steps finished
+        self.total_steps = 0  # inner steps to train
+        self.last: events.StepFinished | None = None  # the last finished step
+        # smoothed training loss in nats per token; non-finite if the last loss was, None before the first step
         self.loss: float | None = None
-        # the last held-out loss, and the lowest since this process began with its step
-        self.heldout_loss: float | None = None
-        self.best_heldout_loss: float | None = None
-        self.best_step = 0
-        self.speed = Throughput()  # throughput, without evaluations and checkpoints
-        self.peak_known = False  # whether the run knows the peak of its device
-        # smoothed fraction of the device's peak that the model uses; None where the peak is not known
+        self.heldout_loss: float | None = None  # the last held-out loss
+        self.best_heldout_loss: float | None = None  # the lowest held-out loss since this process started
+        self.best_step = 0  # the step of the lowest held-out loss
+        self.speed = Throughput()  # throughput, not counting evaluations and checkpoints
+        self.peak_known = False  # whether the peak rate of the device is known
+        # smoothed fraction of the device's peak that the model uses; None if the peak is unknown
         self.utilization: float | None = None
-        self.rounds = RoundCounts()  # committed, void and in flight since this process began
+        self.rounds = RoundCounts()  # rounds committed, void and in flight since this process started
         self._smooth, self._smooth_utilization = Ema(0.95), Ema(0.95)
         self._void_reason = ""
         self._round_note = ""
@@ -187,10 +190,10 @@ class RunProgress:
         self._skipped = False
 
     def take(self, event: events.Event, now_s: float) -> bool:
-        """Take in ``event``, heard at ``now_s``; True when it is worth a line of its own.
+        """Process ``event``, received at ``now_s``, and return whether it deserves a line of its own.
 
-        Not worth one are steps (a display shows them in its own way), rounds that go well, a round that is void or went
-        on without a replica for the same reason as the last one, and the second replica that reports the same.
+        These do not: steps, which displays show in their own way; undisturbed rounds; a round that is void or omits a
+        replica for the same reason as the previous one; and further replicas that report the same outcome.
         """
         self.step = max(self.step, event.step)
         match event:
@@ -221,7 +224,7 @@ class RunProgress:
                 news = self.rounds.settled(event) and reason != self._void_reason
                 self._void_reason = reason if news else self._void_reason
                 return news
-            case events.StateFetched():  # whoever waits for it is told in another way (`diloco.waiting`)
+            case events.StateFetched():  # `diloco.waiting` reports this progress to the user
                 self.speed.skip(now_s)
                 return False
             case events.Evaluated():

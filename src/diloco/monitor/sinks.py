@@ -1,4 +1,4 @@
-"""All sinks of a run as one. An error in one of them harms neither the run nor the others."""
+"""The sinks of a run, combined so that an error in one of them affects neither the run nor the other sinks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Sinks", "make_sinks", "say"]
 
 
 class Sinks:
-    """Hands every event to every sink. A sink that raises is dropped, which is said once; the others go on.
+    """Passes every event to every sink. A sink that raises is dropped with a message, and the others continue.
 
     Args:
-        sinks: by the name to use in that sentence.
+        sinks: name -> sink; messages use the name.
 
     >>> class Broken:
     ...     def handle(self, event): raise OSError("no space left on device")
@@ -29,8 +29,8 @@ class Sinks:
     >>> sinks = Sinks({"metrics.jsonl": Broken()})
     >>> with contextlib.redirect_stderr(sys.stdout):
     ...     sinks.handle(Note(step=1, text="hello"))
-    ...     sinks.handle(Note(step=2, text="not said twice"))
-    metrics.jsonl failed at step 1 and is no longer written (OSError: no space left on device); training goes on.
+    ...     sinks.handle(Note(step=2, text="no second message"))
+    metrics.jsonl failed at step 1 and is no longer written (OSError: no space left on device); training continues.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -38,11 +38,11 @@ class Sinks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sinks that still listen."""
+        """The names of the sinks that have not failed."""
         return tuple(self._sinks)
 
     def handle(self, event: Event) -> None:
-        """Hand ``event`` on; raises nothing but what stops the process, such as KeyboardInterrupt."""
+        """Pass ``event`` to every sink. Only exceptions that stop the process, such as KeyboardInterrupt, propagate."""
         for name, sink in list(self._sinks.items()):
             try:
                 sink.handle(event)
@@ -50,39 +50,39 @@ class Sinks:
                 self._drop(name, sink, event.step, error)
 
     def close(self) -> None:
-        """Close every sink, also when one of them cannot; a second call does nothing."""
+        """Close every sink, even if closing one of them fails. A second call does nothing."""
         while self._sinks:
             name, sink = self._sinks.popitem()
             try:
                 sink.close()
             except Exception as error:
-                say(f"{name} could not be closed ({_words(error)}); its last lines may be missing.")
+                say(f"{name} could not be closed ({_described(error)}); its last lines may be missing.")
 
     def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
         del self._sinks[name]
-        with contextlib.suppress(Exception):  # it has just failed; what closing says would be an echo
+        with contextlib.suppress(Exception):  # the sink has just failed, and would report the same error again
             sink.close()
-        say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
+        say(f"{name} failed at step {step} and is no longer written ({_described(error)}); training continues.")
 
 
 def make_sinks(
     settings: MonitorSettings, folder: Path, *, is_terminal: bool, config: Mapping[str, Any] | None = None
 ) -> Sinks:
-    """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl, ``folder``/tensorboard, trackers.
+    """Create the sinks that ``settings`` ask for: a console, ``metrics.jsonl``, TensorBoard, trackers and user sinks.
 
     Args:
-        folder: of the run; created if it does not exist.
-        is_terminal: whether the standard output is a terminal that can move its cursor.
+        folder: the run folder, which is created if it does not exist.
+        is_terminal: whether standard output is a terminal with cursor movement.
         config: the settings of the run by section, for trackers.
 
     Raises:
-        ConfigurationError: for settings that cannot work, before anything is written.
+        ConfigurationError: if a setting cannot work. Nothing has been written then.
     """
     kind = settings.console
     if kind == "live" and not is_terminal:
         raise ConfigurationError(
-            'monitor.console="live" needs a terminal, which the output is not. Use "plain", or "auto", which chooses '
-            "by itself."
+            'monitor.console="live" needs a terminal, but standard output is not one. Use "plain", or "auto" to choose '
+            "automatically."
         )
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
@@ -105,11 +105,11 @@ def make_sinks(
     return Sinks(sinks)
 
 
-def _words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def say(sentence: str) -> None:
-    """Tell the user; raises nothing, unlike `warnings` under ``-W error``."""
+def say(message: str) -> None:
+    """Print ``message`` to stderr. It never raises, unlike `warnings` under ``-W error``."""
     with contextlib.suppress(Exception):
-        print(sentence, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Runs at Weights & Biases.
+"""The sink that sends a run to Weights & Biases.
 
-Everything that wandb does happens in a thread of its own: training never waits for its server, slow or gone. What could
-not be sent stays in the run folder, for ``wandb sync``.
+All calls to wandb run in a separate thread, so that training never waits for its server. Data that could not be sent
+stays in the run folder, for ``wandb sync``.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from diloco.monitor.sinks import say
 __all__ = ["WandbSink", "run_id"]
 
 LONGEST_START_S = 60.0
-MOST_WAITING = 10_000  # points that may wait for wandb to take them: a few megabytes, far more than a server's bad hour
+MOST_WAITING = 10_000  # the most points in the queue to wandb: a few megabytes, far more than an hour's outage needs
 
 _Write = Callable[[Any], None]
 
 
 class WandbSink:
-    """The `Curves` of a run, evaluations, samples (a table each), summary and settings, at Weights & Biases.
+    """Sends the `Curves` of a run, its evaluations, samples (a table each), summary and settings to Weights & Biases.
 
-    The axis is the inner step. A run that goes on is the same run there, by the identifier in ``folder``/wandb/id;
-    steps that it repeats are there already, and are skipped. If the server can't be reached at the start, the run is
-    written as in mode offline, and says so.
+    The x axis is the inner step. A resumed run continues the same W&B run, which the identifier in
+    ``folder``/wandb/id names; W&B already has the steps that it repeats and skips them. If the server can't be reached
+    at the start, the run is written as in mode offline, with a message.
 
     Args:
-        settings: with a mode other than off.
-        folder: of the run; wandb's own files go to its subfolder wandb.
-        every_steps: steps between two points, unless the settings have a number.
+        settings: the settings, with a mode other than off.
+        folder: the run folder; wandb writes its files to the subfolder wandb.
+        every_steps: steps between two points, unless the settings give a number.
         config: the settings of the run by section.
 
     Raises:
-        ConfigurationError: if wandb can't be imported, or has no API key in mode online.
+        ConfigurationError: if wandb can't be imported, or if mode is online and there is no API key.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class WandbSink:
         self._writes: queue.Queue[_Write | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._exit_code = 1  # until the run says that it is over
+        self._exit_code = 1  # until `RunFinished` arrives
 
     def handle(self, event: events.Event) -> None:
-        """Queue ``event`` for the thread that writes it.
+        """Queue ``event`` for the writing thread.
 
         Raises:
-            Exception: what wandb raised, or that it no longer takes anything; the run is not written further then.
+            Exception: the error that wandb raised in that thread.
+            RuntimeError: if the queue is full. Nothing more is written after either error.
         """
         if self._error is not None:
             raise self._error
@@ -92,7 +93,7 @@ class WandbSink:
             self._put(lambda run: run.summary.update(summary))
 
     def close(self) -> None:
-        """End the run there, waiting no longer than the settings allow.
+        """Finish the W&B run, waiting at most about ``finish_timeout_s``.
 
         Raises:
             TimeoutError: if not everything could be sent in that time.
@@ -106,8 +107,8 @@ class WandbSink:
         self._thread.join(self._settings.finish_timeout_s + 5)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"not everything was sent in {self._settings.finish_timeout_s:g} s; "
-                f"`wandb sync --include-online` in {self._folder} sends the rest"
+                f"some data was not sent within {self._settings.finish_timeout_s:g} s; run "
+                f"`wandb sync --include-online` in {self._folder} to send the rest"
             )
         if self._error is not None:
             raise self._error
@@ -116,7 +117,7 @@ class WandbSink:
         try:
             self._writes.put_nowait(write)
         except queue.Full:
-            self._error = RuntimeError(f"{MOST_WAITING:,} points are waiting and wandb takes none")
+            self._error = RuntimeError(f"the queue to wandb is full, with {MOST_WAITING:,} points")
             raise self._error from None
 
     def _work(self, started: events.RunStarted) -> None:
@@ -133,15 +134,15 @@ class WandbSink:
             return self._open("offline", started)
         try:
             run = self._open("online", started)
-            say(f"W&B shows this run at {run.url}")
+            say(f"View this run on W&B: {run.url}")
             return run
         except Exception as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             say(
-                f"W&B can't be reached ({why}); the run is written to {self._folder / 'wandb'} instead, from where "
-                "`wandb sync` sends it. Training goes on."
+                f"W&B can't be reached ({why}), so the run is written to {self._folder / 'wandb'} instead. Upload it "
+                "later with `wandb sync`. Training continues."
             )
-            self._wandb.teardown()  # otherwise its service keeps the identifier of the run that could not begin
+            self._wandb.teardown()  # otherwise wandb's service still holds the identifier of the run that failed
             return self._open("offline", started)
 
     def _open(self, mode: str, started: events.RunStarted) -> Any:
@@ -158,10 +159,10 @@ class WandbSink:
             group=settings.group,
             tags=list(settings.tags),
             config={**events.json_ready(self._config), "run": run, "facts": dict(started.facts)},
-            allow_val_change=True,  # some settings may change when a run goes on
-            reinit="create_new",  # a run of the surrounding program stays as it is
+            allow_val_change=True,  # some settings may change when a run is resumed
+            reinit="create_new",  # leaves a W&B run of the surrounding program alone
             settings=self._wandb.Settings(
-                console="off",  # the progress display is not for a log
+                console="off",  # don't record the progress display
                 silent=True,
                 init_timeout=LONGEST_START_S,
                 finish_timeout=settings.finish_timeout_s,
@@ -170,7 +171,7 @@ class WandbSink:
 
 
 def run_id(folder: Path) -> str:
-    """The identifier of the run in ``folder``, created if there is none yet."""
+    """Return the W&B identifier of the run in ``folder``, creating one if there is none yet."""
     path = folder / "wandb" / "id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,16 +184,17 @@ def _load_wandb(mode: str) -> Any:
         import wandb
     if mode == "online" and not _has_key(wandb.setup().settings):
         raise ConfigurationError(
-            "monitor.wandb.mode='online' needs an API key: use `wandb login`, WANDB_API_KEY, or mode 'offline'."
+            "monitor.wandb.mode='online' needs an API key. Run `wandb login`, set WANDB_API_KEY, or use mode 'offline'."
         )
     return wandb
 
 
 def _has_key(settings: Any) -> bool:
-    """Whether wandb can find credentials, without asking its server or the user."""
+    """Return whether wandb can find credentials without asking its server or the user."""
     if settings.api_key or getattr(settings, "identity_token_file", None):
         return True
-    hosts = (urlsplit(str(settings.base_url)).netloc, "api.wandb.ai")  # the second also for its newer names
+    # a key stored for api.wandb.ai is valid for newer host names of W&B, too
+    hosts = (urlsplit(str(settings.base_url)).netloc, "api.wandb.ai")
     files = [Path(os.environ["NETRC"])] if "NETRC" in os.environ else [Path.home() / ".netrc", Path.home() / "_netrc"]
     for file in files:
         with contextlib.suppress(OSError, netrc.NetrcParseError):

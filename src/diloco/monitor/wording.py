@@ -1,4 +1,4 @@
-"""What consoles say about events, as plain text: the same words on a terminal and in a log. Pure."""
+"""The texts of console output about events, shared by the live and the plain console."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print th
 
 
 def table(rows: Rows, *, width: int = 80) -> str:
-    """Two aligned columns within ``width`` characters; long values continue under their own column.
+    """Format rows as two aligned columns within ``width`` characters. Long values wrap within their column.
 
     >>> print(table([("codec", "fp4"), ("schedule", "every fragment each 100 steps")], width=32))
       codec     fp4
@@ -27,39 +27,39 @@ def table(rows: Rows, *, width: int = 80) -> str:
     lines = []
     for name, value in rows:
         lead = f"  {name:<{names}}  "
-        # paths and digests are not cut: they are there to be copied
+        # paths and digests are not broken, so that they can be copied
         wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
         lines.append(wrap.fill(visible_lines(value)) or lead.rstrip())
     return "\n".join(lines)
 
 
 def title(event: events.RunStarted) -> str:
-    """The first line of a run.
+    """Return the first line of a run's output.
 
     >>> title(events.RunStarted(step=300, total_steps=1000, algorithm="streaming", num_replicas=4,
     ...                         parameters=1_086_720, tokens_per_step=2048))
-    'streaming, 4 replicas, 1.1M parameters, 1000 steps, going on after step 300'
+    'streaming, 4 replicas, 1.1M parameters, 1000 steps, resuming after step 300'
     """
     size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps"
-    words = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
-    return f"{words}, going on after step {event.step}" if event.step else words
+    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
+    return f"{text}, resuming after step {event.step}" if event.step else text
 
 
 def facts(event: events.RunStarted) -> Rows:
-    """What the run goes on from, and what it derived from its settings."""
+    """Return the checkpoint that the run resumes from, if any, and the facts derived from its settings."""
     resumed = [("resumed from", event.resumed_from)] if event.resumed_from else []
     return [*resumed, *event.facts.items()]
 
 
 def line(event: events.Event, progress: RunProgress) -> str:
-    """An event that `RunProgress.take` found worth a line."""
+    """Return the line for an event for which `RunProgress.take` returned True."""
     match event:
         case events.Evaluated():
-            words = (
+            text = (
                 f"held-out loss {event.heldout_loss:.4f}  perplexity {format_perplexity(event.perplexity)}  "
                 f"{event.bits_per_byte:.4f} bits per byte"
             )
-            return f"{words}  (final)" if event.final else f"{words}{'  (best)' * (progress.best_step == event.step)}"
+            return f"{text}  (final)" if event.final else f"{text}{'  (best)' * (progress.best_step == event.step)}"
         case events.CheckpointSaved():
             return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
         case events.RoundVoid():
@@ -68,13 +68,13 @@ def line(event: events.Event, progress: RunProgress) -> str:
         case events.RoundCommitted():
             return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
         case events.ViewChanged():
-            return f"{_counted(len(event.members))} from now on: {event.reason}"
+            return f"now {_counted(len(event.members))}: {event.reason}"
         case events.RoundSent():
-            return f"fragment {event.fragment}: values beyond the codec's range were clamped (said once per fragment)"
+            return f"fragment {event.fragment}: values outside the codec's range were clamped (reported only once)"
         case events.StepFinished():
-            return f"the gradient scaler skipped the inner step of {event.skipped_replicas} of the replicas"
+            return f"the gradient scaler skipped the inner step of {_counted(event.skipped_replicas)}"
         case events.Interrupted():
-            return f"{event.signal}: the state is saved, the run stops here"
+            return f"{event.signal}: the state has been saved and the run stops"
         case events.Note():
             return event.text
         case _:
@@ -86,14 +86,14 @@ def _counted(replicas: int) -> str:
 
 
 def ending(progress: RunProgress) -> str:
-    """The line above the summary."""
+    """Return the line above the summary."""
     if progress.step >= progress.total_steps:
         return "finished"
     return f"stopped after step {progress.step} of {progress.total_steps}"
 
 
 def fragments_in_flight(rounds: Sequence[tuple[int, int]]) -> str:
-    """Rounds in flight, given as (fragment, outer step), in about thirty characters at most.
+    """Format the rounds in flight, given as (fragment, outer step), in about 30 characters at most.
 
     >>> fragments_in_flight([]), fragments_in_flight([(2, 14)]), fragments_in_flight([(0, 15), (2, 14), (3, 14)])
     ('none', 'fragment 2 (outer step 14)', 'fragments 0, 2, 3')
@@ -110,9 +110,10 @@ def fragments_in_flight(rounds: Sequence[tuple[int, int]]) -> str:
 
 
 def summary(values: Mapping[str, Any]) -> Rows:
-    """The rows of a finished run's ``summary``, without values that are missing or None.
+    """Return the rows of a finished run's summary, skipping values that are missing or None.
 
-    ``data_parallel_bytes_per_replica``, which one replica would have sent, is compared with what it did send.
+    The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
+    data-parallel training.
 
     >>> for row in summary({"heldout_loss": 2.5, "perplexity": None, "sent_bytes_per_replica": 2_000_000,
     ...                     "data_parallel_bytes_per_replica": 824_000_000, "rounds_committed": 12, "rounds_void": 0}):
@@ -158,7 +159,7 @@ def summary(values: Mapping[str, Any]) -> Rows:
 
 
 def _against_data_parallel(sent: float, baseline: float) -> str:
-    """What one replica sent, compared with data-parallel training, whichever sent more.
+    """Compare the bytes that one replica sent with those of data-parallel training, whichever are more.
 
     >>> _against_data_parallel(0, 1000), _against_data_parallel(1000, 0)
     ('nothing (data-parallel: 1.0 kB)', '1.0 kB per replica')
@@ -169,9 +170,9 @@ def _against_data_parallel(sent: float, baseline: float) -> str:
         return f"{format_bytes(sent)} per replica"
     if sent <= 0:
         return f"nothing (data-parallel: {format_bytes(baseline)})"
-    words = f"{format_bytes(sent)} per replica"
+    text = f"{format_bytes(sent)} per replica"
     if max(sent, baseline) < 1.005 * min(sent, baseline):
-        return f"{words}, as much as data-parallel"
+        return f"{text}, as much as data-parallel"
     if sent > baseline:
-        return f"{words}, {format_ratio(sent / baseline)} as much as data-parallel ({format_bytes(baseline)})"
-    return f"{words}, {format_ratio(baseline / sent)} less than data-parallel ({format_bytes(baseline)})"
+        return f"{text}, {format_ratio(sent / baseline)} as much as data-parallel ({format_bytes(baseline)})"
+    return f"{text}, {format_ratio(baseline / sent)} less than data-parallel ({format_bytes(baseline)})"

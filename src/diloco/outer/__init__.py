@@ -1,1 +1,1 @@
-"""The heart: `DiLoCo` around a training loop, the rounds of its fragments, and taking over the state of others."""
+"""`DiLoCo` for any training loop, the rounds of its fragments, and the recovery of state from other replicas."""

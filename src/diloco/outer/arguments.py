@@ -1,4 +1,4 @@
-"""`DiLoCo`'s arguments: which do not work together, and which must be the same on all replicas."""
+"""Checks of `DiLoCo`'s arguments: that they work together, and that they are the same on all replicas."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from diloco.plugins import code_digest
 
 __all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
 
-_NAMED = 3  # so many tensors are named one by one; the rest go into a digest
+_NAMED = 3  # the number of tensors named individually; a digest covers all of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Those arguments of `DiLoCo` that all replicas must have alike, defaults filled in; `DiLoCo` describes them."""
+    """The arguments of `DiLoCo` that all replicas share, with defaults filled in. See `DiLoCo` for each of them."""
 
     schedule: SyncSchedule
     fragments: Sequence[Fragment]
@@ -47,11 +47,11 @@ class Arguments:
 
     @property
     def mean(self) -> MeanEncoding:
-        """How means travel from those who own a stretch of the values."""
+        """The encoding of means that the owner of a part of the values sends to the others."""
         return MeanEncoding.of(self.mean_codec, float(self.mean_error_feedback))
 
     def facts(self, model: nn.Module) -> dict[str, str]:
-        """What is compared between replicas: name -> value, the likeliest mistakes first."""
+        """Return the facts that replicas compare, as name -> text, the most likely mistakes first."""
         schedule, codec = self.schedule, self.codec
         shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
         persistent = model.state_dict().keys()
@@ -73,7 +73,7 @@ class Arguments:
         }
 
     def saved_facts(self, codec: Codec) -> dict[str, Any]:
-        """What must be the same on both sides of a checkpoint, where ``codec`` encodes the contributions."""
+        """Return the facts that a checkpoint and the run that loads it must share. ``codec`` encodes contributions."""
         return {
             "inner_steps": self.schedule.inner_steps,
             "overlap_steps": self.schedule.overlap_steps,
@@ -89,21 +89,21 @@ def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None
     """Compare the `Arguments.saved_facts` of a checkpoint with those of this run.
 
     Raises:
-        CheckpointError: they differ; it names both sides.
+        CheckpointError: if they differ. The message names both values.
     """
     for key, value in mine.items():
         if value != (theirs := saved.get(key)):
             raise CheckpointError(
-                f"The saved state has {key} = {theirs!r}, and this run has {value!r}. They must be the same. "
+                f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
                 "Nothing was loaded."
             )
 
 
 def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:
-    """Refuse arguments that do not work together.
+    """Check that the arguments work together.
 
     Raises:
-        ConfigurationError: it says which; `FragmentError` if the fragments are not a partition of the model.
+        ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
     """
     schedule, merge, average = arguments.schedule, arguments.merge, arguments.average
     check_coverage(model, arguments.fragments)
@@ -113,18 +113,18 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
-            f"Clipping does not work with a sharded model, and this one shards {sharded[0]} and {len(sharded) - 1} "
-            "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp)."
+            f"Clipping does not work with a sharded model, but {sharded[0]} and {len(sharded) - 1} more parameters are "
+            "sharded over ranks. Omit clipping, or keep all parameters on every rank (ddp)."
         )
     if average is not None and not average.elementwise and sharded:
         raise ConfigurationError(
-            f"{described(average)} averages whole tensors, and this model shards {sharded[0]} and {len(sharded) - 1} "
-            "more over ranks. Leave average out, or let every rank hold all parameters (ddp)."
+            f"{described(average)} averages whole tensors, but {sharded[0]} and {len(sharded) - 1} more parameters are "
+            "sharded over ranks. Omit average, or keep all parameters on every rank (ddp)."
         )
     if schedule.whole_round_late and not merge.keeps_sent:
         raise ConfigurationError(
-            f"overlap_steps={schedule.overlap_steps}, a whole round late, was given with {described(merge)}, which "
-            "drops what was trained since the fragment was sent, and so all of it. Use RebaseMerge, or fewer steps."
+            f"overlap_steps={schedule.overlap_steps} merges each fragment a whole round late, where {described(merge)} "
+            "would drop all work since the fragment was sent. Use RebaseMerge or fewer overlap steps."
         )
     optimizers = [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -134,25 +134,25 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         )
     if (given := len(arguments.fragments)) != schedule.num_fragments:
         raise ConfigurationError(
-            f"{given} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
-            "same number."
+            f"There are {given} fragments, but the schedule has num_fragments={schedule.num_fragments}. Both numbers "
+            "must be equal."
         )
 
 
 def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters on several devices, or on none: copies between devices are waited for on one of them only."""
+    """Check that all trainable parameters are on one real device: copies between devices synchronise only one."""
     by_device = {str(parameter.device): name for name, parameter in trainable.items()}
     if len(by_device) > 1 or "meta" in by_device:
         places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
         raise ConfigurationError(
-            f"The parameters that are trained are not all on one device: {places} (meta: offloaded). Load the model "
-            "without a device_map, or with one that leaves what is trained on one device; what is frozen may be "
-            "anywhere."
+            f"All trainable parameters must be on one device, but there are {places} (meta: offloaded). Load the model "
+            "without a device_map, or with one that puts the trainable parameters on one device. Frozen parameters may "
+            "be anywhere."
         )
 
 
 def described(value: object) -> str:
-    """A value as text that is the same in every process: an object by its attributes, a function by its name.
+    """Describe a value as text that is the same in every process: objects by attributes, functions by name.
 
     >>> from diloco.algorithm.outer_optimizer import Nesterov
     >>> described(Nesterov(learning_rate=1, momentum=max))
@@ -174,13 +174,14 @@ def described(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Which version of somebody's own code it is; "" for ours."""
+    """Return a suffix that identifies the version of user-defined code, or "" for the package's own code."""
     digest = code_digest(value)
     return f", code {digest}" if digest else ""
 
 
 def _listed(tensors: Sequence[str]) -> str:
-    """
+    """Name the first three tensors; if there are more, append their number and a digest of all of them.
+
     >>> _listed(["a (2,)", "b (3,)"]), _listed([])
     ('a (2,), b (3,)', 'none')
     """

@@ -1,11 +1,12 @@
-"""`DiLoCo`: three lines around any training loop, ours included.
+"""`DiLoCo`, which adds low-communication training to any training loop with three lines of code.
 
-For each action of the step, ``Send`` starts an average and ``Merge`` finishes one. Nothing here knows which variant of
-the algorithm runs or what the network is; `diloco.outer.fragment_rounds` is what happens in a round.
+``Send`` actions of the schedule start an average, ``Merge`` actions finish one. This module knows neither the variant
+of the algorithm nor the network. `diloco.outer.fragment_rounds` implements the rounds.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,41 +37,47 @@ __all__ = ["DiLoCo"]
 
 
 class DiLoCo:
-    """Keeps one replica of a model in step with the others (DiLoCo; Streaming DiLoCo, Algorithm 2).
+    """Synchronises one replica of a model with the other replicas (DiLoCo; Streaming DiLoCo, Algorithm 2).
 
-    Call `step` after every step of the inner optimizer, or `begin` and `finish` where replicas share a thread. All
-    replicas must start from the same weights and with the same arguments, except ``weight``, ``global_device`` and
-    ``on_event``. The constructor compares arguments with the other replicas, and waits for those in other processes.
+    Call `step` after every step of the inner optimizer, or `begin` and `finish` if several replicas share a thread. All
+    replicas must start from the same weights and use the same arguments, except ``weight``, ``global_device`` and
+    ``on_event``. The constructor compares the arguments with those of the other replicas; it waits for replicas in
+    other processes.
 
     Args:
-        model: any module; its trainable parameters are synchronised, its floating buffers averaged.
-        inner_optimizer: the optimizer (or optimizers) that train it. Together they must hold every trainable parameter.
-        transport: this replica's way to the others; None: it is alone, and the algorithm is the same.
-        schedule: when fragments are sent and merged; default: H = 100, one fragment, no overlap.
-        fragments: a partition made by `partition`; default: strided, with the schedule's number of fragments.
-        outer_optimizer: default: Nesterov with lr 0.7 for one fragment, 0.4 for several (the papers'), momentum 0.9.
-        merge: default: with overlap `RebaseMerge`, which keeps the drift of the overlapped steps, else `AlphaMerge`.
-        codec: a codec or its name; default: float32.
-        error_feedback: how much of what the codec loses is kept for the next round, 4 bytes per parameter: True or 1
-            all of it, 0.95 forgets slowly, False nothing.
-        global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
-        weight: of this replica in a mean, for a full window of training. It is multiplied by the fraction of the window
-            that the replica trained. Give it where replicas have different batch sizes.
-        clipping: the largest contribution, the same on all replicas; default: no limit.
-        average: how contributions are averaged; None: their weighted mean. `Rda` and `SendersMean` are others.
-        telemetry: whether each round is measured, for `RoundCommitted`: norms, cosines, gain and spread.
-        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`): as ``codec``,
-            or "auto", int8 among 8 replicas or more whose contributions take less than 16 bits a value, else float32.
-        mean_error_feedback: how much of what ``mean_codec`` loses is kept for the next mean, as ``error_feedback``; by
-            whoever summed, 4 / M bytes per parameter.
-        on_event: called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` of any
+        model: Any module. Its trainable parameters are synchronised and its floating-point buffers averaged.
+        inner_optimizer: The optimizer or optimizers that train the model. Together they must hold every trainable
+            parameter.
+        transport: The connection of this replica to the others. None runs the same algorithm with a single replica.
+        schedule: When fragments are sent and merged. Default: H = 100, one fragment, no overlap.
+        fragments: A partition of the parameters, made by `partition`. Default: strided, with as many fragments as the
+            schedule has.
+        outer_optimizer: The optimizer of the global parameters. Default: Nesterov with momentum 0.9 and the papers'
+            learning rates, 0.7 for one fragment and 0.4 for several.
+        merge: How local parameters adopt new global ones. Default: with overlap `RebaseMerge`, which keeps the work of
+            the overlapped steps, else `AlphaMerge`.
+        codec: The codec of the contributions, or its name. Default: float32.
+        error_feedback: The fraction of the quantisation error that is added to the next contribution. True or 1 keeps
+            all of it, 0.95 lets it decay slowly, False drops it. Costs 4 bytes per parameter.
+        global_device: The device of the global parameters and the outer state, e.g. "cpu". None: the model's device.
+        weight: The weight of this replica in the mean for a full window of training. It is multiplied by the fraction
+            of the window that the replica trained. Set it if replicas have different batch sizes.
+        clipping: The largest norm of a contribution, the same on all replicas. Default: no limit.
+        average: The rule that averages contributions, such as `Rda` or `SendersMean`. None: the weighted mean.
+        telemetry: Whether to measure norms, cosines, gain and spread of each round for `RoundCommitted`.
+        mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
+            `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
+            take less than 16 bits per value, else float32.
+        mean_error_feedback: The fraction of the quantisation error of ``mean_codec`` that is added to the next mean, as
+            for ``error_feedback``. The replica that sums a part keeps it: 4 / M bytes per parameter.
+        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
             other failure.
-        compare_arguments: whether to compare these arguments with the other replicas'; False if that is already done.
+        compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
 
     Raises:
-        ConfigurationError: if arguments do not work together, or differ between two replicas, which both raise;
-            `FragmentError` names the parameters.
-        RendezvousError: if another replica is connected but does not get here within the time-out of a round.
+        ConfigurationError: if arguments contradict each other, or differ between two replicas, in which case both raise
+            it; `FragmentError` if the fragments are not a partition of the parameters.
+        RendezvousError: if another replica is connected but does not construct its `DiLoCo` within the round time-out.
 
     >>> model = nn.Linear(2, 1)
     >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -130,96 +137,85 @@ class DiLoCo:
         self._on_event = on_event or (lambda event: None)
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
         self.shared = self._rounds.shared
-        self._about = arguments.saved_facts(self._rounds.codecs[0])
+        self._saved_facts = arguments.saved_facts(self._rounds.codecs[0])
         self._facts = arguments.facts(model) if compare_arguments else {}
-        self._introduce()
+        self._publish_and_compare()
 
     def step(self, trained: float = 1.0) -> None:
-        """Count an inner step, then send and merge what the schedule says. Blocks only in a merge.
+        """Count an inner step, then send and merge the fragments that the schedule names. Only a merge can block.
 
         Args:
-            trained: how much of the step this replica trained: 1 for all of it, 0 for nothing, as when a gradient
-                scaler skipped it. Contributions weigh by it.
+            trained: The fraction of the step that this replica trained: 1 for all of it, 0 if for example a gradient
+                scaler skipped it. The weights of contributions depend on it.
         """
         self.begin(trained)
         self.finish()
 
     def begin(self, trained: float = 1.0) -> None:
-        """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas.
+        """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others.
 
-        What is sent only after a merge (``overlap_steps`` = ``inner_steps``) is left to `finish`.
+        With ``overlap_steps`` = ``inner_steps`` a fragment is merged before it is sent again; `finish` does both.
         """
-        self._take_over_what_came()
+        self._adopt_fetched_state()
         self._rounds.trained_steps.add(trained)
         self.steps += 1
         self.transport.tick()
-        for action in self.schedule.actions(self.steps):
-            match action:
-                case Send(fragment, outer_step):
-                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
-                case Merge():
-                    break
+        for action in itertools.takewhile(_is_send, self.schedule.actions(self.steps)):
+            self._perform(action)
 
     def finish(self) -> None:
-        """The second half of `step`: wait for the averages that are due, and merge them."""
-        in_flight = {round_id.fragment for round_id in self.in_flight}
-        merging = False
-        for action in self.schedule.actions(self.steps):
-            match action:
-                case Merge(fragment):
-                    merging = True
-                    if fragment in in_flight:
-                        self._on_event(self._rounds.merge(fragment, step=self.steps))
-                case Send(fragment, outer_step) if merging:
-                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
+        """Perform the second half of `step`: wait for the due averages and merge them."""
+        for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
+            self._perform(action)
 
     def change_transport(self, transport: Transport) -> None:
-        """Go on over another transport, with nothing in flight.
+        """Continue over another transport. No fragment may be in flight.
 
         Raises:
-            ConfigurationError: if arguments are compared, and the replicas there have others.
+            ConfigurationError: if arguments are compared and those of the new replicas differ.
         """
         self.transport = transport
         self._rounds.change_transport(transport)
-        self._introduce()
+        self._publish_and_compare()
 
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
-        """Replace global parameters and outer state by those of other replicas.
+        """Adopt the global parameters and outer state of other replicas.
 
         Args:
-            donors: members to ask.
-            keep_work: whether this replica's work since its last merge stays in its local parameters, to be shared in
-                the next round; else the local parameters become the global ones.
+            donors: The members to ask.
+            keep_work: True keeps the work since the last merge in the local parameters, so that the next round shares
+                it. False sets the local parameters to the global ones.
 
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        self._rounds.forget_means()
-        for fetched in self._rounds.taking_over.all_from(donors, keep_work=keep_work, step=self.steps):
+        self._rounds.forget_mean_residuals()
+        for fetched in self._rounds.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             if fetched.here and not keep_work:
                 self._rounds.trained_steps.forget(fetched.fragment)
             self._on_event(fetched)
 
     def begin_from_global(self) -> None:
-        """Begin as a replica that has done nothing yet: the local parameters become the global ones."""
+        """Reset the local parameters to the global ones and drop all work and residuals of this replica."""
         for fragment in self.fragments:
             self._rounds.trained_steps.forget(fragment.index)
             self.outer_loop.merge(fragment.index, AlphaMerge(), None)
-        self._rounds.forget_losses()
+        self._rounds.forget_residuals()
 
     def drain(self, *, take_over: bool = True) -> None:
-        """Merge every fragment in flight at once, in the order sent; for the end of a run.
+        """Wait for every fragment in flight and merge it, in the order sent. Use it at the end of a run.
 
         Args:
-            take_over: whether to wait for state that is on its way from others; False where it will be fetched anew.
+            take_over: Whether to wait for fetches of other replicas' state as well. False if the caller will fetch that
+                state again.
         """
         for round_id in self.in_flight:
             self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
         if take_over:
-            self._take_over_what_came(wait=True)
+            self._adopt_fetched_state(wait=True)
 
     def end(self) -> None:
-        """Merge every fragment in flight, as the loop is over; warn of fragments that it was too short to send."""
+        """Merge every fragment in flight and warn of fragments that the loop was too short to send."""
         self.drain()
         schedule, steps = self.schedule, self.steps
         unsent = [fragment.index for fragment in self.fragments if not schedule.rounds_of(fragment.index, steps)]
@@ -227,74 +223,90 @@ class DiLoCo:
             which = "any fragment" if len(unsent) == len(self.fragments) else f"fragment {', '.join(map(str, unsent))}"
             warnings.warn(
                 f"The loop ended after {steps} steps, before {which} was first sent (inner_steps="
-                f"{schedule.inner_steps}): nothing of it was shared, and its global parameters have not moved.",
+                f"{schedule.inner_steps}). None of its work was shared and its global parameters have not moved.",
                 stacklevel=3,
             )
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
-        """Rounds sent and not yet merged, in the order sent."""
+        """The rounds sent and not yet merged, in the order sent."""
         return self._rounds.in_flight
 
     @property
     def rounds_committed(self) -> int:
-        """Averages applied so far."""
+        """The number of averages applied so far."""
         return self._rounds.committed
 
     @property
     def rounds_void(self) -> int:
-        """Rounds so far that nobody applied, or whose state this replica did not hold."""
+        """The number of rounds that no replica applied, or that this replica missed for lack of the others' state."""
         return self._rounds.void
 
     def digest(self) -> str:
-        """A digest of all global parameters and outer state, 32 hexadecimal digits: do the replicas agree?
+        """Return a digest of all global parameters and outer state, as 32 hexadecimal digits.
 
-        It is the same on all replicas that have been through the same rounds, so compare it after the same step, with
-        nothing in flight (after the ``with``, or after `drain`). Where the ranks of a replica share its parameters
-        out, each has a digest of its own part, the same as the rank at that position of every other replica. It reads
-        all of that state; local parameters do not count.
+        Replicas that have finished the same rounds have the same digest. Compare it after the same step with nothing in
+        flight: after the ``with`` block or after `drain`. If the ranks of a replica shard its parameters, each rank has
+        the digest of its own shards, which equals that of the same rank of every other replica. Local parameters do not
+        affect the digest. Each call reads the whole state.
         """
         digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
-        """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""
+        """Put the global parameters into the model inside a ``with`` block, e.g. to evaluate or export them.
+
+        At the end of the block the model gets its local parameters back.
+        """
         return holding(self.model, self.outer_loop.named_global_params())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything except the model and inner optimizer, which are saved beside it; tensors are not copied.
+        """Return the whole state except the model and the inner optimizer, which the caller saves. Copies no tensors.
 
-        Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
-        average is made again), error-feedback residuals, steps trained that no mean has taken, counters.
+        It contains the global parameters, the outer state, the position in the schedule, the contributions in flight
+        (submitting them again gives the same averages), the error-feedback residuals, the trained steps that no mean
+        contains yet, and the counters.
         """
-        return {"about": dict(self._about), "steps": self.steps, **self._rounds.state_dict()}
+        return {"about": dict(self._saved_facts), "steps": self.steps, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the transport is given again what was in flight.
+        """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
         Raises:
-            CheckpointError: if the state is of another schedule, partition, codec or merge rule; it names both sides.
+            CheckpointError: if the state belongs to another schedule, partition, codec, merge rule or outer optimizer.
+                The message names both values.
         """
-        check_saved_facts(state["about"], self._about)
-        unheld = self._rounds.load_state_dict(state)
+        check_saved_facts(state["about"], self._saved_facts)
+        notes = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
-        for words in unheld:
-            self._on_event(Note(step=self.steps, text=words))
+        for text in notes:
+            self._on_event(Note(step=self.steps, text=text))
 
-    def _introduce(self) -> None:
-        """Offer the state to others on the transport, and compare arguments with them."""
+    def _perform(self, action: Send | Merge) -> None:
+        match action:
+            case Send(fragment, outer_step):
+                self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
+            case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
+                self._on_event(self._rounds.merge(fragment, step=self.steps))
+
+    def _publish_and_compare(self) -> None:
+        """Publish this replica's state on the transport and compare the arguments with the other replicas."""
         self.transport.publish(self.shared.snapshot, self.shared.version)
         if self._facts:
             self.transport.agree(self._facts)
 
-    def _take_over_what_came(self, *, wait: bool = False) -> None:
-        for failure in self._rounds.taking_over.poll(wait=wait):
+    def _adopt_fetched_state(self, *, wait: bool = False) -> None:
+        for failure in self._rounds.recovery.poll(wait=wait):
             self._on_event(Note(step=self.steps, text=failure))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """As `end`, unless an error is on its way out."""
+        """Call `end`, unless the block raised."""
         if kind is None:
             self.end()
+
+
+def _is_send(action: Send | Merge) -> bool:
+    return isinstance(action, Send)

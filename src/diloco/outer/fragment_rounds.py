@@ -1,7 +1,7 @@
-"""The rounds of one replica: a fragment's way from its pseudo-gradient to the merge.
+"""The rounds of one replica, each from a fragment's pseudo-gradient to its merge.
 
-What belongs to work that no mean has taken yet waits for the outcome of its round: what the codec lost of that work,
-and the number of steps it stands for.
+The codec's residual and the number of trained steps follow the outcome of a round: they commit if the average contains
+this replica's contribution, and otherwise carry over to its next contribution.
 """
 
 from __future__ import annotations
@@ -24,40 +24,42 @@ from diloco.algorithm.weighting import TrainedSteps, contribution_weight
 from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.arguments import Arguments
-from diloco.outer.taking_over import SharedState, TakingOver
+from diloco.outer.recovery import SharedState, StateRecovery
 from diloco.protocol.actions import Average
 from diloco.transport.base import Pending, Transport
 
 __all__ = ["FragmentRounds"]
 
-_OF_THE_MOMENT = ("payload", "weight", "base_weight", "digest", "buffers", "integers")  # of a contribution
+_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")  # of a contribution in flight
 
 
 @dataclass(frozen=True, eq=False)
 class _InFlight:
-    """One fragment between sending and merging."""
+    """A fragment between sending and merging."""
 
-    contribution: Contribution  # given to the transport again after a checkpoint, it makes the same average
-    pending: Pending  # the average on its way
-    sent: Tensor | None  # ``(numel,)`` float32, the local parameters at sending, where the merge rule needs them
+    contribution: Contribution  # submitted again after a resume, it gives the same average
+    pending: Pending  # the average in flight
+    sent: Tensor | None  # ``(numel,)`` float32, the local parameters at sending, if the merge rule needs them
 
 
 class FragmentRounds:
-    """Sends fragments and merges their averages when told to; each fragment has one round at a time.
+    """Sends the fragments of one replica and merges their averages. Each fragment has at most one round in flight.
 
     Args:
-        model: its buffers travel with the last fragment.
-        loop: global parameters and outer state, which the rounds move.
+        model: The module. Its buffers travel with the last fragment.
+        loop: The global parameters and outer state that the rounds update.
+        transport: Submits the contributions of this replica.
+        arguments: The arguments that all replicas share.
     """
 
     def __init__(self, model: nn.Module, loop: OuterLoop, transport: Transport, arguments: Arguments) -> None:
         codec, decay = arguments.codec, float(arguments.error_feedback)
         self._feedback = {f.index: ErrorFeedback(codec, f.numel, decay=decay) for f in loop.fragments if decay}
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
-        self.shared = SharedState(loop)  # what others can fetch of the global parameters and outer state
-        self.taking_over = TakingOver(self.shared, transport)  # replaces fragments that turn out to be out of date
-        self.trained_steps = TrainedSteps(len(self.codecs))  # inner steps that no mean has taken yet
-        self.committed = 0  # rounds so far, by outcome
+        self.shared = SharedState(loop)  # the global parameters and outer state that other replicas can fetch
+        self.recovery = StateRecovery(self.shared, transport)  # replaces fragments that turn out to be out of date
+        self.trained_steps = TrainedSteps(len(self.codecs))  # inner steps that no mean contains yet
+        self.committed = 0  # number of rounds by outcome
         self.void = 0
         self._model = model
         self._loop = loop
@@ -65,38 +67,39 @@ class FragmentRounds:
         self._arguments = arguments
         self._mean = arguments.mean
         self._last_means: dict[int, Tensor] = {}  # fragment -> a sample of the last mean that was applied
-        self._residuals: dict[int, Residual] = {}  # fragment -> what this replica has not sent yet of means it owned
+        self._residuals: dict[int, Residual] = {}  # fragment -> the residual of the means that this replica encoded
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
-        """Rounds sent and not yet merged, in the order sent."""
+        """The rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
 
     def change_transport(self, transport: Transport) -> None:
-        """Go on over another transport, with nothing in flight."""
+        """Continue over another transport. No fragment may be in flight."""
         self._transport = transport
-        self.taking_over.change_transport(transport)
+        self.recovery.change_transport(transport)
 
     def send(self, round_id: RoundId, base_weight: float, *, step: int) -> RoundSent:
-        """Hand this replica's contribution to the transport. Never blocks on other replicas.
+        """Submit this replica's contribution to the transport. Never blocks on other replicas.
 
         Args:
-            round_id: of a fragment that is not in flight.
-            base_weight: weight of a full window of this replica.
+            round_id: The round. Its fragment must not be in flight.
+            base_weight: The weight of a full window of this replica.
+            step: The number of the inner step, for the event.
 
         Raises:
-            NonFiniteError: if the pseudo-gradient holds NaN or infinity; it names the parameters.
+            NonFiniteError: if the pseudo-gradient contains NaN or infinity. The message names the parameters.
         """
         index = round_id.fragment
         codec, window_steps = self.codecs[index], self._arguments.schedule.window_steps(index, round_id.outer_step)
-        self.taking_over.sending(index)
+        self.recovery.round_begins(index)
         delta, sent, largest = self._loop.pseudo_gradient(index, keep_local=self._arguments.merge.keeps_sent)
         buffers, integers = collect_buffers(self._model) if index == len(self.codecs) - 1 else (None, None)
         contribution = self._contribution(
             round_id,
             payload=codec.encode(delta),
-            weight=contribution_weight(base_weight, self.trained_steps.hand_in(index), window_steps),
+            weight=contribution_weight(base_weight, self.trained_steps.submit(index), window_steps),
             base_weight=base_weight,
             digest=self._loop.digest(index),
             buffers=buffers,
@@ -115,9 +118,10 @@ class FragmentRounds:
         )
 
     def merge(self, index: int, *, step: int) -> RoundCommitted | RoundVoid:
-        """Wait for the average of a fragment in flight, and apply it.
+        """Wait for the average of a fragment in flight and apply it.
 
-        A replica whose work is not in the average, or whose round is void, has that work in its next contribution.
+        If the round is void, or its average excludes this replica's contribution, the replica's next contribution
+        contains that work.
         """
         entry = self._in_flight[index]
         average, reason = None, ""
@@ -127,12 +131,12 @@ class FragmentRounds:
             if average.residual is not None:
                 self._residuals[index] = average.residual
             if average.donor is not None:
-                reason = self.taking_over.missed(average, average.donor)
+                reason = self.recovery.round_missed(average, average.donor)
                 average = None
         except DivergedError as error:
-            reason = f"{error} {self.taking_over.follow(index, error)}"
-            if self._residuals.pop(index, None) is not None:  # it may have missed a commit, and sent this already
-                reason += " What it had kept of earlier means is dropped."
+            reason = f"{error} {self.recovery.resync(index, error)}"
+            if self._residuals.pop(index, None) is not None:  # it may be in a mean whose commit this replica missed
+                reason += " It drops the residual of its earlier means."
         except RoundVoidError as error:
             reason = str(error)
         round_id, me = entry.contribution.round, self._transport.replica
@@ -142,7 +146,7 @@ class FragmentRounds:
             self.committed += 1
         else:
             self.void += 1
-            if index not in self.taking_over.lacking:
+            if index not in self.recovery.lacking:
                 with self.shared.changing(index):
                     finished = self.shared.finished_rounds
                     finished[index] = max(finished[index], round_id.outer_step + 1)
@@ -151,7 +155,7 @@ class FragmentRounds:
         if feedback := self._feedback.get(index):
             if averaged:
                 feedback.commit()
-            else:  # the next pseudo-gradient holds all of this work again
+            else:  # the next pseudo-gradient contains all of this work again
                 feedback.rollback()
         del self._in_flight[index]
         if average is None:
@@ -172,18 +176,18 @@ class FragmentRounds:
             **measures,
         )
 
-    def forget_losses(self) -> None:
-        """Drop what codecs lost so far; with nothing in flight."""
-        self.forget_means()
+    def forget_residuals(self) -> None:
+        """Drop all error-feedback residuals. No fragment may be in flight."""
+        self.forget_mean_residuals()
         for feedback in self._feedback.values():
             feedback.load_state_dict({"residual": torch.zeros_like(feedback.residual)})
 
-    def forget_means(self) -> None:
-        """Drop what this replica has not sent yet of means that it owned, as it may not know which were committed."""
+    def forget_mean_residuals(self) -> None:
+        """Drop the residuals of encoded means, since this replica may not know which of these means were committed."""
         self._residuals.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `DiLoCo.state_dict` holds, but for the place in the schedule."""
+        """Return the state that `DiLoCo.state_dict` contains, except the position in the schedule."""
         return {
             "rounds_committed": self.committed,
             "rounds_void": self.void,
@@ -193,20 +197,29 @@ class FragmentRounds:
                 {"start": held.start, "values": held.values} if (held := self._residuals.get(p)) else None
                 for p in range(len(self.codecs))
             ],
-            "in_flight": [_in_flight_state(entry) for entry in self._in_flight.values()],
+            "in_flight": [
+                {
+                    "fragment": entry.contribution.round.fragment,
+                    "outer_step": entry.contribution.round.outer_step,
+                    **{name: getattr(entry.contribution, name) for name in _SAVED_FIELDS},
+                    "sent": entry.sent,
+                }
+                for entry in self._in_flight.values()
+            ],
             "finished_rounds": list(self.shared.finished_rounds),
-            "lacking": list(self.taking_over.lacking),
+            "lacking": list(self.recovery.lacking),
             "trained_steps": self.trained_steps.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Sequence[str]:
-        """Go on where `state_dict` was taken; the transport is given again what was in flight.
+        """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
         Returns:
-            What the state does not hold, in words.
+            Sentences about what the saved state does not contain.
 
         Raises:
-            CheckpointError: if the steps trained are missing or of another number of fragments. Nothing was loaded.
+            CheckpointError: if the trained steps are missing or belong to another number of fragments. Nothing was
+                loaded.
         """
         self.trained_steps.load_state_dict(state.get("trained_steps"))
         self.committed = int(state["rounds_committed"])
@@ -225,23 +238,21 @@ class FragmentRounds:
                 RoundId(int(entry["fragment"]), int(entry["outer_step"])),
                 payload=entry["payload"].to(device),
                 weight=float(entry["weight"]),
-                base_weight=float(entry.get("base_weight", 1.0)),  # checkpoints of 0.5.0 have none
+                base_weight=float(entry.get("base_weight", 1.0)),  # missing in checkpoints of 0.5.0
                 digest=str(entry["digest"]),
                 buffers=entry["buffers"],
                 integers=entry["integers"],
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
-        unheld = []
+        notes = []
         if self._mean.keeps_residual and state.get("mean_residuals") is None:
-            words = "This was saved without what the encoding of earlier means lost, so that its error feedback begins "
-            unheld.append(f"{words}anew.")
+            notes.append("The saved state has no residuals of encoded means. Their error feedback restarts at zero.")
         if lacking := ", ".join(map(str, state.get("lacking", ()))):
-            words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
-            unheld.append(words)
-        return unheld
+            notes.append(f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again.")
+        return notes
 
     def _contribution(self, round_id: RoundId, **given: Any) -> Contribution:
-        """A contribution of this replica, but for what is ``given``."""
+        """Return a contribution of this replica to a round, with the fields ``given``."""
         fragment, arguments = self._loop.fragments[round_id.fragment], self._arguments
         return Contribution(
             round=round_id,
@@ -262,10 +273,10 @@ class FragmentRounds:
         self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
 
     def _apply(self, average: Average, sent: Tensor | None, *, averaged: bool) -> dict[str, float | None]:
-        """Outer step and merge. Own work that is not in the average stays in the local parameters, to be sent.
+        """Take the outer step and merge. If the average excludes this replica, its work stays in the local parameters.
 
         Returns:
-            What was measured, by name.
+            The measures of the outer step, by name.
         """
         index = average.round.fragment
         with self.shared.changing(index):
@@ -286,13 +297,3 @@ class FragmentRounds:
             return {}
         measures, self._last_means[index] = measured_outer_step(self._loop, index, mean, self._last_means.get(index))
         return dict(vars(measures))
-
-
-def _in_flight_state(entry: _InFlight) -> dict[str, Any]:
-    contribution = entry.contribution
-    return {
-        "fragment": contribution.round.fragment,
-        "outer_step": contribution.round.outer_step,
-        **{name: getattr(contribution, name) for name in _OF_THE_MOMENT},
-        "sent": entry.sent,
-    }

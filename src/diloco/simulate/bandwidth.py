@@ -1,4 +1,4 @@
-"""The bandwidth that a compute utilisation needs, by method: of any model, and of Streaming DiLoCo's Table 4."""
+"""The bandwidth that each method needs for a compute utilisation: for any model, and for Streaming DiLoCo's Table 4."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ SEARCHED_BITS_PER_S = np.logspace(4, 15, 2201)  # from 10 kbit/s to 1 Pbit/s, 1.
 
 @dataclass(frozen=True)
 class Needed:
-    """What a target asks for."""
+    """The bandwidth that a target needs."""
 
-    target: float  # a share
-    bandwidth_bits_per_s: float | None  # the least that reaches it, to 1.2 %; None if none does
-    compute_utilization: float  # at that bandwidth; without one, at the largest
+    target: float  # compute utilisation, from 0 to 1
+    bandwidth_bits_per_s: float | None  # lowest bandwidth that reaches the target, to 1.2 %; None if none does
+    compute_utilization: float  # at that bandwidth, or at the highest one searched
 
 
 def utilization_curve(
     traffic: Traffic, cluster: Cluster, bandwidths_bits_per_s: Sequence[float]
 ) -> NDArray[np.float64]:
-    """CU by bandwidth, the same for all replicas.
+    """Return the compute utilisation at each bandwidth, ``(S,)``, which is the same for all replicas.
 
     Args:
-        traffic: without scenarios.
-        cluster: its bandwidths do not count.
+        traffic: traffic of a single scenario.
+        cluster: the cluster; its bandwidths are ignored.
         bandwidths_bits_per_s: ``(S,)``.
     """
     every = np.asarray(bandwidths_bits_per_s)[:, None]
@@ -61,7 +61,7 @@ def utilization_curve(
 
 
 def bandwidth_needed(traffic: Traffic, cluster: Cluster, targets: Sequence[float]) -> tuple[Needed, ...]:
-    """The least bandwidth for each target, all else as in ``cluster``."""
+    """Return the lowest bandwidth for each target, with everything else as in ``cluster``."""
     curve = utilization_curve(traffic, cluster, [float(rate) for rate in SEARCHED_BITS_PER_S])
     found = []
     for target in targets:
@@ -74,13 +74,13 @@ def bandwidth_needed(traffic: Traffic, cluster: Cluster, targets: Sequence[float
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the paper's Table 4."""
+    """A method of training; the rows of the paper's Table 4."""
 
-    name: str  # on the command line
-    streaming: bool = False  # fragments in turn; else the whole model at once
+    name: str  # name on the command line
+    streaming: bool = False  # whether fragments take turns, instead of the whole model at once
     overlap_steps: int = 0  # tau
-    codec: str = "bfloat16"  # of its payloads, by default
-    data_parallel: bool = False  # gradients at every step instead
+    codec: str = "bfloat16"  # default codec of the payloads
+    data_parallel: bool = False  # whether gradients are averaged at every step
 
     def schedule(
         self,
@@ -90,9 +90,9 @@ class Method:
         num_fragments: int | None = None,
         overlap_steps: int | None = None,
     ) -> SyncSchedule:
-        """The schedule of this method; by default P is `Workload.default_fragments`, at most H, and tau its own.
+        """Return the schedule of this method. By default P is `Workload.default_fragments`, but at most H.
 
-        P and tau count only where fragments take turns, and tau only where the method overlaps.
+        ``num_fragments`` is ignored unless the method is streaming, and ``overlap_steps`` unless it overlaps.
         """
         number = num_fragments or min(workload.default_fragments, inner_steps)
         overlap = self.overlap_steps if overlap_steps is None or not self.overlap_steps else overlap_steps
@@ -113,25 +113,25 @@ METHODS = (
 
 
 def method_named(name: str) -> Method:
-    """The method called ``name``.
+    """Return the method called ``name``.
 
     Raises:
-        ConfigurationError: for another name.
+        ConfigurationError: for an unknown name.
     """
     for method in METHODS:
         if method.name == name:
             return method
     names = ", ".join(method.name for method in METHODS)
-    raise ConfigurationError(f"there is no method {name!r}; choose one of {names}.")
+    raise ConfigurationError(f"there is no method {name!r}. Choose one of {names}.")
 
 
 PAPER = "Streaming DiLoCo (arXiv 2501.18512), Table 4: H=100, 3 layers per fragment, tau=1, two replicas"
-"""Table 4 states the bandwidth that a compute utilisation needs.
+"""Table 4 states the bandwidth that each compute utilisation needs.
 
-The paper does not give the bits per parameter, the grid of bandwidths, or the time of a reduction. One constant
-reproduces the table best: 16 bits per parameter times 0.835, a quarter of that for FP4, on a grid of 50 bandwidths from
-0.1 to 1000 Gbit/s, the first of which that suffices is the cell. Since the constant is fitted to the table, agreement
-shows that the schedule and the overlap are understood. It is no independent prediction of the payload.
+The paper does not give the bits per parameter, the grid of bandwidths, or the time of a reduction. The table is
+reproduced best by 0.835 times 16 bits per parameter (a quarter of that for FP4) and a grid of 50 bandwidths from 0.1 to
+1000 Gbit/s; a cell is the first bandwidth of the grid that suffices. Since the factor 0.835 is fitted to the table, the
+agreement shows that the schedule and the overlap are modelled correctly. It does not independently confirm the payload.
 """
 
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
@@ -168,13 +168,13 @@ class Cell:
     method: str
     target: float
     published_gbit_per_s: float  # as printed, with one decimal
-    simulated_gbit_per_s: float  # the first point of the grid that suffices
-    grid_steps: int  # how far apart the two are on the grid; above 0 where the simulator asks for more
-    compute_utilization: float  # simulated, at the simulated bandwidth
+    simulated_gbit_per_s: float  # first bandwidth of the grid that suffices
+    grid_steps: int  # simulated minus published, in points of the grid
+    compute_utilization: float  # simulated utilisation at the simulated bandwidth
 
 
 def paper_cells() -> tuple[Cell, ...]:
-    """All 50 cells, in the table's order."""
+    """Return all 50 cells in the order of the table."""
     cells: list[Cell] = []
     grid = np.array(GRID_GBIT_PER_S)
     for model, workload in MODELS.items():
@@ -190,7 +190,7 @@ def paper_cells() -> tuple[Cell, ...]:
 
 
 def _paper_traffic(workload: Workload, method: Method) -> Traffic:
-    """Two replicas, the paper's bits per parameter, and each layer sent once its gradient is there."""
+    """Return the traffic of two replicas with the paper's bits per parameter, sent by layer as gradients are ready."""
     part = FP4_PART if method.codec == "fp4" else 1.0
     model_bytes = part * BITS_PER_PARAMETER * workload.parameters / 8
     if method.data_parallel:

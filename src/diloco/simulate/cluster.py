@@ -1,4 +1,4 @@
-"""Where a run takes place: the replicas' links and speeds, and the steps that late replicas leave out."""
+"""The links and speeds of the replicas in a simulation, and the inner steps that late replicas skip."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ __all__ = ["Cluster", "LateSteps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Replicas, their links and their speeds. Arrays may have scenarios in front: ``(..., M)``."""
+    """Replicas, their links and their speeds. Arrays may have leading scenario dimensions: ``(..., M)``."""
 
-    bandwidth_bits_per_s: NDArray[np.float64]  # each way
-    latency_s: NDArray[np.float64]  # one way
+    bandwidth_bits_per_s: NDArray[np.float64]  # in each direction
+    latency_s: NDArray[np.float64]  # one-way latency
     step_time_s: NDArray[np.float64]  # compute time of one inner step, ``(M,)``
-    half_duplex: NDArray[np.bool_]  # ``(M,)``: sending and receiving take turns
-    # standard deviation of a step's time over its mean; step times are drawn independently from a gamma distribution
-    # with the mean ``step_time_s``, by ``seed``
+    half_duplex: NDArray[np.bool_]  # whether a link can't send and receive at once, ``(M,)``
+    # standard deviation of a step's time relative to its mean; step times are drawn independently from a gamma
+    # distribution with the mean ``step_time_s``
     jitter: float = 0.0
-    seed: int = 0  # of the jitter
-    # H, where replicas slower than the fastest leave out steps (DyLU); None: all take every step
+    seed: int = 0  # random seed of the jitter
+    # H, if replicas slower than the fastest skip steps (DyLU); None: every replica trains every step
     dynamic_of: int | None = None
-    # whether replicas that are late leave out steps for which the others would wait, as with ``swarm.straggler =
-    # "grace"``
+    # whether late replicas skip the steps for which the others would wait, as with ``swarm.straggler = "grace"``
     grace: bool = False
-    overheads: Overheads = IDEAL  # what a run spends beside that
+    overheads: Overheads = IDEAL  # overheads of the run
 
     @classmethod
     def of(
@@ -52,19 +51,19 @@ class Cluster:
         grace: bool = False,
         overheads: Overheads = IDEAL,
     ) -> Cluster:
-        """One link and one step time per replica; one step time for all is enough.
+        """Return a cluster with one link per replica, and one step time per replica or one for all.
 
         Raises:
-            ConfigurationError: unless there is a link and a time above 0 for each replica.
+            ConfigurationError: unless each replica has a link and a step time above 0, and the jitter is 0 or more.
         """
         times = [step_time_s] * len(links) if isinstance(step_time_s, int | float) else list(step_time_s)
         if len(times) != len(links) or not links or not all(0 < each < math.inf for each in times):
             raise ConfigurationError(
-                f"{len(links)} links do not fit step times {times}: a cluster needs one of each per replica, and times "
-                "above 0 s."
+                f"a cluster needs one link and one step time above 0 s per replica, got {len(links)} links and the "
+                f"step times {times}."
             )
         if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"the jitter must be 0 or more, not {jitter}.")
+            raise ConfigurationError(f"the jitter must be 0 or more, got {jitter}.")
         arrays = LinkArrays.of(links)
         return cls(
             bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,
@@ -80,29 +79,29 @@ class Cluster:
 
     @property
     def num_replicas(self) -> int:
-        """M."""
+        """The number of replicas (M)."""
         return int(self.step_time_s.shape[-1])
 
     @property
     def links(self) -> LinkArrays:
-        """The links as payload sees them."""
+        """The links with the bandwidth that is left for payload."""
         rates, tcp = self.bandwidth_bits_per_s, self.overheads.tcp
         if tcp is not None:
             rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
         return LinkArrays(self.overheads.goodput * rates, self.latency_s, self.half_duplex)
 
     def beside_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
-        """How much longer a round takes than its payload and a vote are on their way, ``(..., 1)``.
+        """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.
 
         Args:
-            parcel: what is sent.
-            links: of those that take part, as payload sees them; a lone replica waits for nobody.
+            parcel: the payload of the round.
+            links: the links of the participants, as returned by `links`. A lone replica has no overhead.
         """
         if links.latency_s.shape[-1] == 1:
             return np.zeros(1)
         round_trip_s, tcp = 2 * links.latency_s.max(-1, keepdims=True), self.overheads.tcp
         rates = links.bandwidth_bits_per_s
-        # no longer than its payload takes: what does not fill the link makes no queue
+        # at most the transfer time of the payload: a payload that does not fill the link builds no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
         beside_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
         beside_s = beside_s + self.overheads.queue_trips * filling_s
@@ -114,7 +113,7 @@ class Cluster:
 
     @property
     def trained_steps(self) -> tuple[int, ...]:
-        """How many of ``dynamic_of`` scheduled steps (of one, where that is None) each replica trains.
+        """The number of steps that each replica trains, of ``dynamic_of`` scheduled steps (of one if that is None).
 
         >>> from diloco.transport.links import Link
         >>> Cluster.of([Link(1e9)] * 3, [1.0, 2.0, 3.0], dynamic_of=10).trained_steps
@@ -126,9 +125,11 @@ class Cluster:
         return tuple(steps_to_train(replica, speeds, self.dynamic_of) for replica in speeds)
 
     def computed_s(self, steps: int) -> NDArray[np.float64]:
-        """Compute time of the first so many steps, by step and replica, ``(steps + 1, M)``; no schedule changes it, but
-        for steps that are left out as there is no more time for them (`grace`)."""
-        if self.jitter < 1e-6:  # too little to tell two steps apart, and the draw itself would overflow
+        """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``.
+
+        It does not depend on the schedule, and does not account for the steps that `grace` skips.
+        """
+        if self.jitter < 1e-6:  # too small to make a difference, and the draw would overflow
             if self.dynamic_of is None:
                 return np.arange(steps + 1)[:, None] * self.step_time_s
             lasting = self._trained(steps) * self.step_time_s
@@ -139,7 +140,7 @@ class Cluster:
         return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(lasting, axis=0)])
 
     def _trained(self, steps: int) -> NDArray[np.float64]:
-        """1, or 0 where a replica leaves the step out, ``(steps, M)`` or what broadcasts to it."""
+        """Return 1 for each step that a replica trains and 0 for each other one, broadcastable to ``(steps, M)``."""
         if self.dynamic_of is None:
             return np.ones((1, 1))
         rows = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]
@@ -150,19 +151,20 @@ Floats = NDArray[np.float64]
 
 
 class LateSteps:
-    """Goes from one step in which something is sent or merged to the next.
+    """The steps that late replicas skip, decided from one step that sends or merges to the next.
 
-    The rule is that of `diloco.membership.grace`. What it is told comes a latency later; speeds are the clusters' own.
-    Before a step that sends, a replica leaves out steps since the last one that sent or merged, and no earlier ones.
+    The rule is that of `diloco.membership.grace`. Reports of other replicas arrive one latency later, and speeds are
+    those of the cluster. Before a step that sends, a replica may skip only the steps since the last one that sent or
+    merged.
 
     Args:
-        computed_s: compute time of the first so many steps, ``(steps + 1, M)``.
-        shape: of the results, ``(..., M)``.
+        computed_s: the result of `Cluster.computed_s`, ``(steps + 1, M)``.
+        shape: the shape of the results, ``(..., M)``.
     """
 
     def __init__(self, cluster: Cluster, traffic: Traffic, computed_s: Floats, shape: tuple[int, ...]) -> None:
-        self.reached = 0  # the step up to which all is decided
-        self.trained_last = np.ones(shape, dtype=np.bool_)  # whether that step was trained, ``(..., M)``
+        self.reached = 0  # the last step that is decided
+        self.trained_last = np.ones(shape, dtype=np.bool_)  # whether that step is trained, ``(..., M)``
         self._cluster = cluster
         self._schedule = traffic.schedule
         self._computed_s = computed_s
@@ -170,14 +172,14 @@ class LateSteps:
         self._sync_s: dict[int, Floats] = {}  # by fragment, ``(..., 1)``
 
     def until(self, step: int, now_s: Floats) -> tuple[Floats, Floats]:
-        """The steps up to ``step`` pass.
+        """Decide the steps up to ``step``.
 
         Args:
-            step: that sends or merges, or the last one.
-            now_s: the clocks after step `reached`, ``(..., M)``, like the results.
+            step: the next step that sends or merges, or the last step.
+            now_s: the clocks after step `reached`, ``(..., M)``.
 
         Returns:
-            Compute time that is saved, and how many steps are left out.
+            The compute time that is saved and the number of steps that are skipped, each ``(..., M)``.
         """
         window, self.reached = range(self.reached + 1, step + 1), step
         saved_s, left_out = np.zeros(self._shape), np.zeros(self._shape)
@@ -195,16 +197,17 @@ class LateSteps:
         return saved_s, left_out
 
     def learn(self, fragment: int, took_s: Floats) -> None:
-        """A round of ``fragment`` was committed so long after each replica sent, ``(..., M)``."""
+        """Record the time from each replica's sending to the commit of a round of ``fragment``, ``(..., M)``."""
         sync_s = took_s.min(-1, keepdims=True)
         self._sync_s[fragment] = Grace.KEPT * self._sync_s.get(fragment, sync_s) + (1 - Grace.KEPT) * sync_s
 
     def _due_s(self, fragment: int, ready_s: Floats) -> tuple[Floats, Floats]:
-        """When each replica hears of a quorum, and when its own contribution is due.
+        """Return when each replica learns that a quorum has sent, and when its own contribution is due.
 
         Args:
-            fragment: that is sent.
-            ready_s: when each would send if it left out nothing. No step of the first ones is left out, so theirs hold.
+            fragment: the fragment that is sent.
+            ready_s: when each replica would send if it skipped no step. The first replicas skip none, so their times
+                are final.
         """
         quorum = more_than_could_lie(self._shape[-1])
         quorum_s = np.partition(ready_s, quorum - 1, axis=-1)[..., quorum - 1 : quorum]

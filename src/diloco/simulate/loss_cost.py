@@ -1,12 +1,12 @@
-"""What a setting costs in loss, by the papers' own measurements, relative to data-parallel training.
+"""The cost of settings in loss relative to data-parallel training, from measurements in papers.
 
-Nothing here is a law. Between the points of the tables it is interpolated in the logarithm of the quantity, and beyond
-them extrapolated; the words say where. Sources:
+These figures are estimates. Costs are interpolated between the points of the tables in the logarithm of the quantity
+and extrapolated beyond them; the source of each `CostPart` states where. Sources:
 
 - 2501.18512 (Streaming DiLoCo), Tables 5 and 6 and the text on overlap and on FP4
 - 2503.09799 (Scaling Laws for DiLoCo), the table of losses at H=30
 - 2311.08105 (DiLoCo), the table over H
-- this project's benchmarks/parity, a small model, for what codecs cost
+- this project's benchmarks/parity, on a small model, for the cost of codecs
 """
 
 from __future__ import annotations
@@ -31,42 +31,43 @@ LAWS = {1: (3.482, 3.162, 2.943, 2.777, 2.645, 2.451, 2.317), 8: (3.621, 3.265, 
 """2503.09799: DiLoCo at H=30 with one and with eight replicas."""
 
 LONG_WINDOW = 0.0286 / 2.709 / math.log(1000 / 50)
-"""2311.08105: H=1000 has 2.9 % more perplexity than H=50, near a loss of 2.709; by factor e of H."""
+"""2311.08105: H=1000 has 2.9 % more perplexity than H=50, near a loss of 2.709; cost per factor e in H."""
 
-OVERLAP = 0.002 / 10  # 2501.18512: up to tau=10 costs less than 0.2 % of the loss
+OVERLAP = 0.002 / 10  # 2501.18512: overlaps up to tau=10 cost less than 0.2 % of the loss
 
 CODECS = {"float32": 0.0, "float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0004}
-"""benchmarks/parity: the largest cost with any seed; 2501.18512, Fig. 11, sees no change with FP4."""
+"""benchmarks/parity: the largest cost over all seeds; 2501.18512, Fig. 11, shows no change with FP4."""
 
 COARSE_CODECS = {"int2": 0.001, "topk2": 0.049}
-"""benchmarks/outer, 20 rounds, with error feedback and outer SGD of lr 1: topk2 averaged over its senders, against
-float32; int2 cost nothing, and 0.1 % is what seeds differ by. 2508.15706 sees no cost of topk2 in runs of hundreds."""
+"""benchmarks/outer, 20 rounds, with error feedback and outer SGD of learning rate 1, relative to float32. topk2 is
+averaged over its senders. int2 cost nothing; 0.1 % is the difference between seeds. 2508.15706 finds no cost of topk2
+in runs of hundreds of rounds."""
 
 MEANS = {"bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0023}
-"""benchmarks/means: the largest cost at 4, 8 and 16 replicas; bfloat16 was not measured, and is finer than int8."""
+"""benchmarks/means: the largest cost at 4, 8 and 16 replicas. bfloat16 was not measured; it is finer than int8."""
 
 
 @dataclass(frozen=True)
 class CostPart:
     """One part of the cost."""
 
-    what: str  # the setting, in words
-    cost: float  # relative increase of the loss over data-parallel training, as a share
-    source: str  # where the figure is from
+    what: str  # description of the setting
+    cost: float  # relative increase of the loss over data-parallel training
+    source: str  # source of the figure
 
 
 def loss_cost(
     *, parameters: float, num_replicas: int, inner_steps: int, overlap_steps: int, codec: str, means: str = ""
 ) -> tuple[CostPart, ...]:
-    """What DiLoCo or Streaming DiLoCo costs with these settings, in parts that add up.
+    """Return the cost of DiLoCo or Streaming DiLoCo with these settings, as parts that add up.
 
     Args:
-        parameters: of the model.
+        parameters: the number of parameters of the model.
         num_replicas: M.
-        inner_steps: H; 1 stands for data-parallel training.
+        inner_steps: H; 1 means data-parallel training.
         overlap_steps: tau.
-        codec: by name; an unlisted one counts as the costliest.
-        means: the codec of means, by name, where means are sent encoded.
+        codec: the name of the codec; an unlisted codec counts as the costliest one.
+        means: the name of the codec of means, if means are sent encoded.
 
     >>> parts = loss_cost(parameters=1e9, num_replicas=2, inner_steps=100, overlap_steps=1, codec="fp4")
     >>> [(part.what, f"{part.cost:.2%}") for part in parts]
@@ -99,7 +100,7 @@ def _window(parameters: float, num_replicas: int, inner_steps: int) -> tuple[flo
     by_replicas = [_relative(H100[m], DATA_PARALLEL, STREAMING_SIZES, parameters) for m in (2, 4)]
     at_30 = [_relative(H30[m], DATA_PARALLEL, STREAMING_SIZES, parameters) for m in (2, 4)]
     rise = float(np.interp(math.log(max(2, num_replicas)), np.log([2, 4]), np.subtract(by_replicas, at_30)))
-    # the tables' values at H = 100 hold also where at H = 30 they find less loss than data-parallel
+    # the table's value at H = 100 also applies where its loss at H = 30 is below that of data-parallel
     long = _at_30(parameters, num_replicas) + rise if num_replicas > 1 else short + rise
     if inner_steps <= 100:
         part = math.log(inner_steps / 30) / math.log(100 / 30)
@@ -109,7 +110,7 @@ def _window(parameters: float, num_replicas: int, inner_steps: int) -> tuple[flo
 
 
 def _at_30(parameters: float, num_replicas: int) -> float:
-    """At H=30, interpolated over the numbers of replicas that were measured."""
+    """Return the cost at H=30, interpolated between the measured numbers of replicas."""
     points = {
         1: _relative(LAWS[1], LAWS_DATA_PARALLEL, LAWS_SIZES, parameters),
         2: _relative(H30[2], DATA_PARALLEL, STREAMING_SIZES, parameters),
@@ -117,7 +118,7 @@ def _at_30(parameters: float, num_replicas: int) -> float:
         8: _relative(LAWS[8], LAWS_DATA_PARALLEL, LAWS_SIZES, parameters),
     }
     inside = float(np.interp(math.log(num_replicas), np.log(list(points)), list(points.values())))
-    # nothing was measured beyond eight: each doubling costs what four to eight does
+    # beyond eight replicas, which were not measured, each doubling costs as much as from four to eight
     return inside + max(0.0, math.log2(num_replicas / 8)) * max(0.0, points[8] - points[4])
 
 

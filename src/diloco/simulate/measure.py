@@ -1,4 +1,4 @@
-"""Measurements for a plan, on the machines at hand: how long an inner step takes, and what the links carry."""
+"""Measurements for a plan: the time of an inner step on this machine, and the links to other machines."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from diloco.transport.torch_distributed.doctor import examine
 
 __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 
-_STEPS, _AT_MOST_S = 5, 60.0  # inner steps that are timed, and how long that may take
+_STEPS, _AT_MOST_S = 5, 60.0  # number of inner steps to time, and the time after which no further one starts
 _ROUNDS = 5
-_LINK_BYTES, _LINK_TIMEOUT_S = 10_000_000, 10.0  # moved each way, and how long each step of that may take
+_LINK_BYTES, _LINK_TIMEOUT_S = 10_000_000, 10.0  # bytes to transfer in each direction, time-out of each step
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
     """The time of inner steps, and the work of a synchronisation."""
 
-    median_s: float  # of the steps that were timed
-    spread: float  # the largest over the smallest
-    steps: int  # how many were timed
-    send_s_per_value: float  # of the pseudo-gradient and its encoding, fp4
-    merge_s_per_value: float  # of the mean of one payload, the outer step and the merge
-    device: str  # that was timed
+    median_s: float  # median time of the timed steps
+    spread: float  # longest time over shortest time
+    steps: int  # number of timed steps
+    send_s_per_value: float  # pseudo-gradient and its encoding in fp4
+    merge_s_per_value: float  # mean of one payload, outer step and merge
+    device: str  # the device that was timed
 
 
 def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
-    """Time inner steps (forward, backward, clipping, optimizer) of the model of ``settings`` on random tokens, and
-    sends and merges of the whole model.
+    """Time inner steps of the model of ``settings`` on random tokens, and sends and merges of the whole model.
 
-    If a batch is computed in pieces, one piece is timed and counted as often as there are pieces. The first step is not
-    counted. Once a step has been timed, none begins after a minute.
+    A step is forward and backward pass, clipping and optimizer. With gradient accumulation, one piece of the batch is
+    timed and multiplied by the number of pieces. The first step is a warm-up. At least one step is timed; after that,
+    no step starts once a minute has passed.
 
     Args:
-        settings: resolved, with the vocabulary known.
+        settings: resolved settings with a known vocabulary size.
 
     Raises:
         ConfigurationError: if the model does not fit on the device.
@@ -72,7 +72,7 @@ def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
         began_s = time.perf_counter()
         while len(taken_s) <= _STEPS and (len(taken_s) < 2 or time.perf_counter() - began_s < _AT_MOST_S):
             started_s = time.perf_counter()
-            # reading the loss, and the norm in `apply`, waits for the device
+            # reading the loss here, and the norm in `apply`, waits for the device
             float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:]))
             piece_s = time.perf_counter() - started_s
             inner.unscale()
@@ -82,8 +82,8 @@ def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
             taken_s.append(train.gradient_accumulation * piece_s + apply_s)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"the model with {rows} sequences at once does not fit on {device}: "
-            f"{str(error).splitlines()[0]} Use more gradient accumulation, or a smaller model."
+            f"the model with {rows} sequences at once does not fit in the memory of {device}: "
+            f"{str(error).splitlines()[0]} Use more gradient accumulation or a smaller model."
         ) from error
     timed = taken_s[1:]
     send_s, merge_s = synchronisation_s(model, inner.optimizer, device)
@@ -95,7 +95,7 @@ def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
 def synchronisation_s(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4"
 ) -> tuple[float, float]:
-    """Time a send and a merge of all of ``model`` by a lone replica: the medians of five, in seconds."""
+    """Return the median time of five sends and of five merges of the whole ``model`` by a lone replica, in seconds."""
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)
     sends_s, merges_s = [], []
     for _ in range(_ROUNDS):
@@ -117,13 +117,13 @@ def _settle(device: torch.device) -> None:
 
 
 def measure_links(peers: Sequence[str]) -> list[Link]:
-    """The way from here to each peer, one after the other: half the round trip, and the slower of both directions.
+    """Measure the link to each peer in turn: half the round-trip time, and the slower of the two directions.
 
     Args:
         peers: addresses at which replicas or `diloco doctor --listen` answer.
 
     Raises:
-        TransportError: if the way to one of them does not work, with the reason.
+        TransportError: if the connection to a peer does not work, with the reason.
     """
     links = []
     for peer in peers:

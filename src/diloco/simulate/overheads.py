@@ -1,6 +1,6 @@
-"""What real runs spend beside computing and bits at the link's rate: TCP, round trips, and the work of each round.
+"""The overheads of real runs: TCP, round trips, and the work of each round.
 
-The fitted constants, and how far predictions with them are off, are the outcome of benchmarks/simulator.
+The fitted constants and the errors of predictions with them are results of benchmarks/simulator.
 """
 
 from __future__ import annotations
@@ -29,54 +29,60 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """What a run spends beside computing and bits at the link's rate; the neutral values are the papers' ideal."""
+    """The time that a run spends apart from computing and transferring bits at the link's rate.
 
-    # share of what connections get of a link that is payload; the rest is headers and retransmissions
+    The defaults are the ideal of the papers: no overhead.
+    """
+
+    # share of the connections' throughput that is payload; the rest is headers and retransmissions
     goodput: float = 1.0
-    # that a round takes beside its payload's way and one vote, such as to hear that there is room
+    # round trips of a round in addition to the latency of its payload and of a vote, such as for flow control
     round_trips: float = 0.0
-    queue_trips: float = 0.0  # that it takes for losses in queues while its payload fills the link, or a part of them
-    tcp: Tcp | None = None  # what its connections make of a link; None: payload has it from the first moment
-    average_s_per_value: float = 0.0  # time of a round for decoding, summing and hashing, per value; training goes on
-    # time that the training loop stands still for a send, per value: pseudo-gradient, encoding
+    # round trips lost in queues while the payload fills the link; a smaller payload loses a part of them
+    queue_trips: float = 0.0
+    tcp: Tcp | None = None  # TCP of the connections; None: payload has the full rate from the start
+    # time per value that a round takes for decoding, summing and hashing, while training continues
+    average_s_per_value: float = 0.0
+    # time per value that a send blocks the training loop: pseudo-gradient and encoding
     send_s_per_value: float = 0.0
-    merge_s_per_value: float = 0.0  # and for a merge: outer step, merge
+    # time per value that a merge blocks the training loop: outer step and merge
+    merge_s_per_value: float = 0.0
 
     def __post_init__(self) -> None:
         work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
         others = (self.round_trips, self.queue_trips, *work)
         if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
             raise ConfigurationError(
-                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, everything else 0 or more."
+                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, other values 0 or more."
             )
 
 
 IDEAL = Overheads()
 
-Wire = Literal["torch", "hivemind"]  # `diloco train --transport`; a swarm's payloads travel over direct streams
+Wire = Literal["torch", "hivemind"]  # `diloco train --transport`; the payloads of a swarm use direct streams
 
 SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
-"""Of the training loop of a replica that trains on a CPU, in one thread, fp4. Not measured on a GPU."""
+"""Time per value of the training loop on a CPU in one thread, with fp4. It was not measured on a GPU."""
 
-AVERAGE_S_PER_VALUE = 0.9e-8  # of what a round takes beside the training loop, on a CPU
-CAREFUL_WORK = 1.25  # how much longer sends and merges may take in a careful plan
+AVERAGE_S_PER_VALUE = 0.9e-8  # time per value of a round outside the training loop, on a CPU
+CAREFUL_WORK = 1.25  # factor for the work of sends and merges in a careful plan
 
-CAREFULLY = "if every round took as long as one in ten does"
+CAREFULLY = "if every round took as long as the slowest tenth"
 
 Constants = tuple[float, float, float]  # goodput, round trips and queue trips of `Overheads`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The constants of rounds over one wire, and how far off predictions with them are."""
+    """The fitted constants of rounds over one wire, and the errors of predictions with them."""
 
-    typical: Constants  # every other round takes longer
-    careful: Constants  # one round in ten takes longer. Plans are made with these.
-    rounds: int = 0  # of real processes, each predicted
-    rounds_error: float = 0.0  # of their time, the median, as a share
-    runs: int = 0  # whole runs of real processes, predicted with the work of sends and merges
-    median_error: float = 0.0  # of the wall-clock time of these runs, as a share
-    largest_error: float = 0.0
+    typical: Constants  # half of all rounds take longer
+    careful: Constants  # one round in ten takes longer; plans use these
+    rounds: int = 0  # number of rounds of real processes that were predicted
+    rounds_error: float = 0.0  # median relative error of their predicted times
+    runs: int = 0  # number of whole runs of real processes that were predicted, including the work of sends and merges
+    median_error: float = 0.0  # median relative error of their predicted wall-clock times
+    largest_error: float = 0.0  # largest relative error of these
 
 
 FITTED: dict[Wire, Fitted] = {
@@ -91,27 +97,27 @@ FITTED: dict[Wire, Fitted] = {
     ),
     "hivemind": Fitted(typical=(0.75, 0.0, 0.0), careful=(0.75, 1.25, 3.5), rounds=152, rounds_error=0.123),
 }
-"""Emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
+"""Fitted on emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Under which replicas exchange their contributions."""
+    """The conditions under which replicas exchange contributions."""
 
-    wire: Wire = "torch"  # what carries payloads
-    congestion_control: CongestionControl = "cubic"  # of the senders' TCP
-    loss: float = 0.0  # share of packets that get lost
-    streams: int | None = None  # connections to each other replica; None: a run's default. 1 where libp2p carries them.
-    average_s_per_value: float = AVERAGE_S_PER_VALUE  # time of a round beside the training loop
-    send_s_per_value: float = SEND_S_PER_VALUE  # time that the training loop stands still for a send
-    merge_s_per_value: float = MERGE_S_PER_VALUE  # and for a merge
+    wire: Wire = "torch"  # transport of the payloads
+    congestion_control: CongestionControl = "cubic"  # TCP congestion control of the senders
+    loss: float = 0.0  # share of packets that are lost
+    streams: int | None = None  # connections to each other replica; None: the default of a run. 1 for libp2p streams.
+    average_s_per_value: float = AVERAGE_S_PER_VALUE  # these three as in `Overheads`
+    send_s_per_value: float = SEND_S_PER_VALUE
+    merge_s_per_value: float = MERGE_S_PER_VALUE
 
     def overheads(self, others: int, *, careful: bool = False) -> Overheads:
-        """What a run spends beside computing and its payload's way.
+        """Return the overheads of a run under these conditions.
 
         Args:
-            others: replicas that one sends to.
-            careful: what one round in ten exceeds, rather than every other one.
+            others: number of replicas to which a replica sends.
+            careful: return values that one round in ten exceeds, instead of every other round.
         """
         fitted = FITTED[self.wire]
         slower = CAREFUL_WORK if careful else 1.0
@@ -132,12 +138,12 @@ class Conditions:
 
 
 def accuracy(wire: Wire = "torch") -> str:
-    """How far predictions were off, in words."""
+    """Return a sentence about the errors of predictions."""
     fitted = FITTED[wire]
-    rounds = f"the times of {fitted.rounds} rounds over {wire} were off by {fitted.rounds_error:.0%} in the median"
+    rounds = f"the times of {fitted.rounds} rounds over {wire} by {fitted.rounds_error:.0%} in the median"
     if not fitted.runs:
-        return f"{rounds}; whole runs over it were not measured"
+        return f"predictions missed {rounds}; whole runs over {wire} were not measured"
     return (
-        f"{fitted.runs} real runs, on a CPU, were off by {fitted.median_error:.1%} in the median, "
-        f"{fitted.largest_error:.0%} at most; {rounds}"
+        f"predictions missed the times of {fitted.runs} runs on a CPU by {fitted.median_error:.1%} in the median and "
+        f"{fitted.largest_error:.0%} at most, and {rounds}"
     )

@@ -1,4 +1,4 @@
-"""Files of pictures: where they may be written, what they look like, and SVG, PNG and HTML."""
+"""Picture files: a check of the path, the style, and writing SVG, PNG and HTML."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ STYLE = {
 
 
 def check_picture_path(path: Path) -> None:
-    """Check, before anything is computed, that a picture can be written to ``path``.
+    """Check that a picture can be written to ``path``; callers do this before anything is computed.
 
     Raises:
-        ConfigurationError: for a suffix other than .svg, .png and .html, for a missing folder, for a path that is a
-            folder, and without matplotlib.
+        ConfigurationError: for a suffix other than .svg, .png and .html, if the folder is missing, if ``path`` is a
+            folder, or if matplotlib is not installed.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigurationError(
             f"the name of the picture {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
         )
     if path.is_dir() or not path.parent.is_dir():
-        trouble = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigurationError(f"the picture {path} cannot be written: {trouble}.")
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigurationError(f"the picture {path} cannot be written: {reason}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
             f"the picture {path} needs matplotlib, which is not installed: pip install 'diloco[plots]'."
@@ -59,7 +59,7 @@ def check_picture_path(path: Path) -> None:
 
 @contextmanager
 def picture_style() -> Iterator[None]:
-    """Our style inside, whatever a matplotlibrc says; the earlier one afterwards."""
+    """Apply the style of this package inside the ``with`` block, regardless of any matplotlibrc."""
     from matplotlib import style
 
     with style.context(["default", STYLE]):
@@ -67,12 +67,12 @@ def picture_style() -> Iterator[None]:
 
 
 def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: str) -> None:
-    """Write ``figure`` beside ``path`` and rename it, so that nobody reads half a picture.
+    """Write ``figure`` to ``path`` atomically. Call this inside `picture_style`.
 
     Args:
-        figure: drawn within `picture_style`, which still applies.
-        path: its suffix is the format.
-        names: what each part of the figure is, by its ``gid`` ("part-" and a number).
+        figure: a figure drawn inside `picture_style`.
+        path: the file; its suffix selects the format.
+        names: a description of each part of the figure, by its ``gid`` ("part-" and a number).
     """
     stream = io.BytesIO()
     if path.suffix == ".png":
@@ -86,7 +86,7 @@ def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: s
 
 
 def _with_names(svg: str, names: Mapping[str, str]) -> str:
-    """Give each named part its words, which browsers show under the pointer."""
+    """Add a title with its description to each named part; browsers show it as a tooltip."""
 
     def named(opening: re.Match[str]) -> str:
         return f"{opening[0]}<title>{html.escape(names[opening[1]])}</title>"
@@ -95,7 +95,7 @@ def _with_names(svg: str, names: Mapping[str, str]) -> str:
 
 
 def _page(svg: str, title: str) -> str:
-    """A page of its own: the picture, a slider for its size, and rules for printing."""
+    """Return an HTML page with the picture, a slider for its size, and rules for printing."""
     return f"""<!doctype html>
 <html lang="en">
 <head>

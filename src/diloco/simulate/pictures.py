@@ -1,7 +1,7 @@
-"""Pictures of a simulation: what each replica does when, and compute utilisation by bandwidth. SVG, PNG or HTML.
+"""Pictures of a simulation in SVG, PNG or HTML: the timeline of each replica, and compute utilisation by bandwidth.
 
-With the same version of matplotlib the same input gives the same bytes. matplotlib is imported only to draw. In an SVG
-or HTML picture, pointing at a part shows what it is.
+With the same version of matplotlib, the same input gives the same bytes. matplotlib is imported only for drawing. In
+SVG and HTML, each part has a tooltip that describes it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_REPLICAS", "MOST_SPANS", "draw_timeline", "draw_utilization"]
 
-MOST_SPANS = 5000  # a timeline of more spans shows its first stretch only
-MOST_REPLICAS = 16  # a timeline of more replicas shows the first ones only
+MOST_SPANS = 5000  # the maximum number of spans in a timeline; later spans are cut off
+MOST_REPLICAS = 16  # the maximum number of replicas in a timeline; the first ones are shown
 
 WAIT = "#d55e00"
 LOOP_LOOKS: dict[Lane, tuple[str, dict[str, Any]]] = {
@@ -35,8 +35,8 @@ LOOP_LOOKS: dict[Lane, tuple[str, dict[str, Any]]] = {
 }
 ROWS: dict[Lane, int] = {"compute": 0, "wait": 0, "spent": 0, "send": 1, "receive": 2}
 ROW_NAMES = ("compute", "send", "receive")
-# Okabe and Ito's colours, which people with any colour vision can tell apart, and Tol's wine, each with an ink that is
-# legible on it; vermilion is kept for waits
+# The colour-blind-safe colours of Okabe and Ito plus Tol's wine, each with a text colour that is legible on it.
+# Vermilion is reserved for waits.
 FRAGMENT_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#56b4e9", "#882255", "#999999")
 FRAGMENT_INKS = ("white", "black", "black", "black", "black", "black", "white", "black")
 
@@ -46,30 +46,30 @@ METHOD_DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))
 MARKERS_PER_LINE = 14
 
 ROW_IN, BETWEEN_IN, LEFT_IN, RIGHT_IN, AXIS_IN, LINE_IN = 0.27, 0.14, 1.65, 0.3, 0.6, 0.22
-"""Inches of a timeline: a row, the space between replicas, margins, the time axis, a line of text."""
+"""Sizes in a timeline, in inches: a row, the space between replicas, margins, the time axis, a line of text."""
 PAPER_IN, WIDEST_IN = 11.0, 60.0
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
-    """Three rows for each replica: its training loop, what it sends and what it receives; transfers by fragment.
+    """Draw three rows for each replica: its training loop, its uplink and its downlink. Transfers show their fragment.
 
     Args:
-        spans: from `timeline`. Only the first `MOST_REPLICAS` and the first stretch of `MOST_SPANS` are drawn; the
-            picture says so.
+        spans: the result of `timeline`. Only the first `MOST_REPLICAS` replicas and the first `MOST_SPANS` spans are
+            drawn; a note in the picture says what is left out.
         path: .svg, .png or .html; an existing file is replaced.
 
     Raises:
-        ConfigurationError: as `check_picture_path`, and without any span.
+        ConfigurationError: as in `check_picture_path`, and if there are no spans.
     """
     check_picture_path(path)
     if not spans:
-        raise ConfigurationError("a timeline without spans shows nothing: give at least one.")
-    shown = _first_stretch(spans)
+        raise ConfigurationError("a timeline needs at least one span.")
+    shown = _drawn_part(spans)
     with picture_style():
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        # a page in a browser may be as wide as it takes, paper may not
+        # an HTML page may be as wide as needed; the other formats have to fit on paper
         fullest = len(shown.spans) / (len(ROW_NAMES) * len(shown.replicas))
         width_in = min(max(PAPER_IN, 0.12 * fullest), WIDEST_IN) if path.suffix == ".html" else PAPER_IN
         heading = textwrap.wrap(title, 95) or [""]
@@ -96,7 +96,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
 
 @dataclass(frozen=True)
 class _Shown:
-    """The part of a timeline that is drawn, its end, and a note about what is left out."""
+    """The part of a timeline that is drawn, its end in seconds, and a note about what is left out."""
 
     spans: tuple[Span, ...]
     replicas: tuple[int, ...]
@@ -104,7 +104,7 @@ class _Shown:
     note: str
 
 
-def _first_stretch(spans: Sequence[Span]) -> _Shown:
+def _drawn_part(spans: Sequence[Span]) -> _Shown:
     everyone = sorted({span.replica for span in spans})
     replicas = everyone[:MOST_REPLICAS]
     ordered = sorted((span for span in spans if span.replica in replicas), key=lambda span: span.start_s)
@@ -120,7 +120,7 @@ def _first_stretch(spans: Sequence[Span]) -> _Shown:
 
 
 def _fill_rows(axes: Axes, shown: _Shown, across_in: float) -> dict[str, str]:
-    """Draw the spans; returns what each of them is, by ``gid``."""
+    """Draw the spans; return a description of each, by ``gid``."""
     from matplotlib.patches import Rectangle
 
     unit, unit_s = _time_unit(shown.end_s)
@@ -176,7 +176,7 @@ def _legend(spans: Sequence[Span]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _time_unit(end_s: float) -> tuple[str, float]:
-    """The unit of a time axis up to ``end_s``, and its seconds."""
+    """Return the unit of a time axis up to ``end_s``, and its length in seconds."""
     for unit, unit_s, upto_s in (("ms", 1e-3, 1.0), ("s", 1.0, 600.0), ("min", 60.0, 36_000.0)):
         if end_s < upto_s:
             return unit, unit_s
@@ -186,16 +186,16 @@ def _time_unit(end_s: float) -> tuple[str, float]:
 def draw_utilization(
     curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: Path, *, title: str, targets: Sequence[float] = ()
 ) -> None:
-    """Compute utilisation by bandwidth, one line for each method, as in the figure of Streaming DiLoCo (2501.18512).
+    """Plot compute utilisation by bandwidth with a line for each method, as in Streaming DiLoCo (2501.18512).
 
     Args:
-        curves: by method, bandwidths in Gbit/s, ``(n,)``, above 0 and ascending, and the compute utilisation of each,
-            from 0 to 1.
+        curves: for each method, bandwidths in Gbit/s, ``(n,)``, above 0 and ascending, and their compute utilisations
+            from 0 to 1, ``(n,)``.
         path: .svg, .png or .html; an existing file is replaced.
-        targets: utilisations from 0 to 1, as horizontal lines.
+        targets: utilisations from 0 to 1, drawn as horizontal lines.
 
     Raises:
-        ConfigurationError: as `check_picture_path`, and for other curves or targets.
+        ConfigurationError: as in `check_picture_path`, and for invalid curves or targets.
     """
     check_picture_path(path)
     lines = {name: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for name, (x, y) in curves.items()}
@@ -203,13 +203,13 @@ def draw_utilization(
         fits = x.ndim == 1 and x.shape == y.shape and x.size > 0
         if not (fits and np.isfinite(x).all() and (x > 0).all() and (np.diff(x) >= 0).all() and _shares(y)):
             raise ConfigurationError(
-                f"the curve {name!r} of shapes {x.shape} and {y.shape} cannot be drawn: it needs as many utilisations "
-                "from 0 to 1 as bandwidths, which must be above 0 and ascending."
+                f"the curve {name!r} of shapes {x.shape} and {y.shape} cannot be drawn: it needs ascending bandwidths "
+                "above 0, and one utilisation from 0 to 1 for each."
             )
     if not lines or not _shares(np.asarray(targets, np.float64)):
         raise ConfigurationError(
-            f"{len(lines)} curves with targets {tuple(targets)} cannot be drawn: at least one curve is needed, and "
-            "targets from 0 to 1."
+            f"{len(lines)} curves with targets {tuple(targets)} cannot be drawn: give at least one curve, and targets "
+            "from 0 to 1."
         )
     with picture_style():
         from matplotlib.figure import Figure
@@ -235,7 +235,7 @@ def draw_utilization(
             }
             axes.plot(x, 100 * y, label=name, markevery=[], linewidth=1.8, **look)
             every = -(-x.size // MARKERS_PER_LINE)
-            # lines that lie on each other have their markers in different places
+            # shift the markers of each line, so that lines on top of each other can be told apart
             for at in range(index % every, x.size, every):
                 names[f"part-{len(names)}"] = f"{name}\n{x[at]:.4g} Gbit/s: {100 * y[at]:.4g} %"
                 axes.plot(x[at], 100 * y[at], gid=f"part-{len(names) - 1}", zorder=3, **look | {"linestyle": "none"})

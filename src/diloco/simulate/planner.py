@@ -1,4 +1,4 @@
-"""The settings that reach a compute utilisation on given links with the least harm to the loss."""
+"""A search for the settings that reach a compute utilisation on given links at the least cost in loss."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from diloco.transport.links import Link
 __all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "clipped_bytes", "plan", "predict"]
 
 INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
-"""H, as far as the papers go."""
+"""The values of H to try, up to the largest in the papers."""
 
-OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)  # tau, as far as the paper goes
+OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)  # the values of tau to try, up to the largest in the paper
 
 CODECS = ("float32", "bfloat16", "int8", "fp4", "int2", "topk2")
 GRADIENT_CODECS = ("float32", "bfloat16")
@@ -32,27 +32,27 @@ GRADIENT_CODECS = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where the run is to take place."""
+    """The model, replicas and links of the run to plan."""
 
     workload: Workload  # the model; its step time is not used
     links: tuple[Link, ...]  # one for each replica
-    step_time_s: tuple[float, ...]  # of an inner step, one for each replica
-    conditions: Conditions = field(default_factory=Conditions)  # how replicas exchange their contributions
-    mean_codec: str = "auto"  # what means are encoded as, by name
+    step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
+    conditions: Conditions = field(default_factory=Conditions)  # conditions of the exchange of contributions
+    mean_codec: str = "auto"  # name of the codec of means
 
     @property
     def overheads(self) -> Overheads:
-        """What runs typically spend beside computing and sending."""
+        """The typical overheads of a run."""
         return self.conditions.overheads(len(self.links) - 1)
 
     @property
     def careful(self) -> Overheads:
-        """What they seldom exceed; plans have to reach their target with it."""
+        """Overheads that one round in ten exceeds. A plan has to reach its target with them."""
         return self.conditions.overheads(len(self.links) - 1, careful=True)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The replicas to simulate: all of them, or two where all are alike."""
+        """The replicas to simulate: all of them, or two if all are alike."""
         alike = len(set(self.links)) == len(set(self.step_time_s)) == 1
         return tuple(range(min(2, len(self.links)) if alike else len(self.links)))
 
@@ -67,19 +67,19 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings, and what they are predicted to do."""
+    """Settings and the predictions for them."""
 
     algorithm: str  # data-parallel, diloco or streaming
     inner_steps: int  # H; 1 for data-parallel
     num_fragments: int  # P
     overlap_steps: int  # tau
-    codec: str  # by name
-    compute_utilization: float  # predicted, mean over replicas
-    sure_utilization: float  # what it seldom falls short of
-    step_s: float  # predicted wall time of an inner step, of the slowest replica
-    sent_bytes_per_step: float  # by the replica that sends most
-    longest_round_s: float  # upper bound of a round's time, from sending to having the average
-    cost_parts: tuple[CostPart, ...] = field(repr=False)  # what the loss costs, and why
+    codec: str  # name of the codec
+    compute_utilization: float  # predicted mean over replicas
+    sure_utilization: float  # the same with `Site.careful` overheads
+    step_s: float  # predicted wall time of an inner step of the slowest replica
+    sent_bytes_per_step: float  # of the replica that sends most
+    longest_round_s: float  # upper bound of the time from sending to receiving the average
+    cost_parts: tuple[CostPart, ...] = field(repr=False)  # cost in loss
 
     @property
     def loss_cost(self) -> float:
@@ -89,15 +89,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The outcome."""
+    """The result of the search."""
 
-    target: float  # the compute utilisation that was asked for
-    choice: Candidate | None  # the settings that reach it with the least harm; None if none do
-    others: tuple[tuple[Candidate, str], ...]  # the next best, and why they were not chosen
-    nearest: Candidate  # the settings that come nearest to the target, whether they reach it or not
-    # with which ``nearest`` would reach it; None if no bandwidth would, or if it does
+    target: float  # compute utilisation to reach
+    choice: Candidate | None  # settings that reach the target at the least cost in loss; None if none do
+    others: tuple[tuple[Candidate, str], ...]  # the next best settings, and why they were not chosen
+    nearest: Candidate  # ``choice``, or the settings with the highest utilisation
+    # bandwidth with which ``nearest`` would reach the target; None if it already does, or if no bandwidth suffices
     bandwidth_needed_bits_per_s: float | None
-    searched: int  # how many settings were compared
+    searched: int  # number of settings that were compared
 
 
 def candidates(
@@ -107,7 +107,7 @@ def candidates(
     overlaps: Sequence[int] = OVERLAPS,
     codecs: Sequence[str] = CODECS,
 ) -> tuple[Candidate, ...]:
-    """Every combination, simulated; data-parallel, DiLoCo (one fragment, nothing overlapped) and Streaming DiLoCo."""
+    """Simulate every combination for data-parallel training, DiLoCo (one fragment, no overlap) and Streaming DiLoCo."""
     found = [
         *_simulated(site, "data-parallel", SyncSchedule(inner_steps=1), [c for c in GRADIENT_CODECS if c in codecs])
     ]
@@ -122,14 +122,14 @@ def candidates(
 
 
 def predict(site: Site, candidate: Candidate, overheads: Overheads) -> float:
-    """The compute utilisation of ``candidate`` with other overheads."""
+    """Return the compute utilisation of ``candidate`` with other overheads."""
     traffic = _traffic(site, _schedule(candidate), [candidate.codec])
     result = _steady(site, candidate.algorithm, traffic, overheads)
     return float(np.sum(result.compute_utilization))
 
 
 def clipped_bytes(site: Site, candidate: Candidate) -> float:
-    """``sent_bytes_per_step`` if contributions were clipped, so that each went to every replica."""
+    """Return ``sent_bytes_per_step`` as if contributions were clipped, so that each is sent to every replica."""
     if candidate.algorithm == "data-parallel":
         return candidate.sent_bytes_per_step
     parcels = _traffic(site, _schedule(candidate), [candidate.codec], clipping=True).parcels
@@ -137,12 +137,12 @@ def clipped_bytes(site: Site, candidate: Candidate) -> float:
 
 
 def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
-    """Choose among ``found``.
+    """Choose the best of ``found``.
 
     Args:
-        site: where ``found`` was simulated.
-        target: compute utilisation, 0 to 1, to be reached with the careful overheads of ``site``.
-        found: by `candidates`.
+        site: the site for which ``found`` was simulated.
+        target: the compute utilisation, from 0 to 1, to reach with the careful overheads of ``site``.
+        found: the result of `candidates`.
     """
     reaching = sorted((c for c in found if c.sure_utilization >= target), key=_harm)
     nearest = reaching[0] if reaching else max(found, key=lambda c: (c.sure_utilization, -c.loss_cost))
@@ -157,12 +157,12 @@ def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
 
 
 def _harm(candidate: Candidate) -> tuple[float, float, float]:
-    """Least loss first (to a thousandth of a per cent), then fewest bytes, then the highest utilisation."""
+    """Return a sort key: least loss (to a thousandth of a per cent), then fewest bytes, then highest utilisation."""
     return (round(candidate.loss_cost, 5), candidate.sent_bytes_per_step, -candidate.sure_utilization)
 
 
 def _others(found: Sequence[Candidate], target: float, choice: Candidate) -> list[tuple[Candidate, str]]:
-    """The best of each other kind, those that reach the target first."""
+    """Return the best candidate of each other algorithm and codec; those that reach the target come first."""
     kinds: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in found:
         kinds.setdefault((candidate.algorithm, candidate.codec), []).append(candidate)
@@ -177,10 +177,8 @@ def _others(found: Sequence[Candidate], target: float, choice: Candidate) -> lis
     missing = [c for c in found if c.sure_utilization < target and c.loss_cost < choice.loss_cost]
     if missing:
         gentler = max(missing, key=lambda c: c.sure_utilization)
-        words = (
-            f"costs {choice.loss_cost - gentler.loss_cost:.2%} less loss, but reaches {gentler.sure_utilization:.2%}"
-        )
-        listed.append((gentler, words))
+        saved = choice.loss_cost - gentler.loss_cost
+        listed.append((gentler, f"costs {saved:.2%} less loss, but reaches only {gentler.sure_utilization:.2%}"))
     return sorted(listed, key=lambda pair: (pair[0].sure_utilization < target, _harm(pair[0])))
 
 
@@ -189,7 +187,7 @@ def _why_not(candidate: Candidate, choice: Candidate) -> str:
     if more >= 0.5e-5:
         return f"costs {more:.2%} more loss"
     ratio = candidate.sent_bytes_per_step / max(1.0, choice.sent_bytes_per_step)
-    return f"costs as much loss, and sends {ratio:.1f} times the bytes"
+    return f"costs as much loss, but sends {ratio:.1f} times as many bytes"
 
 
 def _schedule(candidate: Candidate) -> SyncSchedule:
@@ -208,7 +206,7 @@ def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipp
 
 
 def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
-    """What means are sent as, where they are sent and not as float32; else ""."""
+    """Return the name of the codec of means, or "" if no means are sent or they are sent as float32."""
     if schedule.inner_steps == 1:
         return ""
     numel = site.workload.parameters // schedule.num_fragments
@@ -217,14 +215,14 @@ def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
 
 
 def _steady(site: Site, algorithm: str, traffic: Traffic, overheads: Overheads) -> Simulated:
-    """One cycle, all codecs at once. The work of data-parallel steps counts as hidden: their best case."""
+    """Simulate one cycle with all codecs at once. For data-parallel, the best case: all work is hidden."""
     if algorithm == "data-parallel":
         overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
     return simulate_cycles(traffic, site.cluster(overheads), cycles=1)
 
 
 def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Sequence[str]) -> list[Candidate]:
-    """All codecs at once, as scenarios."""
+    """Simulate one schedule with all codecs at once, as scenarios."""
     if not codecs:
         return []
     traffic = _traffic(site, schedule, codecs)
@@ -232,7 +230,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
     reached, sure = (np.broadcast_to(each.compute_utilization, len(codecs)) for each in (result, careful))
     walls = np.broadcast_to(result.wall_s, len(codecs))
     sent = np.broadcast_to(result.sent_bytes.max(-1), len(codecs))
-    # a round that no replica waited for was over within the overlap
+    # a round for which no replica waited ended within the overlap
     longest = np.broadcast_to(careful.longest_wait_s.max(-1), len(codecs))
     overlapped_s = schedule.overlap_steps * max(site.step_time_s)
     return [
@@ -243,7 +241,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
             overlap_steps=schedule.overlap_steps,
             codec=codec,
             compute_utilization=float(reached[index]),
-            sure_utilization=min(float(sure[index]), float(reached[index])),  # but for round-off it is
+            sure_utilization=min(float(sure[index]), float(reached[index])),  # guard against round-off
             step_s=float(walls[index]) / result.steps,
             sent_bytes_per_step=float(sent[index]) / result.steps,
             longest_round_s=float(longest[index]) + overlapped_s,

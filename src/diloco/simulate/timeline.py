@@ -1,4 +1,4 @@
-"""A simulated run as spans of time, and the highest rate that its uplinks carried: what the pictures show."""
+"""A simulated run as spans of time, and the highest rate that its uplinks carried, for pictures and tables."""
 
 from __future__ import annotations
 
@@ -20,46 +20,45 @@ __all__ = ["Lane", "Span", "peak_bytes_per_s", "timeline"]
 Floats = NDArray[np.float64]
 
 Lane = Literal["compute", "wait", "spent", "send", "receive"]
-"""compute: inner steps; wait: for the average of a merge; spent: encoding, outer steps and merging (`Overheads`);
-send, receive: payload on the replica's link. The first three take turns."""
+"""compute: inner steps; wait: waiting for the average of a merge; spent: encoding, outer steps and merging
+(`Overheads`); send, receive: payload on the replica's link. The first three never overlap."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that one replica or its link does without a break."""
+    """An uninterrupted activity of a replica or its link."""
 
     replica: int  # m
-    lane: Lane  # where; spans of one lane of one replica do not overlap
-    start_s: float  # in seconds from the start of the run
-    stop_s: float  # ``start_s`` or later; the same only for payload on a link without limits
-    label: str  # what, for people
-    fragment: int | None = None  # p, where it is about one
+    lane: Lane  # kind of activity; spans in one lane of a replica do not overlap
+    start_s: float  # seconds from the start of the run
+    stop_s: float  # ``start_s`` or later; equal only for payload on an unlimited link
+    label: str  # description for users
+    fragment: int | None = None  # p, if the activity is about one fragment
 
 
 def timeline(simulated: Simulated, cluster: Cluster, steps: int) -> tuple[Span, ...]:
-    """The spans of the first ``steps`` inner steps, by replica and start.
+    """Return the spans of the first ``steps`` inner steps, ordered by replica and start.
 
-    A replica's spans of compute, wait and spent follow each other without gaps, from 0 to the end of the last step and
-    of what is done after it. Payload sent by then is shown until the end of its transfer, which may be later. A parcel
-    that leaves in parts stands where it would if it left in one piece and was out at the same time.
+    The spans compute, wait and spent of a replica follow each other without gaps, from 0 to the end of the last step
+    and of the sends and merges after it. Payload sent by then is shown until its transfer ends, which may be later. A
+    parcel that is sent in parts is shown as one transfer that ends at the same time.
 
     Args:
-        simulated: of these or more steps, with ``history=True``, and of one scenario.
+        simulated: a simulation of at least ``steps`` steps and one scenario, with ``history=True``.
 
     Raises:
-        ConfigurationError: without a history, for no steps, for several scenarios, and with grace.
+        ConfigurationError: without a history, for less than one step, for several scenarios, and with grace.
     """
     shape = simulated.compute_s.shape
     if cluster.grace:
         raise ConfigurationError(
-            "a timeline was asked for of replicas that leave out steps when they are late (grace), which it can't "
-            "show. Leave grace out."
+            "a timeline can't show replicas that skip steps when they are late (grace). Leave grace out."
         )
     _check_history(simulated)
     if steps < 1 or len(shape) > 1:
         raise ConfigurationError(
-            f"a timeline was asked for of {steps} steps of a simulation of the shape {shape}. It shows at least one "
-            "step, and one scenario, of the shape (replicas,)."
+            f"a timeline needs at least one step and a single scenario of the shape (replicas,), got {steps} steps and "
+            f"the shape {shape}."
         )
     computed_s = cluster.computed_s(steps)
     rounds = [each for each in simulated.history if each.send_step <= steps]
@@ -78,15 +77,15 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int) -> tuple[Span, 
 def _loop(
     replica: int, rounds: Sequence[SimulatedRound], at: Callable[[Floats], float], computed_s: Floats
 ) -> list[Span]:
-    """Compute, wait and spent: where the replica stands still, and the inner steps between.
+    """Return the spans compute, wait and spent of a replica.
 
     Args:
-        rounds: sent in the steps that are shown.
-        at: takes this replica's value out of an array of `SimulatedRound`.
-        computed_s: its compute time after each of the steps, ``(steps + 1,)``.
+        rounds: the rounds sent in the steps that are shown.
+        at: returns this replica's value of an array of `SimulatedRound`.
+        computed_s: the compute time of the replica after each step, ``(steps + 1,)``.
     """
     steps = len(computed_s) - 1
-    # (step, stands still from, waits until, is busy until, does what, of which fragment)
+    # (step, time at which computing stops, end of the wait, end of the work, verb for the label, round)
     stops: list[tuple[int, float, float, float, str, SimulatedRound]] = []
     for each in rounds:
         begin_s = at(each.send_start_s)
@@ -138,20 +137,21 @@ def _steps(done: int, upto: int) -> str:
 
 
 def peak_bytes_per_s(simulated: Simulated, window_s: float | None = None) -> Floats:
-    """The highest rate of payload that any replica's uplink carried over any window of time, ``(...)`` by scenario.
+    """Return the highest rate of payload on any replica's uplink over any window of time, ``(...)`` by scenario.
 
-    Windows are half-open, so what a link without limits carries at once counts in one window and not in the next.
+    Windows are half-open, so a payload that an unlimited link carries instantly counts in exactly one of two adjacent
+    windows.
 
     Args:
-        simulated: with ``history=True``; all rounds count, also those before the measured part.
-        window_s: length of the window, above 0; default: the mean time of a step, by scenario.
+        simulated: a simulation with ``history=True``; all rounds count, including those before the measured part.
+        window_s: the length of the window, above 0. Default: the mean time of a step, by scenario.
 
     Raises:
         ConfigurationError: without a history, and for a window that is not above 0.
     """
     _check_history(simulated)
     if window_s is not None and not 0 < window_s < math.inf:
-        raise ConfigurationError(f"a window of {window_s} s is not above 0 s.")
+        raise ConfigurationError(f"the window must be above 0 s and finite, got {window_s} s.")
     shape = simulated.compute_s.shape
     if not simulated.history:
         return np.zeros(shape[:-1])
@@ -171,14 +171,17 @@ def peak_bytes_per_s(simulated: Simulated, window_s: float | None = None) -> Flo
 
 
 def _peak(starts: Floats, stops: Floats, sizes: Floats, window_s: float) -> float:
-    """Of one uplink. What it has carried by a time is linear between the edges of its transfers, which do not overlap,
-    with a jump at a transfer that takes no time. All transfers have the link's rate, so some best window begins with a
-    transfer: one that begins in the middle of a transfer loses nothing when it begins earlier."""
+    """Return the peak rate of one uplink.
+
+    The number of bytes carried by a time is linear between the edges of the transfers, which do not overlap, with a
+    jump at a transfer that takes no time. All transfers have the link's rate, so one of the best windows begins with a
+    transfer: a window that begins inside a transfer loses nothing if it begins earlier.
+    """
     order = np.lexsort((stops, starts))
     edges = np.stack([starts[order], stops[order]], axis=-1).reshape(-1)
     sent = np.cumsum(sizes[order])
     carried = np.stack([sent - sizes[order], sent], axis=-1).reshape(-1)
-    # a little less than the window: two jumps exactly one window apart must not depend on rounding
+    # slightly less than the window, so that two jumps exactly one window apart do not depend on rounding
     length_s = window_s * (1 - 1e-9)
     begins = edges[::2]
     upto = _carried(edges, carried, begins + length_s, "right") - _carried(edges, carried, begins, "left")
@@ -186,7 +189,7 @@ def _peak(starts: Floats, stops: Floats, sizes: Floats, window_s: float) -> floa
 
 
 def _carried(edges: Floats, carried: Floats, at_s: Floats, side: Literal["left", "right"]) -> Floats:
-    """Bytes carried by ``at_s``; a jump at that very time counts from the right, and not from the left."""
+    """Return the bytes carried by ``at_s``. A jump exactly at ``at_s`` counts for "right" and not for "left"."""
     index = np.searchsorted(edges, at_s, side=side)
     before, after = np.clip(index - 1, 0, None), np.clip(index, None, len(edges) - 1)
     gap_s = edges[after] - edges[before]
@@ -197,4 +200,4 @@ def _carried(edges: Floats, carried: Floats, at_s: Floats, side: Literal["left",
 
 def _check_history(simulated: Simulated) -> None:
     if not simulated.history and bool(simulated.sent_bytes.any()):
-        raise ConfigurationError("the simulation has not kept its rounds: simulate(..., history=True) does.")
+        raise ConfigurationError("the simulation has no history of its rounds. Use simulate(..., history=True).")

@@ -1,4 +1,4 @@
-"""What training a model sends: models by numbers, the bytes of each fragment, and from when on they may leave."""
+"""The traffic of training: the model, the bytes of each fragment, and the time from which they may be sent."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ __all__ = [
 ]
 
 Releases = tuple[tuple[float, float], ...]
-"""(part of the step of sending, share of the bytes): what may leave when, by time. The shares add up to 1."""
+"""Pairs (fraction of the sending step, share of the bytes that may be sent from then on), ordered by time. The shares
+add up to 1."""
 
 AT_END_OF_STEP: Releases = ((1.0, 1.0),)
-"""Everything leaves after the step, once the inner optimizer has moved the parameters, as in the trainer."""
+"""Everything is sent after the step, when the inner optimizer has updated the parameters, as in the trainer."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one round of one fragment moves."""
+    """The traffic of one round of one fragment."""
 
-    sent_bytes: NDArray[np.float64]  # by replica, ``(..., M)``, or what broadcasts to it
+    sent_bytes: NDArray[np.float64]  # by replica, broadcastable to ``(..., M)``
     received_bytes: NDArray[np.float64]
-    releases: Releases = AT_END_OF_STEP  # what may leave when
-    numel: int = 0  # values in the fragment, which determine the cost of encoding and merging
+    releases: Releases = AT_END_OF_STEP  # when parts may be sent
+    numel: int = 0  # number of values in the fragment, which determines the cost of encoding and merging
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A schedule, and what each of its fragments moves."""
+    """A schedule and the parcel of each of its fragments."""
 
     schedule: SyncSchedule
     parcels: tuple[Parcel, ...]
@@ -72,17 +73,17 @@ def outer_traffic(
     clipping: bool = False,
     mean: MeanEncoding = PLAIN_MEAN,
 ) -> Traffic:
-    """DiLoCo's and Streaming DiLoCo's traffic: encoded pseudo-gradients, by the cheaper exchange.
+    """Return the traffic of DiLoCo or Streaming DiLoCo: encoded pseudo-gradients, by the cheaper exchange.
 
     Args:
-        schedule: what is sent when.
-        fragment_sizes: values in each fragment.
+        schedule: the schedule of sends and merges.
+        fragment_sizes: the number of values in each fragment.
         codecs: one scenario for each; a single codec adds no scenario axis.
         num_replicas: M.
-        positions: the replicas to tell apart; default: all. Two are enough where all are alike.
-        releases: by fragment; default: everything at the end of the step.
-        clipping: contributions are clipped, so every replica needs each of them whole.
-        mean: how means are encoded in a reduce-scatter, as of `plan_exchange`.
+        positions: the replicas to simulate. Default: all. Two are enough if all are alike.
+        releases: one for each fragment. Default: everything at the end of the step.
+        clipping: whether contributions are clipped, so that every replica needs each contribution whole.
+        mean: the encoding of means in a reduce-scatter, as for `plan_exchange`.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
@@ -104,18 +105,21 @@ def outer_traffic(
 
 
 def data_parallel_traffic(gradient_bytes: float, num_replicas: int, releases: Releases = AT_END_OF_STEP) -> Traffic:
-    """Gradients of ``gradient_bytes`` at every step by a ring all-reduce: ``2 (M - 1) / M`` times that each way."""
+    """Return the traffic of a ring all-reduce of ``gradient_bytes`` at every step.
+
+    Each replica sends and receives ``2 (M - 1) / M`` times the gradients.
+    """
     each_way = np.full(num_replicas, 2 * (num_replicas - 1) / num_replicas * gradient_bytes)
     return Traffic(SyncSchedule(inner_steps=1), (Parcel(each_way, each_way, releases),))
 
 
 def gradient_ready(num_layers: int) -> tuple[float, ...]:
-    """By layer, the part of an inner step after which its parameter gradient is there.
+    """Return, for each layer, the fraction of an inner step after which the gradient of its parameters is ready.
 
-    The compute graph of Streaming DiLoCo's simulator (2501.18512, section 3.1), 4L - 1 nodes: L forward passes, then
-    for each layer, the last one first, the gradient of its parameters, the reduction of that gradient (which takes the
-    link, not the device), and the gradient of its activations. Nobody needs the last of these in the first layer. The
-    3L - 1 compute nodes cost the same, as matrix products do, and run one after the other.
+    The compute graph is that of Streaming DiLoCo's simulator (2501.18512, section 3.1) with 4L - 1 nodes: L forward
+    passes, then for each layer, from last to first, the gradient of its parameters, the reduction of that gradient
+    (which uses the link, not the device), and the gradient of its activations. The first layer does not need the last
+    of these. The 3L - 1 compute nodes take equal time, as matrix products do, and run one after the other.
 
     >>> [round(part, 3) for part in gradient_ready(2)]      # the last layer is ready first
     [1.0, 0.6]
@@ -125,28 +129,28 @@ def gradient_ready(num_layers: int) -> tuple[float, ...]:
 
 
 def layer_releases(num_layers: int, layers: Sequence[int]) -> Releases:
-    """Releases of a fragment made of ``layers`` of equal size, each sent once its gradient is there."""
+    """Return the releases of a fragment of ``layers`` of equal size, each sent when its gradient is ready."""
     ready = gradient_ready(num_layers)
     return tuple(sorted((ready[layer], 1 / len(layers)) for layer in layers))
 
 
 Release = Literal["layer", "step"]
-"""When a fragment may leave. layer: each layer once its gradient is there, within the step of sending, as the paper's
-simulator has it; step: all of it after the step, as in this trainer."""
+"""When a fragment may be sent. layer: each layer when its gradient is ready, within the sending step, as in the paper's
+simulator; step: the whole fragment after the step, as in this trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model of equal layers, and how long an inner step of it takes."""
 
-    parameters: int  # trainable values in all
+    parameters: int  # number of trainable values
     layers: int  # L
-    step_time_s: float  # of one inner step, without any communication
-    outside: int = 0  # values in no layer (embeddings, head, final norm), which form a fragment of their own
+    step_time_s: float  # compute time of one inner step
+    outside: int = 0  # number of values in no layer (embeddings, head, final norm), which form a separate fragment
 
     @classmethod
     def of_model(cls, model: ModelSettings, vocab_size: int, step_time_s: float) -> Workload:
-        """The native decoder, exactly: its fragments are those of `diloco.algorithm.fragments.partition`.
+        """Return the workload of the native decoder, with the fragments of `diloco.algorithm.fragments.partition`.
 
         >>> Workload.of_model(ModelSettings(layers=2, width=8, ffn_width=16, heads=2), 10, 1.0).fragment_sizes(3)
         (168, 656, 656)
@@ -167,11 +171,13 @@ class Workload:
 
     @property
     def default_fragments(self) -> int:
-        """P: one for every three layers, and one for what is outside the layers."""
+        """P: one fragment per three layers, and one for the values in no layer."""
         return math.ceil(self.layers / LAYERS_PER_FRAGMENT) + bool(self.outside)
 
     def fragment_layers(self, num_fragments: int) -> tuple[tuple[int, ...], ...]:
-        """The layers of each strided fragment (Streaming DiLoCo, Fig. 2); the first has none if it is the outside.
+        """Return the layers of each strided fragment (Streaming DiLoCo, Fig. 2).
+
+        The first fragment has no layers if there are values in no layer, which it holds.
 
         >>> Workload(parameters=10, layers=4, outside=2, step_time_s=1.0).fragment_layers(3)
         ((), (0, 2), (1, 3))
@@ -181,14 +187,14 @@ class Workload:
         blocks = num_fragments - bool(self.outside)
         if not 1 <= blocks <= self.layers:
             raise ConfigurationError(
-                f"{self.layers} layers cannot be split into {num_fragments} fragments; choose 1 to "
+                f"{self.layers} layers cannot be split into {num_fragments} fragments. Choose 1 to "
                 f"{self.layers + bool(self.outside)}."
             )
         strided = tuple(tuple(range(first, self.layers, blocks)) for first in range(blocks))
         return ((), *strided) if self.outside else strided
 
     def fragment_sizes(self, num_fragments: int) -> tuple[int, ...]:
-        """Values in each fragment; their sum is all parameters.
+        """Return the number of values in each fragment; they add up to all parameters.
 
         >>> Workload(parameters=10, layers=4, outside=2, step_time_s=1.0).fragment_sizes(3)
         (2, 4, 4)
@@ -213,7 +219,7 @@ class Workload:
         clipping: bool = False,
         mean: MeanEncoding = PLAIN_MEAN,
     ) -> Traffic:
-        """What DiLoCo or Streaming DiLoCo sends; arguments as for `outer_traffic`."""
+        """Return the traffic of DiLoCo or Streaming DiLoCo; the arguments are as for `outer_traffic`."""
         releases = [
             layer_releases(self.layers, layers or (0,)) if release == "layer" else AT_END_OF_STEP
             for layers in self.fragment_layers(schedule.num_fragments)
@@ -231,6 +237,6 @@ class Workload:
         )
 
     def gradients(self, codec: Codec, num_replicas: int) -> Traffic:
-        """What data-parallel training sends at every step, each layer once its gradient is there."""
+        """Return the traffic of data-parallel training, with each layer sent when its gradient is ready."""
         releases = layer_releases(self.layers, range(self.layers))
         return data_parallel_traffic(codec.payload_bytes(self.parameters), num_replicas, releases)

@@ -1,8 +1,8 @@
-"""The simulator: a schedule's sends and merges on links and clocks, for any number of scenarios and replicas at once.
+"""The simulator: the sends and merges of a schedule on links and clocks, for many scenarios and replicas at once.
 
-``CU = compute time / (compute time + time that is not compute)``. When something is sent (`SyncSchedule`), how large it
-is (`diloco.simulate.traffic`, from the codecs) and how long it takes a link (`diloco.transport.links.round_times`) are
-the trainer's own.
+``CU = compute time / (compute time + time that is not compute)``. The simulator shares code with the trainer for the
+time of sends (`SyncSchedule`), the size of payloads (`diloco.simulate.traffic`, from the codecs) and the duration of
+transfers (`diloco.transport.links.round_times`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco.simulate.cluster import Cluster, LateSteps
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 
-__all__ = ["Simulated", "SimulatedRound", "handed_in_s", "simulate", "simulate_cycles"]
+__all__ = ["Simulated", "SimulatedRound", "equivalent_send_s", "simulate", "simulate_cycles"]
 
 Floats = NDArray[np.float64]
 
@@ -28,59 +28,59 @@ NEVER_S = np.array(math.inf)
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """One round, for drawing; times in seconds, ``(..., M)``."""
+    """One round, for drawing; times are in seconds, ``(..., M)``."""
 
     fragment: int  # p
     outer_step: int  # counted from 0
     sent_bytes: Floats  # by replica
     received_bytes: Floats
-    times: RoundTimes  # on the links
-    send_step: int  # the inner step after which it was sent
-    send_start_s: Floats  # when the replica began to encode
-    send_stop_s: Floats  # when it went on
-    merge_step: int | None  # the inner step after which it was merged; None if the run ended before that
-    merge_start_s: Floats  # when the replica asked for the average; infinite, as the next two, if the run ended before
-    merge_stop_s: Floats  # when it got it
-    merged_s: Floats  # when it went on
+    times: RoundTimes  # times of the transfers on the links
+    send_step: int  # inner step after which the fragment was sent
+    send_start_s: Floats  # start of encoding
+    send_stop_s: Floats  # end of encoding
+    merge_step: int | None  # inner step after which the fragment was merged; None if the run ended before
+    merge_start_s: Floats  # start of the wait for the average; like the next two, infinite if the run ended before
+    merge_stop_s: Floats  # end of the wait
+    merged_s: Floats  # end of the merge
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The measured part of a run; arrays by scenario and replica, ``(..., M)``."""
+    """The measured part of a run; arrays are by scenario and replica, ``(..., M)``."""
 
-    steps: int  # inner steps measured
-    rounds: int  # merges in them
+    steps: int  # number of measured inner steps
+    rounds: int  # number of merges in them
     compute_s: Floats  # time spent computing
     waited_s: Floats  # time spent waiting for averages
-    spent_s: Floats  # time spent encoding, in outer steps and merging (`Overheads`)
-    longest_wait_s: Floats  # the longest wait for a single average
+    spent_s: Floats  # time spent on encoding, outer steps and merging (`Overheads`)
+    longest_wait_s: Floats  # longest wait for a single average
     sent_bytes: Floats  # payload
     received_bytes: Floats
-    left_out: Floats  # inner steps that were not trained, being late (`Cluster.grace`)
-    # all rounds of the run, if asked for; those in flight at its end come last
+    left_out: Floats  # number of inner steps that late replicas skipped (`Cluster.grace`)
+    # all rounds of the run, with ``history=True``; rounds in flight at its end come last
     history: tuple[SimulatedRound, ...] = ()
 
     @property
     def compute_utilization(self) -> Floats:
-        """CU by scenario, ``(...)``: the mean over replicas, as a run reports it."""
+        """The compute utilisation by scenario, ``(...)``: the mean over replicas, as a run reports it."""
         mean: Floats = (self.compute_s / (self.compute_s + self.waited_s + self.spent_s)).mean(-1)
         return mean
 
     @property
     def wall_s(self) -> Floats:
-        """Duration of the measured part, ``(...)``: the slowest replica's."""
+        """The duration of the measured part for the slowest replica, ``(...)``."""
         slowest: Floats = (self.compute_s + self.waited_s + self.spent_s).max(-1)
         return slowest
 
     @property
     def stall_per_round_s(self) -> Floats:
-        """Mean wait of a merge, ``(...)``, over replicas."""
+        """The mean wait per merge over replicas, ``(...)``."""
         mean: Floats = self.waited_s.mean(-1) / max(1, self.rounds)
         return mean
 
     @property
     def sent_bytes_per_s(self) -> Floats:
-        """Mean rate of payload, ``(...)``, of the replica that sends most."""
+        """The mean rate of payload of the replica that sends most, ``(...)``."""
         rate: Floats = self.sent_bytes.max(-1) / self.wall_s
         return rate
 
@@ -94,15 +94,15 @@ def simulate(
     drain: bool = False,
     history: bool = False,
 ) -> Simulated:
-    """Run ``steps`` inner steps.
+    """Simulate ``steps`` inner steps.
 
     Args:
         measure_from: the measured part begins after this step.
-        drain: wait at the end for what is in flight, as a finished run does.
-        history: keep every round.
+        drain: whether to wait at the end for the rounds in flight, as a finished run does.
+        history: whether to keep every round.
 
     Raises:
-        ConfigurationError: if nothing is left to measure.
+        ConfigurationError: if no step is left to measure.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> from diloco.algorithm.schedule import SyncSchedule
@@ -114,8 +114,7 @@ def simulate(
     """
     if not 0 <= measure_from < steps:
         raise ConfigurationError(
-            f"measure_from={measure_from} leaves nothing of steps={steps} to measure: 0 <= measure_from < steps is "
-            "needed."
+            f"measure_from must be at least 0 and less than steps, got measure_from={measure_from} and steps={steps}."
         )
     run = _Run(traffic, cluster, steps, keep=history)
     before = run.totals()
@@ -132,7 +131,7 @@ def simulate(
     if run.measured_from is None:
         before = run.totals()
     if drain:
-        for fragment in tuple(run.in_flight):  # in the order in which they were sent
+        for fragment in tuple(run.in_flight):  # in the order of sending
             run.merge(fragment, steps)
     counted = {name: after - before[name] for name, after in run.totals().items()}
     computed_s = run.computed_s[steps] - run.computed_s[measure_from] - counted.pop("saved_s")
@@ -147,14 +146,14 @@ def simulate(
 
 
 def simulate_cycles(traffic: Traffic, cluster: Cluster, *, cycles: int = 2) -> Simulated:
-    """The steady state: ``cycles`` times H steps, after every fragment has been through two rounds."""
+    """Simulate the steady state: ``cycles`` times H steps, after every fragment has had two rounds."""
     period = traffic.schedule.inner_steps
     begin = 3 * period
     return simulate(traffic, cluster, steps=begin + cycles * period, measure_from=begin)
 
 
 class _Run:
-    """Clocks and links of all scenarios and replicas, ``(..., M)``."""
+    """The clocks and links of all scenarios and replicas, ``(..., M)``."""
 
     def __init__(self, traffic: Traffic, cluster: Cluster, steps: int, *, keep: bool) -> None:
         self.traffic, self.cluster, self.keep = traffic, cluster, keep
@@ -168,7 +167,7 @@ class _Run:
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
         self.late_steps = LateSteps(cluster, traffic, self.computed_s, self.shape) if cluster.grace else None
         self.left_out = np.zeros(self.shape)
-        self.saved_s = np.zeros(self.shape if cluster.grace else 1)  # one zero, as long as nothing can be left out
+        self.saved_s = np.zeros(self.shape if cluster.grace else 1)  # a single zero if no step can be skipped
         self.rounds = 0
         self.measured_from: int | None = None
         self.in_flight: dict[int, SimulatedRound] = {}
@@ -187,12 +186,12 @@ class _Run:
         }
 
     def now_s(self, step: int) -> Floats:
-        """The clocks after ``step``, as far as is known."""
+        """Return the clocks after ``step``, including the waits and the work recorded so far."""
         clocks_s: Floats = self.computed_s[step] - self.saved_s + self.waited_s + self.spent_s
         return clocks_s
 
     def reach(self, step: int) -> None:
-        """All steps up to this one are trained, or left out."""
+        """Train or skip all steps up to this one."""
         if self.late_steps is not None:
             saved_s, left_out = self.late_steps.until(step, self.now_s(self.late_steps.reached))
             self.saved_s, self.left_out = self.saved_s + saved_s, self.left_out + left_out
@@ -205,7 +204,7 @@ class _Run:
         if self.late_steps is not None:
             trained = self.late_steps.trained_last
             last_began_s, lasted_s = np.where(trained, last_began_s, self.now_s(step)), np.where(trained, lasted_s, 0.0)
-        sent_at_s = handed_in_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
+        sent_at_s = equivalent_send_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
         times = round_times(
             self.links,
             sent_at_s,
@@ -251,12 +250,12 @@ class _Run:
             )
 
 
-def handed_in_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
-    """When the parcel would have to leave in one piece to be out at the same time as in its parts.
+def equivalent_send_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+    """Return the time at which to send the parcel in one piece so that it ends when its parts would, ``(..., M)``.
 
     Args:
-        began_s: when the step of sending began, ``(..., M)``, like the result.
-        lasted_s: how long that step computed, ``(..., M)`` or what broadcasts to it, like the next.
+        began_s: the start of the sending step, ``(..., M)``.
+        lasted_s: the compute time of that step, broadcastable to ``(..., M)``, as is the bandwidth.
     """
     whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
     latest_s, gone = np.full_like(began_s, -np.inf), 0.0

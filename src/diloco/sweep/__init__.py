@@ -1,1 +1,1 @@
-"""Studies: the same run with settings varied along axes, and what came of each."""
+"""Studies: the same run with settings varied along axes, and the outcome of each run."""

@@ -1,10 +1,11 @@
-"""Runs of a study, each a `diloco train` of its own, as many side by side as there are cores for."""
+"""Execution of the runs of a study: each is a `diloco train` process, and several run at a time."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,28 +23,28 @@ from diloco.sweep.study import Run
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Ended", "only_sweep", "run_all"]
+__all__ = ["Ended", "run_all", "sweep_lock"]
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
+    """The end of a run."""
 
-    summary: dict[str, Any] | None  # what `diloco train` wrote of it; None: it failed
-    error: str = ""  # why
+    summary: dict[str, Any] | None  # the run's summary.json; None if the run failed
+    error: str = ""  # why the run failed
 
 
 @contextmanager
-def only_sweep(folder: Path) -> Iterator[Sequence[int]]:
-    """Keep other sweeps out of a folder (except on Windows), until this one and all processes of it have ended.
+def sweep_lock(folder: Path) -> Iterator[Sequence[int]]:
+    """Lock a folder (except on Windows) until this sweep and all of its processes have ended.
 
-    Returns:
-        The open files that its processes are to inherit.
+    Yields:
+        The open files that the processes of the sweep must inherit.
 
     Raises:
-        ConfigurationError: if another one has it, or a run that one has begun.
+        ConfigurationError: if another sweep, or a run that it started, holds the lock.
     """
     if sys.platform == "win32":
         yield ()
@@ -53,8 +54,8 @@ def only_sweep(folder: Path) -> Iterator[Sequence[int]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"another `diloco sweep`, or a run that one has begun, is at work in {folder}. Nothing was begun. Wait "
-                "for it to end, end it, or use another --out."
+                f"another `diloco sweep`, or a run that it started, is still working in {folder}. Wait until it has "
+                "ended, stop it, or use another --out."
             ) from error
         yield (lock.fileno(),)
 
@@ -62,36 +63,36 @@ def only_sweep(folder: Path) -> Iterator[Sequence[int]]:
 def run_all(
     runs: Iterable[Run], folder: Path, jobs: int, inherited: Sequence[int] = ()
 ) -> Iterator[tuple[Run, Ended | None]]:
-    """Run all, ``jobs`` at a time: each with None as it begins, and with how it ended.
+    """Execute all runs, ``jobs`` at a time. Yield each run with None when it starts, and with its end when it ends.
 
-    A run that was interrupted goes on from its last checkpoint. If the caller stops, the processes are ended with
-    SIGINT, upon which they save their states.
+    An interrupted run resumes from its last checkpoint. If the caller closes the iterator, the processes receive
+    SIGINT, save their states and exit.
 
     Args:
-        folder: gets a configuration, a log and a run folder for each.
-        inherited: open files of this process that those of the runs keep open.
+        folder: the folder for a configuration, a log and a run folder of each run.
+        inherited: open files that the processes of the runs inherit.
     """
-    waiting, going = list(runs), dict[subprocess.Popen[bytes], Run]()
+    waiting, running = list(runs), dict[subprocess.Popen[bytes], Run]()
     try:
-        while waiting or going:
-            while waiting and len(going) < jobs:
+        while waiting or running:
+            while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                going[_begin(run, folder, jobs, inherited)] = run
+                running[_start(run, folder, jobs, inherited)] = run
                 yield run, None
-            ended = [process for process in going if process.poll() is not None]
+            ended = [process for process in running if process.poll() is not None]
             for process in ended:
-                run = going.pop(process)
+                run = running.pop(process)
                 yield run, _ended(run, folder, process.returncode)
             if not ended:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
     finally:
-        for process in going:
-            process.send_signal(2)
-        for process in going:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
             process.wait()
 
 
-def _begin(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     place = folder / run.name
     environment = dict(os.environ)
     choose_share(environment, jobs)
@@ -99,7 +100,7 @@ def _begin(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subpr
         words = ["--resume", str(place)]
     else:
         if place.exists():
-            shutil.rmtree(place)  # it ended before it had saved anything
+            shutil.rmtree(place)  # an earlier attempt ended before its first checkpoint
         settings = folder / f"{run.name}.toml"
         write_whole(settings, run.to_toml())
         words = [str(settings), "--out", str(place)]
@@ -115,5 +116,5 @@ def _ended(run: Run, folder: Path, code: int) -> Ended:
     if code == 0 and summary.exists():
         return Ended(json.loads(summary.read_text(encoding="utf-8")))
     lines = (folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = lines[-1].removeprefix("diloco: ")[:300] if lines else "it said nothing"
-    return Ended(None, f"exit code {code}: {said}")
+    reason = lines[-1].removeprefix("diloco: ")[:300] if lines else "no output"
+    return Ended(None, f"exit code {code}: {reason}")

@@ -1,4 +1,4 @@
-"""What came of the runs of a study: one JSON line each, a table, and a picture."""
+"""The outcomes of the runs of a study: a JSON line for each, a table, and a plot."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Outcomes", "check_plot", "draw", "table"]
 SEED = "seed"
 
 Outcome = Mapping[str, Any]
-"""``run`` (its name), ``varied`` and ``settings`` (key -> value), ``status`` ("done" or "failed"), ``error``, and the
-run's summary where it is done."""
+"""``run`` (the name), ``varied`` and ``settings`` (key -> value), ``status`` ("done" or "failed"), ``error``, and for a
+run that is done the entries of its summary."""
 
 
 class Outcomes:
-    """``results.jsonl``: the last outcome of each run, rewritten whole after each.
+    """The file ``results.jsonl`` with the last outcome of each run. It is rewritten after each run.
 
     Raises:
-        ConfigurationError: if it is there and holds something else.
+        ConfigurationError: if the file exists and holds anything else.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,25 +41,25 @@ class Outcomes:
                 self._held[str(outcome["run"])] = outcome
             except (ValueError, KeyError, TypeError):
                 raise ConfigurationError(
-                    f"Line {number} of {path} is no outcome of a run. Move the file away to begin anew."
+                    f"line {number} of {path} is not the outcome of a run. Move the file away to start the study again."
                 ) from None
 
     def of(self, run: Run) -> Outcome | None:
-        """What came of ``run``; None: it has not been run, or with other settings."""
+        """Return the outcome of ``run``, or None if it has not been run with these settings."""
         outcome = self._held.get(run.name)
         return outcome if outcome is not None and outcome["settings"] == json_ready(run.settings) else None
 
     def of_all(self, runs: Sequence[Run]) -> list[Outcome]:
-        """What came of those of ``runs`` that have been run, in their order."""
+        """Return the outcomes of those of ``runs`` that have one, in their order."""
         return [outcome for outcome in map(self.of, runs) if outcome is not None]
 
     def is_done(self, run: Run) -> bool:
-        """Whether it need not be run again."""
+        """Return whether ``run`` has finished successfully."""
         outcome = self.of(run)
         return outcome is not None and outcome["status"] == "done"
 
     def add(self, run: Run, summary: Mapping[str, Any] | None, error: str = "") -> None:
-        """Keep the outcome of ``run``: its summary, or why there is none."""
+        """Store the outcome of ``run``: its summary, or the error if it has none."""
         held = {"run": run.name, "varied": json_ready(run.varied), "settings": json_ready(run.settings)}
         self._held[run.name] = {
             **held,
@@ -71,7 +71,7 @@ class Outcomes:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown, a row for each point of the axes; runs that differ in their seed alone share one.
+    """Return a Markdown table with a row for each point of the axes. Runs that differ only in their seed share a row.
 
     >>> one = {"varied": {"codec.name": "fp4", "seed": 0}, "status": "done", "heldout_loss": 1.5,
     ...        "sent_bytes_per_replica": 2_000_000, "tokens_per_s": 100.0, "wall_s": 9.0}
@@ -105,23 +105,23 @@ def _cells(alike: Sequence[Outcome]) -> list[str]:
 
 
 def check_plot(path: Path, runs: Sequence[Run]) -> None:
-    """Can a picture be drawn, and written there?
+    """Check that the study can be plotted to ``path``.
 
     Raises:
-        ConfigurationError: if not; as `check_picture_path`, or where no axis holds numbers.
+        ConfigurationError: as in `check_picture_path`, and if no axis holds at least two numbers.
     """
     check_picture_path(path)
     if _across([{"varied": json_ready(run.varied)} for run in runs]) is None:
         raise ConfigurationError(
-            "A picture shows the loss over an axis of at least two numbers, and this study has none beside the seed. "
-            "Leave --plot out."
+            "--plot needs an axis of at least two numbers other than the seed, and this study has none. Leave --plot "
+            "out."
         )
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Held-out loss over the first axis of numbers; a line for each point of the others, its seeds as dots."""
+    """Plot the held-out loss over the first numeric axis, one line for each point of the other axes, seeds as dots."""
     across = _across(outcomes)
-    assert across is not None, "check_plot comes first"
+    assert across is not None, "call check_plot first"
     others = [key for key in _shown_keys(outcomes) if key != across]
     with picture_style():
         from matplotlib.figure import Figure
@@ -151,11 +151,12 @@ def _has_loss(outcome: Outcome) -> bool:
 
 
 def _shown_keys(outcomes: Sequence[Outcome]) -> list[str]:
-    """Keys in which runs differ, but for the seed."""
+    """Return the keys of the axes, except for the seed."""
     return list(dict.fromkeys(key for each in outcomes for key in each["varied"] if key != SEED))
 
 
 def _across(outcomes: Sequence[Outcome]) -> str | None:
+    """Return the key of the first numeric axis, other than the seed, on which the outcomes differ."""
     for key in _shown_keys(outcomes):
         values = [each["varied"].get(key) for each in outcomes]
         if len(set(map(repr, values))) > 1 and all(type(value) in (int, float) for value in values):

@@ -1,4 +1,4 @@
-"""What a study is: settings that all runs share, axes along which they differ, and the runs that follow from both."""
+"""A study: the settings that all runs share, the axes along which they differ, and the resulting runs."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ _NOT_VARIED = ("out", "checkpoint.resume")
 class Run:
     """One run of a study."""
 
-    name: str  # made of the values in which it differs from the others; a name of a folder
-    settings: Values  # key -> value, of all that the study sets
-    varied: Values  # key -> value, of the axes alone
+    name: str  # name of its folder, composed of the values in which it differs from the other runs
+    settings: Values  # key -> value of everything that the study sets
+    varied: Values  # key -> value of the axes alone
 
     def to_toml(self) -> str:
-        """The settings as a file for `diloco train`."""
+        """Return the settings as TOML for `diloco train`."""
         return "".join(f"{key} = {in_toml(value)}\n" for key, value in self.settings.items())
 
 
 def read_study(path: Path) -> tuple[Run, ...]:
-    """The runs of the study in a TOML file: every combination of the axes' points, the last axis fastest.
+    """Return the runs of the study in a TOML file: every combination of the axes' points, the last axis fastest.
 
-    ``[base]`` has any keys of a run, and ``[axes]`` a list of values for a key. Several keys, separated by commas, are
-    varied together: ``"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]`` is two points and not four.
+    ``[base]`` holds keys of a run, and ``[axes]`` holds a list of values for each key that is varied. Keys separated by
+    commas are varied together: ``"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]`` has two points,
+    not four.
 
     Raises:
-        ConfigurationError: if the file can't be read, or a key or value can't be one of a run.
+        ConfigurationError: if the file can't be read, or a key or value is not valid for a run.
     """
     tables = read_tables(path, "the study")
     if unknown := sorted(tables.keys() - {"base", "axes"}):
         raise ConfigurationError(
-            f"{path} has [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a list of values for "
-            "each key that is varied."
+            f"{path} has an unknown table [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a "
+            "list of values for each key that is varied."
         )
     base = _checked(_flat(tables.get("base", {})), f"{path}, [base]")
     axes: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {}  # keys varied together -> their points
@@ -56,7 +57,7 @@ def read_study(path: Path) -> tuple[Run, ...]:
         axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
     _refuse_repeated([*itertools.chain(*axes)], path)
     if not axes:
-        raise ConfigurationError(f"{path} has no [axes], so there is nothing to vary.")
+        raise ConfigurationError(f"{path} has no [axes]. Add at least one key with a list of values.")
     runs = []
     for chosen in itertools.product(*axes.values()):
         pairs = zip(axes, chosen, strict=True)
@@ -66,7 +67,7 @@ def read_study(path: Path) -> tuple[Run, ...]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; a table that is the value of a key, such as ``inner.arguments``, stays one."""
+    """Return nested tables as dotted keys. A table that is the value of a key, such as ``inner.arguments``, is kept."""
     flat: dict[str, Any] = {}
     known = keys_of(Configuration)
     for word, value in table.items():
@@ -80,11 +81,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _listed(names: str, points: Any, path: Path) -> list[Any]:
     if not isinstance(points, list) or not points:
-        raise ConfigurationError(
-            f"{path}, [axes]: {names} = {points!r} was given. An axis is a list of at least one value."
-        )
+        raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
     if len({repr(point) for point in points}) < len(points):
-        raise ConfigurationError(f"{path}, [axes]: {names} has a value twice.")
+        raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
     return points
 
 
@@ -92,23 +91,24 @@ def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
     values = [point] if len(keys) == 1 else point
     if not isinstance(values, list) or len(values) != len(keys):
         raise ConfigurationError(
-            f"{where}: {', '.join(keys)} are varied together, and {point!r} is not a list of {len(keys)} values."
+            f"{where}: {', '.join(keys)} are varied together, so each point must be a list of {len(keys)} values, got "
+            f"{point!r}."
         )
     checked = _checked(dict(zip(keys, values, strict=True)), where)
     if inside := [key for key in keys if key not in checked]:
         table = next(key for key in checked if inside[0].startswith(f"{key}."))
         raise ConfigurationError(
-            f"{where}: {inside[0]} is part of {table}, which is varied as a whole: "
+            f"{where}: {inside[0]} is part of {table}, which can only be varied as a whole: "
             f'"{table}" = [{{ {inside[0].removeprefix(f"{table}.")} = ... }}, ...].'
         )
     return tuple(checked[key] for key in keys)
 
 
 def _checked(values: Mapping[str, Any], where: str) -> Values:
-    """The values converted to the types of a run's settings."""
+    """Return the values converted to the types of a run's settings."""
     for key in _NOT_VARIED:
         if key in values:
-            raise ConfigurationError(f"{where}: {key} was given, which a study sets for each run.")
+            raise ConfigurationError(f"{where}: {key} can't be given, since the study sets it for each run.")
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
     return parse_toml(text, Configuration, where=where)
 
@@ -116,7 +116,7 @@ def _checked(values: Mapping[str, Any], where: str) -> Values:
 def _refuse_repeated(keys: list[str], path: Path) -> None:
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigurationError(f"{path}: {key} is on two axes.")
+            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
 
 
 def _name(varied: Values) -> str:

@@ -1,4 +1,4 @@
-"""The contracts of what can be plugged in, as functions that anybody's tests can call; ours are tested by the same.
+"""Functions that test the contracts of plugins. The package's own codecs, optimizers and rules pass the same tests.
 
 >>> import diloco.testing
 >>> from diloco import Nesterov, make_codec

@@ -1,4 +1,4 @@
-"""What every codec must keep, whoever wrote it."""
+"""Tests of the contract of codecs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_bytes", "check_codec", "check_payload", "contract", "expect", 
 
 @contextmanager
 def contract(kind: str, value: object) -> Iterator[None]:
-    """Inside, whatever is raised is a broken contract of ``value``, which is a ``kind``."""
+    """Convert every exception in a ``with`` block to a `ContractError` about ``value``, which is a ``kind``."""
     try:
         yield
     except ContractError as broken:
@@ -28,13 +28,13 @@ def contract(kind: str, value: object) -> Iterator[None]:
 
 
 def expect(kept: bool, broken: str) -> None:
-    """Raise `ContractError` with ``broken``, a clause without its full stop, unless ``kept``."""
+    """Raise `ContractError` with the clause ``broken``, without a full stop, unless ``kept``."""
     if not kept:
         raise ContractError(f"{broken}.")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two float32 tensors are alike to the sign of a zero and the payload of a NaN."""
+    """Return whether two float32 tensors have equal bits, including the signs of zeros and the payloads of NaNs."""
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
@@ -42,27 +42,27 @@ _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).ti
 
 
 def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None) -> None:
-    """Raise unless what ``make`` gives keeps the contract of `Codec`; some hundredths of a second.
+    """Raise unless the codecs that ``make`` returns keep the contract of `Codec`. Takes some hundredths of a second.
 
-    It must encode the same values to the same bytes in every instance, in as many bytes as it says; decode to finite
-    values whatever it lets pass; add exactly what it decodes; be cut between blocks; and refuse what does not fit.
-    How much is lost is each codec's own affair.
+    The codec must encode equal values to equal bytes in every instance, in exactly `payload_bytes`. Every payload that
+    it accepts must decode to finite values. It must accumulate exactly what it decodes, cut payloads between blocks,
+    and refuse tensors that do not fit. The quantisation error is not tested.
 
     Args:
-        make: gives a new codec at each call.
-        sizes: numbers of values to try beside none and a few; default: around one and several blocks.
+        make: Returns a new codec on each call.
+        sizes: The numbers of values to test, in addition to 0 to 3. Default: around one and several blocks.
 
     Raises:
-        ContractError: it says what is not kept.
+        ContractError: if the contract is broken. The message says how.
     """
     codec, other = make(), make()
     with contract("codec", codec):
         expect(isinstance(codec, Codec), "it is not a diloco.Codec")
-        expect(isinstance(getattr(codec, "name", None), str), "it has no name of its own")
+        expect(isinstance(getattr(codec, "name", None), str), "its name is not a string")
         block = codec.block_size
-        expect(isinstance(block, int) and block >= 1, f"block_size is {block!r}, not a number of values")
+        expect(isinstance(block, int) and block >= 1, f"block_size is {block!r}; it must be an int of at least 1")
         described = all(isinstance(value, int | float | str | bool) for value in codec.parameters().values())
-        expect(described, "parameters() holds what is no number or text, so replicas can't compare it")
+        expect(described, "parameters() has values other than numbers and strings, which replicas can't compare")
         for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
             values = spread_values(size)
             payload = check_payload(codec, values)
@@ -72,17 +72,18 @@ def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None
 
 
 def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
-    """Raise unless ``values`` are encoded, decoded, added and cut as the contract of `Codec` says.
+    """Raise unless ``codec`` encodes, decodes, accumulates and cuts ``values`` by the contract of `Codec`.
 
     Args:
+        codec: The codec.
         values: ``(numel,)`` float32, finite.
-        weight: to add what is decoded with.
+        weight: The weight for `Codec.accumulate`.
 
     Returns:
         The payload.
 
     Raises:
-        ContractError: it says what is not kept.
+        ContractError: if the contract is broken. The message says how.
     """
     name, numel = f"{values.numel()} values", values.numel()
     before = values.detach().clone()
@@ -91,33 +92,35 @@ def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
     expect(same_bits(values.detach(), before), f"{name}: encode changed them")
     again = codec.encode(values)
-    expect(torch.equal(again, payload), f"{name}: encoding again gives other bytes")
+    expect(torch.equal(again, payload), f"{name}: encoding them again gives different bytes")
     again.fill_(255)
     expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
     codec.validate(payload, numel)
     decoded = codec.decode(payload, numel)
-    expect(bool(decoded.isfinite().all()), f"{name}: what is decoded is not finite")
-    expect(not decoded.requires_grad, f"{name}: what is decoded has a graph")
+    expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
+    expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
     out = torch.full((numel,), math.nan)
     expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
-    expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten, or gives others")
+    expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
     _check_sum(codec, payload, decoded, weight, name)
-    message = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]  # as it stands in a larger message
-    expect(same_bits(codec.decode(message, numel), decoded), f"{name}: a payload at an odd address decodes to others")
+    message = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]  # unaligned, as in a larger message
+    unaligned = codec.decode(message, numel)
+    expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
     _check_sum(codec, message, decoded, weight, name)
     for start, stop in _stretches(codec, numel):
         part, length = codec.cut(message, numel, start, stop), stop - start
         expect(
-            torch.equal(part, codec.encode(values[start:stop])), f"{name}: cut({start}, {stop}) is not their payload"
+            torch.equal(part, codec.encode(values[start:stop])),
+            f"{name}: cut({start}, {stop}) differs from the payload of these values",
         )
         codec.validate(part, length)
-        expect(same_bits(codec.decode(part, length), decoded[start:stop]), f"{name}: a cut decodes to others")
+        expect(same_bits(codec.decode(part, length), decoded[start:stop]), f"{name}: a cut decodes to different values")
         _check_sum(codec, part, decoded[start:stop], weight, name)
     return payload
 
 
 def spread_values(numel: int, seed: int = 0) -> Tensor:
-    """``(numel,)`` float32 of many magnitudes, with zeros of both signs, subnormals and the largest among them."""
+    """Return ``(numel,)`` float32 of many magnitudes, including both zeros, subnormals and the largest values."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 8)
     corners = torch.tensor([0.0, -0.0, 1e-45, -1e-40, _LEAST, _LARGEST, -_LARGEST, 1.5, -0.75, 65519.0])
@@ -126,15 +129,15 @@ def spread_values(numel: int, seed: int = 0) -> Tensor:
 
 
 def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, name: str) -> None:
-    """``out += weight * decoded``, each product rounded before it is added, so that all replicas get the same bits."""
-    out = spread_values(len(decoded), seed=1).abs_().clamp_(1e-3, 1e30)  # no zeros, whose sign need not be touched
+    """Check ``out += weight * decoded``, where each product must be rounded before the addition."""
+    out = spread_values(len(decoded), seed=1).abs_().clamp_(1e-3, 1e30)  # no zeros: their sign may be left unchanged
     expected = out + decoded * weight
     codec.accumulate(payload, out, weight)
-    expect(same_bits(out, expected), f"{name}: accumulate does not add weight * decode(payload), rounded twice")
+    expect(same_bits(out, expected), f"{name}: accumulate does not add weight * decode(payload) with two roundings")
 
 
 def _check_random_bytes(codec: Codec, numel: int) -> None:
-    """Payloads of which all, some or few bytes were drawn at random."""
+    """Check payloads in which all, some or few bytes are random."""
     generator, size = torch.Generator().manual_seed(2), codec.payload_bytes(numel)
     for attempt in range(40):
         payload = codec.encode(torch.randn(numel, generator=generator))
@@ -144,26 +147,27 @@ def _check_random_bytes(codec: Codec, numel: int) -> None:
 
 
 def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
-    """Raise unless ``codec`` refuses bytes from elsewhere, or decodes them to finite values, in whole and in parts.
+    """Raise unless ``codec`` refuses arbitrary bytes or decodes them to finite values, as a whole and in parts.
 
     Args:
-        payload: ``(payload_bytes(numel),)`` uint8, whatever it holds.
-        numel: values that it stands for.
+        codec: The codec.
+        payload: ``(payload_bytes(numel),)`` uint8 with arbitrary contents.
+        numel: The number of values.
 
     Raises:
-        ContractError: it says what is not kept.
+        ContractError: if the contract is broken. The message says how.
     """
     refused = _refused(codec, payload, numel)
     parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _stretches(codec, numel)]
     alike = refused == any(_refused(codec, part, length) for part, length in parts)
-    expect(alike, "bytes are refused as a whole and let pass in parts, or the reverse")
+    expect(alike, "validate refuses bytes as a whole and accepts all their parts, or the reverse")
     if not refused:
         fine = bool(codec.decode(payload, numel).isfinite().all())
-        expect(fine, "validate lets pass what decodes to NaN or infinity")
+        expect(fine, "validate accepts bytes that decode to NaN or infinity")
 
 
 def _stretches(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
-    """No values, half of the whole blocks, the other half, the values of a last block that is not whole."""
+    """Return four ranges: an empty one, two halves of the whole blocks, and the values of a shorter last block."""
     whole = numel // codec.block_size
     return pairwise([0, 0, whole // 2 * codec.block_size, whole * codec.block_size, numel])
 
@@ -175,7 +179,7 @@ def _refused(codec: Codec, payload: Tensor, numel: int) -> bool:
         return True
     except Exception as error:
         raise ContractError(
-            f"validate raised {type(error).__name__}: {error} of bytes from elsewhere; it may raise CodecError alone."
+            f"validate raised {type(error).__name__} for arbitrary bytes; it may only raise CodecError: {error}"
         ) from error
     return False
 
@@ -193,17 +197,17 @@ def _check_refusals(codec: Codec, numel: int) -> None:
     good = codec.encode(torch.ones(numel))
     for what, payload in _malformed(good):
         out = torch.full((numel,), 7.0)
-        _must_refuse(f"validate takes {what}", codec.validate, payload, numel)
-        _must_refuse(f"cut takes {what}", codec.cut, payload, numel, 0, numel)
-        _must_refuse(f"decode takes {what}", codec.decode, payload, numel, out)
-        _must_refuse(f"accumulate takes {what}", codec.accumulate, payload, out)
-        expect(bool((out == 7).all()), f"{what} was refused after values had been written")
+        _must_refuse(f"validate accepts {what}", codec.validate, payload, numel)
+        _must_refuse(f"cut accepts {what}", codec.cut, payload, numel, 0, numel)
+        _must_refuse(f"decode accepts {what}", codec.decode, payload, numel, out)
+        _must_refuse(f"accumulate accepts {what}", codec.accumulate, payload, out)
+        expect(bool((out == 7).all()), f"{what} was refused only after values had been written")
     for what, values in (
         ("float64 values", torch.zeros(3, dtype=torch.float64)),
         ("a matrix", torch.zeros(2, 3)),
         ("strided values", torch.zeros(6)[::2]),
     ):
-        _must_refuse(f"encode takes {what}", codec.encode, values)
+        _must_refuse(f"encode accepts {what}", codec.encode, values)
     for what, out in (
         ("too long", torch.zeros(numel + 1)),
         ("of float64", torch.zeros(numel, dtype=torch.float64)),
@@ -214,7 +218,7 @@ def _check_refusals(codec: Codec, numel: int) -> None:
     size = codec.block_size
     bounds = [(-size, size), (size, 0), (0, numel + size), *([(1, size), (0, size - 1)] if size > 1 else [])]
     for start, stop in bounds:
-        _must_refuse(f"cut takes {start} to {stop}", codec.cut, good, numel, start, stop)
+        _must_refuse(f"cut accepts {start} to {stop}", codec.cut, good, numel, start, stop)
 
 
 def _must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
@@ -223,5 +227,5 @@ def _must_refuse(what: str, method: Callable[..., object], *arguments: object) -
     except CodecError:
         return
     except Exception as error:
-        raise ContractError(f"{what} and raises {type(error).__name__}; it must raise CodecError.") from error
+        raise ContractError(f"{what}, then raises {type(error).__name__}; it must raise CodecError.") from error
     raise ContractError(f"{what}; it must raise CodecError.")

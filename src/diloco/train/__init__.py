@@ -1,1 +1,1 @@
-"""The training loop: replicas, evaluation, checkpoints, generation."""
+"""The training loop: settings, the inner step, replicas, sessions and whole runs."""

@@ -1,4 +1,4 @@
-"""From settings to the things they describe."""
+"""Construction of fragments, codecs, optimizers, rules and transports from settings."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ __all__ = [
 
 
 def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
-    """The partition of resolved settings.
+    """Partition ``model`` into fragments as resolved ``settings`` say.
 
     Raises:
-        FragmentError: if the model can't be divided so; its depth may not have been known when they were resolved.
+        FragmentError: if the model can't be partitioned like that. `resolve` can't detect this for a model of unknown
+            depth.
     """
     number = settings.num_fragments or 1
     try:
@@ -59,13 +60,13 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
         if settings.strategy in ("balanced", "patterns"):
             raise
         raise FragmentError(
-            f"fragments.num_fragments={number} was given, but this model can't be divided by layers into so many. Use "
-            'fewer, or fragments.strategy = "balanced", which may cut layers.'
+            f"This model has too few layers for fragments.num_fragments={number}. Use fewer fragments, or "
+            'fragments.strategy = "balanced", which may split layers.'
         ) from error
 
 
 def make_merge_rule(settings: MergeSettings) -> MergeRule:
-    """The merge rule of resolved settings."""
+    """Return the merge rule of resolved settings."""
     if is_own(settings.rule):
         rule: MergeRule = call("merge.rule", settings.rule, arguments=settings.arguments)
         return rule
@@ -73,12 +74,12 @@ def make_merge_rule(settings: MergeSettings) -> MergeRule:
 
 
 def make_configured_codec(settings: CodecSettings) -> Codec:
-    """The codec of resolved settings."""
+    """Return the codec of resolved settings."""
     return make_codec(settings.name or "float32", **settings.parameters())
 
 
 def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
-    """How the means of resolved settings travel."""
+    """Return the encoding in which resolved settings send means."""
     return MeanEncoding.of(_mean_codec(settings), float(settings.transport.mean_error_feedback))
 
 
@@ -88,10 +89,10 @@ def _mean_codec(settings: RunSettings) -> Codec | str:
 
 
 def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
-    """The outer optimizer of resolved settings.
+    """Return the outer optimizer of resolved settings.
 
     Args:
-        outer_steps: rounds of one fragment in the whole run, over which the schedules are laid out.
+        outer_steps: rounds of one fragment in the whole run, which the schedules span.
     """
     learning_rate: ScalarSchedule = settings.learning_rate if settings.learning_rate is not None else 0.7
     if settings.learning_rate_schedule != "constant" and not callable(learning_rate):
@@ -116,10 +117,10 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
 
 
 def check_own_code(settings: RunSettings) -> None:
-    """Make what the settings name of the user's own code, and let it pass `diloco.testing`.
+    """Construct the user's own components that the settings name and check them with `diloco.testing`.
 
     Raises:
-        ConfigurationError: if it can't be made, or is not what it must be.
+        ConfigurationError: if a component can't be constructed or violates its contract.
     """
     codec, outer, merge = settings.codec, settings.outer, settings.merge
     checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
@@ -138,7 +139,7 @@ def check_own_code(settings: RunSettings) -> None:
 
 
 def make_average_rule(settings: OuterSettings) -> AverageRule | None:
-    """How contributions are averaged; None: the weighted mean."""
+    """Return the rule that averages contributions, or None for the weighted mean."""
     if is_own(settings.average):
         rule: AverageRule = call("outer.average", settings.average, arguments=settings.average_arguments)
         return rule
@@ -146,12 +147,12 @@ def make_average_rule(settings: OuterSettings) -> AverageRule | None:
 
 
 def make_clipping(settings: OuterSettings) -> Clipping:
-    """How large contributions may be."""
+    """Return the clipping bounds for contributions."""
     return Clipping(max_norm=settings.max_norm, median_norm_factor=settings.median_norm_factor)
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
-    """The arguments of `DiLoCo` that are the same on all replicas, by name."""
+    """Return the arguments of `DiLoCo` that are the same on all replicas, by name."""
     steps = settings.train.steps - settings.train.data_parallel_steps
     return {
         "schedule": make_schedule(settings),
@@ -168,14 +169,14 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
 
 
 def make_links(settings: TransportSettings) -> list[Link]:
-    """The emulated link of each replica; ideal where nothing is said about it."""
+    """Return the emulated link of each replica. Without settings, bandwidth is infinite and latency is 0."""
     bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
     latencies = _each(settings.latency_s or (0.0,), settings.replicas)
     return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
 
 
 def make_transport(settings: TransportSettings) -> InProcessTransport:
-    """The in-process transport with its emulated links and faults."""
+    """Return the in-process transport with its emulated links and faults."""
     network = None
     if settings.step_time_s:
         links = make_links(settings)
@@ -190,34 +191,34 @@ def make_transport(settings: TransportSettings) -> InProcessTransport:
 
 
 def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
-    """One value for all, or one for each."""
+    """Repeat a single value ``count`` times; leave several values as they are."""
     return values * count if len(values) == 1 else values
 
 
 def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
-    """The model of ``settings`` on the meta device, where it takes no memory.
+    """Build the model of ``settings`` on the meta device, where it takes no memory.
 
     Args:
-        vocab_size: of the model where nothing else says it.
+        vocab_size: the vocabulary size if neither the settings nor the model's source give one.
     """
     model = with_vocabulary(settings.model, vocab_size)
     return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
 
 
 def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
-    """The definition of the model in the checkpoint that the run begins from, for a model whose source may be gone.
+    """Return the model's definition from the checkpoint that the run starts from, as the model's source may be gone.
 
-    None where there is no such checkpoint, or its model is from another source.
+    Return None if there is no such checkpoint or its model has another source.
     """
     source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
-    places = [] if resume is None else [resume, *sorted(resume.glob("replica-*"))]  # some machines have only the latter
+    places = [] if resume is None else [resume, *sorted(resume.glob("replica-*"))]  # a machine may have only these
     if init_from is not None and init_from.suffix != ".safetensors":
         places.append(init_from)
     for place in places if source is not None else ():
         try:
             about = open_checkpoint(place).about
         except CheckpointError:
-            continue  # whoever needs the checkpoint itself says what is wrong with it
+            continue  # the code that loads this checkpoint reports the error
         if about.get("definition") and about.get("model", {}).get("source") == source:
             definition: Mapping[str, Any] = about["definition"]
             return definition

@@ -1,4 +1,4 @@
-"""Averaging gradients at every step: the baseline, and the shared start of a run."""
+"""Averaging of gradients at every step, for the data-parallel baseline and the shared start of a run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from diloco.transport.replica_group import ReplicaGroup
 __all__ = ["GradientAverager", "average_gradients"]
 
 _ATTEMPTS = -LEAST_FRAGMENT
-"""Rounds for the gradients of a step: they are in no later one, as the work of a pseudo-gradient is."""
+"""Rounds to try for the gradients of one step. No later round contains them, unlike a pseudo-gradient's work."""
 
 
 class GradientAverager:
-    """Replaces the gradients of one replica by the mean over all, through the same transport and the same mean.
+    """Replaces the gradients of one replica by their mean over all replicas, through the transport that DiLoCo uses.
 
     Args:
-        codec: how gradients travel; float32 is plain data-parallel training.
-        group: the replica's ranks, each of which averages what it holds; None: this one alone.
+        codec: the codec for gradients; float32 is plain data-parallel training.
+        group: the ranks of the replica, each of which averages the values it holds. None: this rank alone.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class GradientAverager:
         self._contribution: Contribution | None = None
 
     def begin(self, step: int, weight: float = 1.0) -> None:
-        """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero.
+        """Send the gradients of inner step ``step`` (counted from 0). A missing gradient counts as zero.
 
         Args:
-            weight: of these gradients in the mean; 0: they are of a batch in which nothing counts.
+            weight: the weight of these gradients in the mean. 0: no token of the batch has a target that counts.
         """
         self._fill_absent()
         numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
         flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
-        # looked at here, since a saturating codec would hide it; a replica's ranks withdraw together
+        # checked before encoding, as a saturating codec would hide it; the ranks of a replica withdraw together
         finite = self.group.all(math.isfinite(largest_magnitude(values)))
         self._contribution = Contribution(
             round=RoundId(-1, step),
@@ -70,20 +70,21 @@ class GradientAverager:
         self.transport.tick()
 
     def begin_again(self) -> None:
-        """The round is void on all replicas alike: send the same gradients in another one."""
+        """Send the same gradients in another round, after the last one was void on all replicas."""
         assert self._contribution is not None, "begin comes first"
         void = self._contribution.round
         self._contribution = replace(self._contribution, round=replace(void, fragment=void.fragment - 1))
         self._pending = self.transport.average(self._contribution)
 
     def finish(self) -> RoundVoidError | None:
-        """Put the mean in the gradients' place.
+        """Replace the gradients by the mean.
 
         Returns:
-            Why the round is void, on all replicas alike; `begin_again` may follow. None: it is not.
+            The error of a round that is void on all replicas, after which `begin_again` may be called; None if the
+            round was committed.
 
         Raises:
-            TransportError: if the others are lost.
+            TransportError: if the other replicas are lost.
         """
         try:
             average = self._wait()
@@ -94,7 +95,7 @@ class GradientAverager:
         return None
 
     def forget(self) -> None:
-        """Let go of what was sent, which is as large as the model."""
+        """Release the contribution and the average, each as large as the model."""
         self._pending = self._contribution = None
 
     def _fill_absent(self) -> None:
@@ -103,7 +104,7 @@ class GradientAverager:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _wait(self) -> Average:
-        """The mean, from the view that can give it: the next one, if the present one ends."""
+        """Return the mean, repeating the round in the next view if the current one ends."""
         while True:
             assert self._pending is not None, "begin comes first"
             assert self._contribution is not None
@@ -116,22 +117,23 @@ class GradientAverager:
 def average_gradients(
     averagers: Sequence[GradientAverager], emit: Callable[[Event], None], *, may_skip: bool, may_lose: bool = False
 ) -> bool:
-    """Put the mean in place of the gradients that each of them has begun to average.
+    """Replace the gradients of each averager, whose `begin` was called, by the mean.
 
-    A void round is tried again with the same gradients, so that one slow or broken link costs time and nothing else.
+    A void round is tried again with the same gradients, so that a slow or broken link costs nothing but time.
 
     Args:
-        averagers: of the replicas of this process.
-        emit: gets a note of each round that is tried again, its step to be filled in.
-        may_skip: whether a void round means to skip the step (gradient scaling), rather than to try again.
-        may_lose: whether this replica looks for the others, where it has lost them, rather than end.
+        averagers: those of the replicas of this process.
+        emit: receives a note for each round that is tried again; the caller sets the note's step.
+        may_skip: whether a void round skips the step (gradient scaling) instead of being tried again.
+        may_lose: whether losing the other replicas skips the step instead of raising.
 
     Returns:
-        False if the step is to be skipped: the round is void, on all replicas alike, or the others are lost.
+        False if the step must be skipped: the round is void on all replicas, or the other replicas are lost.
 
     Raises:
-        RoundVoidError: if round after round is void; it says why, and which replica's gradients failed.
-        TransportError: if the others are lost and ``may_lose`` is false.
+        RoundVoidError: if the round of every attempt is void. It names the reason and the replicas whose gradients
+            failed.
+        TransportError: if the other replicas are lost and ``may_lose`` is false.
     """
     tried = 1
     try:
@@ -140,13 +142,13 @@ def average_gradients(
                 return False
             if tried == _ATTEMPTS:
                 raise RoundVoidError(
-                    f"{void[0]} It was tried {tried} times, and data-parallel training can't go on without it. Nothing "
-                    "was applied. Go on from the last checkpoint with --resume once its cause is mended.",
+                    f"{void[0]} It was tried {tried} times, and data-parallel training can't continue without it. "
+                    "Nothing was applied. Fix the cause and resume from the last checkpoint with --resume.",
                     round=void[0].round,
                     replicas=void[0].replicas,
                 )
             tried += 1
-            emit(Note(step=0, text=f"{void[0]} It is tried again."))
+            emit(Note(step=0, text=f"{void[0]} The round is tried again."))
             for averager in averagers:
                 averager.begin_again()
     except RoundVoidError:

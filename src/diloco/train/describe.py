@@ -1,4 +1,4 @@
-"""What a run is: what follows from its settings, in words, and the environment it runs in."""
+"""Descriptions of a run: facts derived from its settings, as text, and the environment it runs in."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 
 
 def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
-    """Derived facts by name, in the order to print them.
+    """Return derived facts by name, in the order in which to print them.
 
     Args:
-        model: the one to be trained; a model on the meta device will do.
+        model: the model to train; it may be on the meta device.
     """
     parameters, total = model.num_trained(), model.num_parameters()
     facts = {"model": f"{format_count(total)} parameters, {model.num_layers} layers{_origin(settings, model)}"}
     if parameters != total:
         facts["trained"] = f"{format_count(parameters)} parameters, {parameters / total:.2%} of them{_lora(settings)}"
     facts["algorithm"] = _algorithm(settings)
-    if words := inner_optimizer_in_words(settings.inner, model):
-        facts["inner optimizer"] = words
+    if optimizer := inner_optimizer_in_words(settings.inner, model):
+        facts["inner optimizer"] = optimizer
     train, replicas = settings.train, settings.transport.replicas
     tokens = replicas * train.batch_size * train.sequence_length
     facts["tokens"] = (
@@ -74,7 +74,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 
 
 def _origin(settings: RunSettings, model: LanguageModel) -> str:
-    """What a model from a source is, and where it is from."""
+    """Return the class, source and weights of a model that is loaded from a source."""
     if settings.model.source is None:
         return ""
     kind = type(getattr(model, "wrapped", model)).__name__
@@ -88,17 +88,17 @@ def _every(steps: int | None) -> str:
 
 def _algorithm(settings: RunSettings) -> str:
     start = settings.train.data_parallel_steps
-    words = {
+    name = {
         "streaming": "Streaming DiLoCo",
         "diloco": "DiLoCo",
         "data-parallel": "data-parallel",
         "none": "independent replicas",
     }[settings.algorithm]
-    return f"{words}, after {start} shared data-parallel steps" if start else words
+    return f"{name}, after {start} shared data-parallel steps" if start else name
 
 
 def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> dict[str, str]:
-    """Schedule, codec, merge, outer optimizer and traffic of an algorithm with an outer loop."""
+    """Return the facts of an algorithm with an outer loop: schedule, codec, merge, outer optimizer and traffic."""
     replicas, start = settings.transport.replicas, settings.train.data_parallel_steps
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
@@ -120,7 +120,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "schedule": _schedule_in_words(schedule, start),
         "rounds": f"{sum(rounds)} in all ({', '.join(map(str, rounds))} by fragment)",
         "codec": f"{codec.name}{feedback}, {8 * sum(payloads) / parameters:.3g} bits per parameter",
-        "weights": "by the steps that a replica trained since its last contribution that counted",
+        "weights": "by the steps that a replica trained since its last committed contribution",
         "merge": mixed,
         "outer optimizer": (
             described(make_outer_optimizer(settings.outer, max(rounds)))
@@ -139,16 +139,16 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     if clipping.active:
         facts["clipping"] = _bounds_in_words(clipping)
     if settings.swarm.dynamic_steps:
-        facts["dynamic steps"] = "a replica slower than the fastest leaves steps out; none is waited for"
+        facts["dynamic steps"] = "a replica slower than the fastest skips steps, so that no replica waits for it"
     if settings.swarm.straggler == "grace":
-        facts["stragglers"] = "leave out the steps for which the others would have to wait"
+        facts["stragglers"] = "skip the steps for which other replicas would have to wait"
     if start:
-        facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
+        facts["traffic"] += f" (plus {format_bytes(per_gradient * start)} for the shared start)"
     return facts
 
 
 def _outer_in_words(outer: OuterSettings, rounds: Sequence[int]) -> str:
-    """The outer optimizer, its gain, and the rounds of each fragment that it has.
+    """Describe the outer optimizer, its gain and its number of rounds per fragment.
 
     >>> _outer_in_words(OuterSettings(learning_rate=0.4), [40, 39, 39])
     'nesterov, learning rate 0.4, momentum 0.9: gain 4, 39 to 40 rounds per fragment'
@@ -160,7 +160,7 @@ def _outer_in_words(outer: OuterSettings, rounds: Sequence[int]) -> str:
 
 
 def _exchange_in_words(exchanges: Sequence[Exchange]) -> str:
-    """By which patterns fragments travel, and the bytes of each.
+    """List the exchange patterns in use and the bytes of each fragment.
 
     >>> plans = [plan_exchange(make_codec("fp4"), size, 16) for size in (100_000, 256)]
     >>> _exchange_in_words(plans)
@@ -172,7 +172,7 @@ def _exchange_in_words(exchanges: Sequence[Exchange]) -> str:
 
 
 def _bounds_in_words(clipping: Clipping) -> str:
-    """What contributions are scaled down to.
+    """Describe the bounds to which contributions are scaled down.
 
     >>> _bounds_in_words(Clipping(max_norm=0.5, median_norm_factor=3.0))
     'contributions are scaled down to the norm 0.5, and to 3 times the median norm of a round'
@@ -195,12 +195,12 @@ def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:
 
 
 def _schedule_in_words(schedule: SyncSchedule, start: int) -> str:
-    """When each fragment is sent first, and how it goes on: from the schedule's own actions.
+    """Describe when each fragment is first sent, how often and how late it is merged, from the schedule's actions.
 
     >>> _schedule_in_words(SyncSchedule(inner_steps=10, num_fragments=3, overlap_steps=1), start=200)
-    'fragment 0 at step 210, 1 at 213, 2 at 216, and every 10 steps again; merged 1 later'
+    'fragment 0 at step 210, 1 at 213, 2 at 216, then every 10 steps; merged 1 step later'
     >>> _schedule_in_words(SyncSchedule(inner_steps=100, num_fragments=37), start=0)
-    'fragment 0 at step 100, 1 at 102, ..., 36 at 197, and every 100 steps again; merged at once'
+    'fragment 0 at step 100, 1 at 102, ..., 36 at 197, then every 100 steps; merged at once'
     """
     first_cycles = range(1, 2 * schedule.inner_steps)
     sends = {a.fragment: step for step in reversed(first_cycles) for a in schedule.actions(step) if isinstance(a, Send)}
@@ -208,13 +208,17 @@ def _schedule_in_words(schedule: SyncSchedule, start: int) -> str:
     subject = "fragment 0" if len(firsts) > 1 else "the whole model"
     firsts[0] = f"{subject} at step {start + sends[0]}"
     shown = firsts if len(firsts) <= 4 else [*firsts[:2], "...", firsts[-1]]
-    merged = f"{schedule.overlap_steps} later" if schedule.overlap_steps else "at once"
-    return f"{', '.join(shown)}, and every {schedule.inner_steps} steps again; merged {merged}"
+    late = schedule.overlap_steps
+    merged = f"{late} step{'s' if late > 1 else ''} later" if late else "at once"
+    return f"{', '.join(shown)}, then every {schedule.inner_steps} steps; merged {merged}"
 
 
 def bytes_per_trained(settings: RunSettings) -> int:
-    """Bytes that a replica keeps for each value that it trains: the value, its gradient and Adam's two moments, 16; the
-    global value, 4; the outer optimizer's; and what error feedback keeps, 4."""
+    """Return the bytes that a replica keeps per trained value.
+
+    They are 16 for the value, its gradient and Adam's two moments, 4 for the global value, 4 for each slot of the outer
+    optimizer, and 4 for the residual of error feedback.
+    """
     each = 16
     if settings.algorithm in ("streaming", "diloco"):
         each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(torch.zeros(1)).slots)
@@ -223,7 +227,7 @@ def bytes_per_trained(settings: RunSettings) -> int:
 
 
 def bytes_per_frozen(settings: ModelSettings) -> float:
-    """Bytes of each value that is only read; of a quantised one without the scales of its blocks."""
+    """Return the bytes per frozen value; for quantised values, without the scales of their blocks."""
     if settings.quantization is not None:
         return {"nf4": 0.5, "int8": 1.0}[settings.quantization]
     return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[settings.base_dtype]
@@ -233,27 +237,24 @@ def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
     each, replicas = bytes_per_trained(settings), settings.transport.replicas
     total = each * trained + bytes_per_frozen(settings.model) * frozen
     mean = make_mean_encoding(settings).among(replicas, make_configured_codec(settings.codec))
-    lost = 4 * trained if mean.keeps_residual else 0
-    others = f"{format_bytes(lost)} for what means lost, and activations" if lost else "activations"
-    beside = f" trained and {bytes_per_frozen(settings.model):g} per frozen one" if frozen else ""
+    residuals = 4 * trained if mean.keeps_residual else 0
+    more = f"{format_bytes(residuals)} for the residuals of means, and activations" if residuals else "activations"
+    parameter = f"trained and {bytes_per_frozen(settings.model):g} per frozen parameter" if frozen else "parameter"
     return (
-        f"{format_bytes(round(total * replicas))} for {replicas} replicas at {each} bytes per parameter{beside}, "
-        f"{others} beside it"
+        f"{format_bytes(round(total * replicas))} for {replicas} replicas at {each} bytes per {parameter}, plus {more}"
     )
 
 
 def _lora(settings: RunSettings) -> str:
-    """Which adapters they are."""
     model = settings.model
     if not model.lora_rank:
         return ""
-    return f"; LoRA of rank {model.lora_rank} at {', '.join(model.lora_targets)}, frozen weights as " + (
-        model.quantization or model.base_dtype
-    )
+    targets, frozen = ", ".join(model.lora_targets), model.quantization or model.base_dtype
+    return f"; LoRA of rank {model.lora_rank} at {targets}, frozen weights as {frozen}"
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor and git commit, as plain values; unknown ones are None."""
+    """Return versions, processor and git commit as plain values; an unknown value is None."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -274,12 +275,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.cache  # what runs is what was imported
+@functools.cache  # the running code is what was imported, whatever happens to the checkout later
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in this package's own checkout; None when it is no checkout."""
+    """Return the output of a git command in this package's own checkout, or None outside of one."""
     here = Path(__file__).resolve().parent
     try:
-        # An installed copy may lie inside somebody else's checkout.
+        # an installed copy may lie inside the checkout of another project
         subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,8 +1,8 @@
-"""Which of the scheduled steps a replica of a swarm trains, by its own speed and those that the others report.
+"""The choice of scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others.
 
-It may train a share of them, evenly, for as long as it is slow (DyLU); and leave out those that would keep the others
-waiting, whenever it is late (grace). A step that is left out only advances the schedule. Learning rate, rounds and data
-go on as for everybody, and nobody trains the sequences of that step in this epoch.
+With dynamic steps (DyLU), a slow replica trains an evenly spaced share of the steps. With the grace rule, a late
+replica skips the steps for which other replicas would have to wait. A skipped step only advances the schedule: learning
+rate, rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DynamicSteps", "make_pace"]
 
 
 def make_pace(settings: RunSettings, replica: int, others: PeerFleet) -> DynamicSteps | None:
-    """What decides which steps a replica of a run trains; None: it trains all of them."""
+    """Return the pace of a replica, or None if it trains all steps."""
     swarm, schedule = settings.swarm, settings.schedule
     grace = swarm.straggler == "grace"
     if not swarm.dynamic_steps and not grace:
@@ -35,9 +35,9 @@ class DynamicSteps:
 
     Args:
         inner_steps: H.
-        shares: whether a replica slower than the fastest trains a share of the steps.
-        grace_steps: tau, where steps are left out that don't fit into the time before the others stand still
-            (`diloco.membership.grace`); None: others wait for whoever is late.
+        shares: whether a replica slower than the fastest trains only a share of the steps.
+        grace_steps: tau under the grace rule, which skips steps that would not finish before another replica has to
+            wait (`diloco.membership.grace`). None: the others wait for a late replica.
     """
 
     def __init__(
@@ -55,15 +55,18 @@ class DynamicSteps:
         self._shares = shares
         self._grace_steps = grace_steps
         self._rate = StepRate()
-        self._told: tuple[int, View] | None = None
+        self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
 
     def trains(self, step: int) -> bool:
-        """Whether this replica trains scheduled step ``step``, from 0, which it is about to begin."""
+        """Return whether this replica trains scheduled step ``step`` (counted from 0), the next to begin."""
         return self._trains(self._replica, step) and self._fits()
 
     def members_training(self, step: int, *, trained: bool) -> int:
-        """How many members train a scheduled step, as far as this replica knows; ``trained``: whether it has done so
-        itself."""
+        """Return how many members train scheduled step ``step``, as far as this replica knows.
+
+        Args:
+            trained: whether this replica trained it.
+        """
         others = (member for member in self._others.view.members if member != self._replica)
         return trained + sum(self._trains(member, step) for member in others)
 
@@ -73,16 +76,16 @@ class DynamicSteps:
         return self.steps_of(self._replica) / self._inner_steps
 
     def trained(self, compute_s: float) -> None:
-        """A step was trained, in ``compute_s`` seconds of pure compute."""
+        """Record a trained step that took ``compute_s`` seconds of pure compute."""
         self._rate.add(compute_s)
 
     def tell(self, step: int) -> None:
-        """After scheduled step ``step``: tell the others, once in H steps and whenever the members change."""
+        """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
         speed, view = self._rate.steps_per_s, self._others.view
         if speed is None:
             return
-        if self._told is None or self._told[1] != view or step - self._told[0] >= self._inner_steps:
-            self._told = step, view
+        if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
+            self._announced = step, view
             self._others.tell_speed(speed)
             self._others.note(pace=self.fraction)
 
@@ -90,7 +93,7 @@ class DynamicSteps:
         return trains_at(step, self.steps_of(replica), self._inner_steps)
 
     def _fits(self) -> bool:
-        """Whether this replica is fast enough to finish a step before anybody has to wait for it."""
+        """Return whether this replica can finish a step before another replica has to wait for it."""
         speed = self._rate.steps_per_s
         if self._grace_steps is None or speed is None:
             return True
@@ -98,7 +101,7 @@ class DynamicSteps:
         return left_s is None or left_s * speed >= 1
 
     def steps_of(self, replica: int) -> int:
-        """How many of H scheduled steps a member trains, as far as this replica knows."""
+        """Return how many of H scheduled steps a member trains, as far as this replica knows."""
         if not self._shares:
             return self._inner_steps
         known = dict(self._others.speeds())

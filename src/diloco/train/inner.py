@@ -1,6 +1,6 @@
-"""The inner optimizer of one replica: forward, backward, clip, step; autocast and gradient scaling.
+"""The inner loop of one replica: forward, backward, clip and step, with autocast and gradient scaling.
 
-Where a replica has several ranks, each of them has an `InnerLoop`, and all of them take the same steps.
+If a replica has several ranks, each of them has an `InnerLoop`, and all take the same steps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class InnerStep:
-    """What one inner step did."""
+    """The result of one inner step."""
 
-    learning_rate: float  # of this step
-    gradient_norm: float  # global norm before clipping; infinite or NaN when the step was skipped
-    skipped: bool  # whether it was: by the gradient scaler (float16 only), or as the others were lost
+    learning_rate: float  # the rate of this step
+    gradient_norm: float  # global norm before clipping; infinite or NaN if the scaler skipped the step
+    skipped: bool  # by the gradient scaler (float16 only), or because the other replicas were lost
 
 
 def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
-    """The inner learning rate as a pure function of the global step, over a run of ``steps``.
+    """Return the inner learning rate as a pure function of the global step, for a run of ``steps``.
 
-    ``wsd`` with no steps of decay, as where the warm-up is as long as the run, stays at the peak.
+    ``wsd`` without decay steps, for example if the warm-up is as long as the run, stays at the peak.
     """
     decay_steps = settings.decay_over(steps)
     return ValueSchedule(
@@ -57,14 +57,15 @@ class InnerLoop:
     """Forward, backward and step of one replica, or of one of its ranks.
 
     Args:
-        model: made by `parallelise`, or a `ParallelModel` where the replica has one rank.
-        optimizer: over its trainable parameters.
-        learning_rate: of the global step.
-        clip_norm: largest global gradient norm, or None.
-        precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
-        accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
-        end_of_document: the token that ends a document, where documents in a sequence must not see each other;
-            `diloco.model.loss.ENDS` where the targets say it.
+        model: from `parallelise`, or a `ParallelModel` if the replica has one rank.
+        optimizer: the optimizer of the model's trainable parameters.
+        learning_rate: the schedule, a function of the global step.
+        clip_norm: the largest global gradient norm, or None for no clipping.
+        precision: the autocast type of the forward pass. float16 scales the loss, for the inner optimizer only.
+        accumulation: the number of pieces in which a batch is computed, as even as its size allows. A rank with fewer
+            sequences uses fewer pieces.
+        end_of_document: the token that ends a document, to mask attention between documents;
+            `diloco.model.loss.ENDS` if the targets mark the ends; None for no masks.
     """
 
     def __init__(
@@ -88,27 +89,27 @@ class InnerLoop:
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
-        self.counted = 1.0  # of the last batch, the fraction of its tokens that have a target which counts
+        self.counted = 1.0  # the fraction of the last batch's tokens that have a target which counts
         self._norm = torch.zeros((), device=self.device)
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        # a scaler skips in its own way, and a shard does not see the others' gradients
-        # whether the optimizer's kernel can skip a step by itself, where the gradients are not finite
+        # Whether the optimizer's kernel can skip a step with non-finite gradients by itself. A scaler skips in its own
+        # way, and a shard does not see the gradients of the others.
         self.can_mask = fused and not self.scaler.is_enabled() and model.num_shards == 1
-        # whether it does, so that the host need not look at them first: on CUDA, where it can
+        # on CUDA it does, so that the host need not wait for the norm before the step
         self.masked = self.can_mask and self.device.type == "cuda"
 
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of the replica's batch, ``(batch, sequence)`` int64 each, to ``.grad``.
 
-        Every rank is given the whole batch and computes its rows of it. All targets that count weigh the same, however
+        Every rank receives the whole batch and computes its own rows. All targets that count weigh the same, however
         many of them a rank or a piece has.
 
         Returns:
-            Mean cross-entropy of the whole batch in nats per token that counts, ``()`` float32 on the device.
+            The mean cross-entropy of the whole batch in nats per token that counts, ``()`` float32 on the device.
 
         Raises:
             ConfigurationError: if the batch has fewer sequences than the replica has ranks.
-            ReplicaLostError: if another rank of the replica is gone.
+            ReplicaLostError: if another rank of the replica is lost.
         """
         self.model.train()
         total = torch.zeros((), device=self.device)
@@ -120,7 +121,7 @@ class InnerLoop:
         self.counted = counted / targets.numel()
         shares = [to_device(share[rows], self.device).tensor_split(pieces) for share in (tokens, targets)]
         for number, (piece_tokens, piece_targets) in enumerate(zip(*shares, strict=True), 1):
-            # ranks take the mean of their gradients, whatever rows they are of
+            # the mean of the ranks' gradients ignores how many targets each rank has, so the divisor corrects for it
             mine = counts[number - 1] * group.size
             divisor = counted / mine if mine else math.inf
             documents = documents_of(piece_tokens, piece_targets, self.end_of_document)
@@ -132,29 +133,30 @@ class InnerLoop:
         return group.gather(total).mean()
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, once a step, before `apply`; does nothing but in float16."""
+        """Divide the gradients by the loss scale, once per step and before `apply`. Only float16 has a loss scale."""
         with self.parallel.group.watched():
             self.scaler.unscale_(self.optimizer)
 
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        `begin` and `end` in one, for a single replica; it waits for the device once.
+        This calls `begin` and `end` for a single replica and waits for the device once.
 
         Args:
-            step: inner steps finished before this one.
-            skip: skip the step because another replica had to, or the others are lost; lower a loss scale as it did.
+            step: the number of inner steps finished before this one.
+            skip: whether to skip the step because another replica had to or the other replicas are lost; this lowers
+                the loss scale, as on that replica.
 
         Raises:
-            NonFiniteError: if the gradients are not finite and no scaler is there to skip the step.
+            NonFiniteError: if the gradients are not finite and there is no scaler to skip the step.
         """
         return self.end(step, float(self.begin(step, skip=skip)), skip=skip)
 
     def begin(self, step: int, *, skip: bool = False) -> Tensor:
-        """The first half of `apply`: everything that can be handed to the device without waiting for it.
+        """Run the first half of `apply`: everything that can be queued on the device without waiting for it.
 
         Returns:
-            The global gradient norm before clipping, ``()`` float32 on the device; `end` takes its value.
+            The global gradient norm before clipping, ``()`` float32 on the device. Pass its value to `end`.
         """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -163,7 +165,7 @@ class InnerLoop:
         self._norm = self.parallel.total_norm(get_total_norm(gradients))
         if self.masked and not skip:
             self._clip()
-            # how `GradScaler.step` tells a fused kernel to leave everything as it is
+            # this is how `GradScaler.step` makes a fused kernel leave everything unchanged
             self.optimizer.found_inf = (~torch.isfinite(self._norm)).float()  # type: ignore[attr-defined]  # torch's own way
             try:
                 self.optimizer.step()
@@ -172,18 +174,18 @@ class InnerLoop:
         return self._norm
 
     def end(self, step: int, norm: float, *, skip: bool = False) -> InnerStep:
-        """The second half of `apply`, with the value of what `begin` returned; the rest as there."""
+        """Run the second half of `apply`. ``norm`` is the value that `begin` returned."""
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
-                f"the gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. Go on from the "
-                "last checkpoint, or begin anew, with a lower learning rate, inner.clip_norm, or a wider precision."
+                f"The gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. Resume from the "
+                "last checkpoint or restart the run, with a lower learning rate, inner.clip_norm or a wider precision."
             )
         if finite and not skip:
             if not self.masked:
                 self._clip()
-                # not `scaler.step`: where only this replica's gradients were not finite but the replicas' mean is,
-                # it would skip while the others move
+                # not `scaler.step`, which would skip on this replica alone if its own gradients were not finite but
+                # their mean over replicas is
                 self.optimizer.step()
             self.scaler.update()
         elif self.scaler.is_enabled():
@@ -196,15 +198,15 @@ class InnerLoop:
             clip_grads_with_norm_(self.model.parameters(), self.clip_norm, self._norm)
 
     def _lower_scale(self) -> None:
-        """As `GradScaler.update` after an infinite gradient, whether or not it was this replica's."""
+        """Lower the loss scale as `GradScaler.update` does after an infinite gradient, even one of another replica."""
         self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
     def state_dict(self) -> dict[str, Any]:
-        """Inner optimizer and gradient scaler."""
+        """Return the state of the inner optimizer and the gradient scaler."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, by copy."""
-        self.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))  # torch's own would share the tensors
+        """Load a copy of what `state_dict` returned."""
+        self.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))  # the optimizer would share the tensors
         self.scaler.load_state_dict(dict(state["scaler"]))

@@ -1,4 +1,4 @@
-"""The inner optimizer that settings name, over the parameters of a model."""
+"""Construction of the inner optimizer that settings name."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from diloco.train.settings import InnerSettings
 __all__ = ["check_inner_arguments", "inner_optimizer_in_words", "make_inner_optimizer"]
 
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
-"""Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
+"""Classes of torch.optim that can't work with one forward and one dense backward pass per step, and the reason."""
 
-UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")  # optimizers whose step there is not for DTensors
-FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim whose fused kernel torch has for DTensors
+UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")  # optimizers without a step for DTensors
+FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim with a fused kernel for DTensors
 
 Parameters = Mapping[str, inspect.Parameter]
 
 
 def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """The ``torch.optim`` class that ``settings`` names, or what else makes one, over the parameters of ``model``.
+    """Construct the optimizer that ``settings`` names, for the parameters of ``model``.
 
-    What is not of ``torch.optim`` (`muon`, or the user's own code) is called with ``model`` if it takes an argument of
-    that name, else with parameter groups, as a class of ``torch.optim`` is. Weight decay, asked for or the class's own
-    default, acts on matrices only, not on norms and biases. The fused kernel of ``torch.optim`` is used where there is
-    one. Groups with an ``lr_ratio`` train at that many times the scheduled learning rate.
+    A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
+    with ``model`` if it has an argument of that name, and with parameter groups otherwise. Weight decay, whether given
+    or the default of the class, applies to matrices only, not to norms and biases. The fused kernel of ``torch.optim``
+    is used if there is one. Groups with an ``lr_ratio`` train at that multiple of the scheduled learning rate.
 
     Raises:
-        ConfigurationError: for an unknown class or argument; it names the nearest. For a class that needs more than one
-            dense gradient a step, or whole parameters where the model is sharded.
+        ConfigurationError: if the class or an argument is unknown, with the nearest known name; if the class needs more
+            than one dense gradient per step, or whole parameters while the model is sharded.
     """
     name, sharded = settings.name, any(hasattr(parameter, "to_local") for parameter in model.parameters())
     make, accepted = check_inner_arguments(settings)
@@ -49,8 +49,8 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
     if arguments.get("fused") and not may_fuse and not is_own(name):
         raise ConfigurationError(
-            f"inner.arguments.fused was given to {name}, whose fused kernel takes no parameters that are sharded over "
-            "ranks. Leave it out."
+            f"inner.arguments.fused can't be used here: the fused kernel of {name} does not support parameters that "
+            "are sharded over ranks. Leave it out."
         )
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
@@ -64,26 +64,28 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         shown = name if is_own(name) else f"torch.optim.{name}"
         raise ConfigurationError(f"{shown} refused {arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"{name} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+        raise ConfigurationError(
+            f"inner.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
+        )
     return optimizer
 
 
 def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
-    """What makes the optimizer, and the arguments that it takes beside parameters and learning rate.
+    """Return the optimizer's constructor and the arguments it accepts besides parameters and learning rate.
 
     Raises:
-        ConfigurationError: for an unknown class or argument; it names the nearest.
+        ConfigurationError: if the class or an argument is unknown, with the nearest known name.
     """
     name = settings.name
     make, accepted = _constructor(name)
     for argument in settings.arguments:
         if argument == "lr":
             raise ConfigurationError(
-                "inner.arguments.lr was given. The schedule starts from inner.learning_rate: set that instead."
+                "inner.arguments.lr can't be set, because the schedule sets the learning rate. Set inner.learning_rate."
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(
-                f"inner.arguments.{argument} is no argument of {name}; {nearest(argument, accepted)}"
+                f"inner.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
             )
     if is_own(name):
         check_arguments("inner.name", name, make, settings.arguments)
@@ -91,7 +93,7 @@ def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.
 
 
 def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
-    """Which optimizer trains what, where there is more than one, or it is the user's own; else ""."""
+    """Describe which optimizer trains which parameters, if there are two or it is the user's own; else return ""."""
     if is_own(settings.name):
         place, name = split(settings.name)
         return f"{name} of {place.rpartition('/')[2]}"
@@ -103,7 +105,7 @@ def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
 
 
 def _named(parameters: Mapping[str, nn.Parameter]) -> str:
-    """How many, and which, those of alike layers once.
+    """Count and list parameters, with one name for the same parameter of all layers.
 
     >>> _named({f"layers.{n}.norm.weight": nn.Parameter(torch.zeros(3)) for n in range(4)})
     '4 tensors of 12 values (layers.*.norm.weight)'
@@ -114,24 +116,24 @@ def _named(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
-    """What makes the optimizer ``name``, and the arguments that it takes beside parameters and learning rate."""
+    """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
     if is_own(name):
         make = find("inner.name", name)
         if not takes(make, "lr"):
-            raise ConfigurationError(f"inner.name={name} takes no argument lr, and so can't be given a learning rate.")
+            raise ConfigurationError(f"inner.name={name} must accept a learning rate as the argument lr.")
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    known["Muon"] = muon  # torch's own takes nothing but matrices
+    known["Muon"] = muon  # the class in torch accepts only matrices
     if name in UNFIT:
         raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:
         raise ConfigurationError(
-            f"inner.name={name!r} is no optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} Your "
-            "own is named module:Class, or FILE.py:Class."
+            f"inner.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
+            "Name your own as module:Class or FILE.py:Class."
         )
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":
@@ -140,9 +142,9 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
 
 
 def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """A class of ``torch.optim`` without its breaks for a compiler, which nobody here puts around a step.
+    """Return a class of ``torch.optim`` without its graph breaks, as no optimizer step is compiled here.
 
-    The first of them imports ``torch._dynamo``: 70 MB and a second for nothing.
+    The first graph break would import ``torch._dynamo``, which takes 70 MB and a second.
     """
     if not inspect.isclass(make) or not make.__module__.startswith("torch.optim"):
         return make

@@ -1,4 +1,4 @@
-"""How a replica comes to where its run goes on: at a checkpoint, where the others are, or after it lost them."""
+"""Entry of a replica into its run: from a checkpoint, by joining the other replicas, or by rejoining them."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from diloco.waiting import waiting_for
 
 __all__ = ["OVER", "come_back", "find_beginning", "follow_views", "join_run"]
 
-_GATHER_S = 60.0  # then it looks again: the others may have found each other without it
-_AGAIN_S = 1.0
+_GATHER_S = 60.0  # wait this long for a founded view, then search: the others may have found each other without it
+_RETRY_S = 1.0
 
 Looking = Callable[[], AbstractContextManager[None]]
 
-OVER = "the others, who have finished"  # what stops a replica that comes back when nobody is left to join
+OVER = "the others, which have finished"  # what stops a replica that rejoins a run which has ended
 
 
 def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
-    """Take over what the others have, and become one of them: their global parameters, step and place in the data.
+    """Adopt the global parameters, step and data position of the other replicas, and become a member.
 
-    Global parameters and outer state are fetched while the others train on. What changes meanwhile is taken over
-    afterwards, fragment by fragment. The inner optimizer starts fresh.
+    Global parameters and outer state are fetched while the others keep training. Fragments that change meanwhile are
+    adopted afterwards. The inner optimizer starts fresh.
 
     Args:
-        timeout_s: for becoming a member.
+        timeout_s: the limit for becoming a member.
 
     Raises:
-        ConfigurationError: if the algorithm of the run keeps nothing that could be taken over.
-        TransportError: if there is nobody to take over from, or the others refuse.
+        ConfigurationError: if the algorithm of the run has no global state to adopt.
+        TransportError: if there is no replica to fetch the state from, or the members refuse.
     """
     (replica,) = session.replicas
     fleet.close_to_joiners("")
     if session.settings.algorithm not in ("streaming", "diloco"):
         raise ConfigurationError(
-            f"Replica {replica.number} came to a run of algorithm={session.settings.algorithm!r} that is going on, and "
-            "only DiLoCo and Streaming DiLoCo can be joined. Start all replicas again."
+            f"Replica {replica.number} can't join a run of algorithm={session.settings.algorithm!r} that is already "
+            "training; only DiLoCo and Streaming DiLoCo can be joined. Restart all replicas."
         )
     if fleet.others_have_trained:
-        _take_over(session, replica, fleet)
+        _adopt_state(session, replica, fleet)
     _become_member(session, replica, fleet, timeout_s)
 
 
-def _take_over(session: Session, replica: Replica, fleet: PeerFleet) -> None:
-    """Take over what the others have; wait while they are there and have nothing yet, as they have just been started
-    or average gradients at every step."""
+def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+    """Adopt the state of the others. Wait while they are connected but have none yet, because they have just started or
+    still average gradients at every step."""
     diloco, limit_s = session.begin_diloco(replica), session.settings.transport.give_up_after_s or math.inf
     began_s, why = time.monotonic(), ""
-    with waiting_for(lambda: f"a state to take over, as {why or 'the other replicas send it'}", limit_s):
+    with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", limit_s):
         while True:
             try:
                 return diloco.take_over(fleet.view.members)
@@ -70,21 +70,21 @@ def _take_over(session: Session, replica: Replica, fleet: PeerFleet) -> None:
                 why = str(error).partition(". ")[0]
                 if time.monotonic() - began_s >= limit_s or not fleet.sees_others:
                     raise
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
-    """Between two steps: report the views that were adopted, and come back if this replica has lost the others.
+    """Report the view changes since the last step, and rejoin the other replicas if this replica has lost them.
 
     Args:
-        stop: a replica that was asked to stop does not look for the others.
+        stop: a replica that was asked to stop does not search for the others.
 
     Raises:
-        TransportError: if the others aren't found within `transport.give_up_after_s`, where that is given.
+        TransportError: if the others are not found within `transport.give_up_after_s`, if that is set.
     """
     step = session.totals.steps
-    if words := fleet.take_words():
-        emit(Note(step=step, text=words))
+    if notice := fleet.take_notices():
+        emit(Note(step=step, text=notice))
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
@@ -110,9 +110,9 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     try:
         while True:
             try:
-                if lost:  # or it has just joined others who wait for more
+                if lost:  # otherwise it has just joined a view that waits for more replicas
                     come_back(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
-                lost = True  # if too few come
+                lost = True  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():
                     fleet.gather(min(session.settings.transport.rendezvous_timeout_s, _GATHER_S))
                 break
@@ -121,16 +121,16 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
             except TransportError as error:
                 if time.monotonic() >= gives_up_s:
                     raise
-                emit(Note(step=session.totals.steps, text=f"Coming back has failed, and is tried again: {error}"))
+                emit(Note(step=session.totals.steps, text=f"Rejoining failed and is tried again: {error}"))
             with stop.interrupting():
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
     except StopAsked:
         return
     except RunOverError as error:
-        emit(Note(step=step, text=f"{error} What this replica has not shared is in its checkpoint."))
+        emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "is a member again" if len(fleet.view.members) > 1 else "goes on"
+    how = "is a member again" if len(fleet.view.members) > 1 else "continues alone"
     emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
 
 
@@ -140,20 +140,21 @@ def come_back(
     patience_s: float,
     looking: Looking = nullcontext,
 ) -> None:
-    """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
+    """Rejoin the other replicas after losing them: adopt their state and keep the work that is not shared yet.
 
-    If all have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits. In the
-    shared start there is nothing to take over yet: who finds the others waits for its end, and who founds ends it.
+    If all replicas have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits.
+    During the shared start there is no state to adopt yet: a replica that finds the others waits for its end, and a
+    replica that founds a view ends it.
 
     Args:
-        looking: entered while looking; whatever it raises leaves everything as it is.
+        looking: a context that is entered while searching. If it raises, nothing has changed.
 
     Raises:
-        TransportError: if they aren't found, or refuse; it may be called again.
+        TransportError: if the others are not found, or refuse. The call may be repeated.
     """
     (replica,) = session.replicas
     if replica.diloco is not None:
-        # what is in flight ends with the failure, and stays in the local parameters
+        # rounds in flight fail, and their work stays in the local parameters
         replica.diloco.drain(take_over=False)
     with looking():
         fleet.rejoin(patience_s)
@@ -167,34 +168,34 @@ def come_back(
 
 
 def _join_again(session: Session, replica: Replica, fleet: PeerFleet, looking: Looking) -> None:
-    """The others go on: take over what they have, and become one of them."""
+    """Adopt the state of the others, which are still training, and become a member."""
     session.open_to_joiners()
     if replica.diloco is not None:
         replica.diloco.take_over(fleet.view.members, keep_work=True)
     else:
         try:
             with looking():
-                _take_over(session, replica, fleet)
-        except BaseException:  # it is where it was, in the shared start
+                _adopt_state(session, replica, fleet)
+        except BaseException:  # the replica stays in the shared start
             replica.diloco = None
             raise
     _become_member(session, replica, fleet, session.settings.transport.rendezvous_timeout_s)
 
 
 def _found_again(session: Session, replica: Replica, fleet: PeerFleet) -> None:
-    """Nobody goes on: this replica has founded a view, to which the others may come."""
+    """Continue in a view that this replica has founded, which the others may join."""
     if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
         session.end_shared_start()
     session.open_to_joiners()
-    fleet.gathering = replica.diloco is not None  # gradients alone nobody can join
+    fleet.gathering = replica.diloco is not None  # a run that averages gradients can't be joined
 
 
 def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout_s: float) -> None:
     totals = session.totals
     before = totals.steps
-    with waiting_for(lambda: f"the other replicas to let replica {replica.number} in", timeout_s):
+    with waiting_for(lambda: f"the other replicas to admit replica {replica.number}", timeout_s):
         totals.steps = fleet.join(timeout_s)
-    totals.sequences += (totals.steps - before) * session.sequences_per_step  # of the others, about
+    totals.sequences += (totals.steps - before) * session.sequences_per_step  # an estimate of what the others trained
     if replica.diloco is not None:
         shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.shared.begun_after)
         replica.diloco.steps = totals.steps - shared_start
@@ -202,20 +203,20 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
 
 
 def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
-    """Bring a session to where its run goes on: where the others are, or at the checkpoint that was asked for.
+    """Bring a session to the point from which its run continues: that of the other replicas, or the given checkpoint.
 
-    Replicas in processes of their own that begin together go on from the newest checkpoint that all of them have.
+    Replicas in separate processes that start together continue from the newest checkpoint that all of them have.
 
     Args:
-        session: at step 0.
-        fleet: of the session; None: all replicas train in this process.
+        session: a session at step 0.
+        fleet: the session's fleet, or None if all replicas train in this process.
 
     Returns:
-        What it goes on from, in words; None: it begins at step 0.
+        What the run continues from, as text for the log, or None if it starts at step 0.
 
     Raises:
-        CheckpointError: if there is no checkpoint that all have, or it is of another run.
-        TransportError: if the others can't be joined.
+        CheckpointError: if there is no checkpoint that all replicas have, or it belongs to another run.
+        TransportError: if the other replicas can't be joined.
     """
     settings = session.settings
     if fleet is not None and fleet.joining:
@@ -231,38 +232,38 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     _check_same_run(session, checkpoint)
     notes = load_session(session, checkpoint, home)
     before, now = checkpoint.about.get("threads"), torch.get_num_threads()
-    if before not in (None, now) and not session.fleet.elastic:  # where the bits are otherwise the same
+    if before not in (None, now) and not session.fleet.elastic:  # only these runs repeat their bits
         notes += (
-            f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may "
-            f"differ in the last bits from a run that never stopped. --train.threads {before} makes it the same.",
+            f"The checkpoint was saved with train.threads={before}, but this process uses {now}. The result may "
+            f"differ in the last bits from an uninterrupted run. Use --train.threads {before} to get the same bits.",
         )
-    for words in notes:
-        emit(Note(step=session.totals.steps, text=words))
+    for note in notes:
+        emit(Note(step=session.totals.steps, text=note))
     return str(checkpoint.path)
 
 
 def _newest_of_all(fleet: PeerFleet) -> int:
-    """The newest step that all processes have a checkpoint of."""
+    """Return the newest step of which all processes have a checkpoint."""
     held = fleet.held_steps()
     if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
-            f"--resume was given, and rank {lacking} has no checkpoint in its folder. Put its checkpoints there, or "
-            "start a new run with --init-from the global parameters of another one."
+            f"--resume needs a checkpoint on every rank, but rank {lacking} has none in its folder. Copy its "
+            "checkpoints there, or start a new run with --init-from from the global parameters of an existing one."
         )
     return min(held.values())
 
 
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of other data or another model."""
+    """Refuse a checkpoint of different data or a different model."""
     fingerprint = checkpoint.about.get("corpus")
     if fingerprint != session.corpus.fingerprint:
         raise CheckpointError(
-            f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
-            f"{session.corpus.fingerprint}. Give the same files and tokeniser."
+            f"{checkpoint.path} was saved with data of fingerprint {fingerprint}, but the data now has fingerprint "
+            f"{session.corpus.fingerprint}. Use the same files and tokeniser."
         )
     fingerprint, mine = checkpoint.about.get("model_fingerprint"), model_fingerprint(session.replicas[0].model)
     if fingerprint not in (None, mine):
         raise CheckpointError(
-            f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}. Give the model that the run "
-            "began with, from the same source."
+            f"{checkpoint.path} belongs to a model of {fingerprint}, but this run has a model of {mine}. Use the "
+            "model with which the run started, from the same source."
         )

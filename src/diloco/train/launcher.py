@@ -1,6 +1,6 @@
-"""Starting every rank of a run on this machine, and watching over them.
+"""The launcher, which starts every rank of a run on this machine and supervises the processes.
 
-The launcher holds the rendezvous, so that no replica's death takes it along, and trains nothing.
+The launcher does not train. It hosts the rendezvous, so that the rendezvous survives the loss of any replica.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from diloco.transport.torch_distributed.rendezvous import serve
 
 __all__ = ["exit_code", "insisted", "launch"]
 
-_KILL_S = 10.0  # processes that a second signal did not end are killed after this time
+_KILL_S = 10.0  # processes that have not ended this long after a second signal are killed
 
-Ranks = dict[tuple[int, int], subprocess.Popen[bytes]]  # (replica, position) -> its process
+Ranks = dict[tuple[int, int], subprocess.Popen[bytes]]  # (replica, position) -> process of that rank
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -42,15 +42,17 @@ def launch(
     *,
     talking_ranks: int = 1,
 ) -> int:
-    """Start ``settings.num_ranks`` processes, wait for them, and start lost ones again as often as is allowed.
+    """Start ``settings.num_ranks`` processes, wait for them, and restart lost replicas as often as the settings allow.
 
     Args:
-        command: (replica, position, rendezvous, inner store) -> arguments of that rank's process. The inner store is
-            where the ranks of one replica meet; None where a replica is one rank.
-        talking_ranks: ranks of each replica that talk to other replicas.
+        command: returns the arguments of a rank's process from its replica, its position, the address of the
+            rendezvous, and the address of the inner store, at which the ranks of one replica meet. The inner store is
+            None if a replica has one rank.
+        say: prints a message for the user.
+        talking_ranks: the number of ranks of each replica that communicate with other replicas.
 
     Returns:
-        The exit code of the whole, see `exit_code`.
+        One exit code for all ranks, see `exit_code`.
     """
     secret = read_secret(settings.secret_file, "transport.secret_file")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
@@ -63,7 +65,7 @@ def launch(
 
         def start(replica: int) -> Ranks:
             inner, size = None, settings.replica_size
-            if size > 1:  # a new one each time: what the ranks before left in theirs would mislead these
+            if size > 1:  # a new store for every start, as entries of the previous ranks would mislead these
                 stores[replica] = _inner_store(host)
                 inner = Address(host, stores[replica].port)
             commands = {(replica, each): command(replica, each, address, inner) for each in range(size)}
@@ -81,17 +83,17 @@ def _watch(
     say: Callable[[str], None],
 ) -> int:
     running: Ranks = {}
-    lost: dict[int, float] = {}  # replica that is to be started again -> when its first process ended
+    lost: dict[int, float] = {}  # replica to restart -> time at which its first process ended
     restarts = dict.fromkeys(range(settings.replicas), 0 if settings.on_failure == "stop" else settings.restarts)
     codes: list[int] = []
     asked: list[tuple[int, float]] = []
-    patience_s = 2 * settings.silence_s + 10  # ranks that take part end together; one that is frozen does not
+    patience_s = 2 * settings.silence_s + 10  # working ranks end together, a frozen one does not
     finished_s: float | None = None
 
     def forward(number: int, frame: object) -> None:
         asked.append((number, time.monotonic()))
         for process in running.values():
-            if process.poll() is None and sys.platform != "win32":  # whose console tells all of its processes
+            if process.poll() is None and sys.platform != "win32":  # the Windows console signals all of its processes
                 process.send_signal(number)
 
     def kill_all() -> None:
@@ -109,7 +111,7 @@ def _watch(
                 kill_all()
             if finished_s is not None and now_s - finished_s > patience_s:
                 for replica, _ in running:
-                    say(f"replica {replica} did not end with the others and is killed.")
+                    say(f"replica {replica} did not end with the others and was killed.")
                 kill_all()
             for (replica, position), process in list(running.items()):
                 code = process.poll()
@@ -123,13 +125,13 @@ def _watch(
                     continue
                 if code not in (0, 2, 130) and not asked and others and restarts[replica]:
                     restarts[replica] -= 1
-                    say(f"replica {replica} {how}. It is started again.")
+                    say(f"replica {replica} {how}. It is restarted.")
                     lost[replica] = now_s
                     continue
                 codes.append(code)
                 if code != 0 and not asked:
                     say(f"replica {replica} {how}.")
-                if code != 0 and not registry.running:  # the run can't begin without it
+                if code != 0 and not registry.running:  # the run can't start without it
                     for other in running.values():
                         other.terminate()
             for replica, since_s in list(lost.items()):
@@ -150,7 +152,10 @@ def _watch(
 
 
 def insisted(asked: Sequence[tuple[int, float]]) -> bool:
-    """Whether somebody asked to end more than once: signals, each with its time in seconds.
+    """Return whether the user asked to stop more than once.
+
+    Args:
+        asked: the signals received, each with its time in seconds.
 
     >>> echoed = [(signal.SIGTERM, 10.0), (signal.SIGTERM, 10.1)]
     >>> insisted(echoed), insisted([(signal.SIGINT, 10.0), (signal.SIGINT, 11.0)])
@@ -160,11 +165,12 @@ def insisted(asked: Sequence[tuple[int, float]]) -> bool:
 
 
 def exit_code(codes: Collection[int], *, go_on: bool, asked: bool) -> int:
-    """One exit code for all ranks: 2 if any was misused; 130 if they were asked to stop; 0 if all finished; else 1.
+    """Combine the exit codes of all ranks: 2 after a usage error, 130 if stopped by request, 0 if finished, else 1.
 
     Args:
-        codes: of the ranks; the negative number of a signal that ended one.
-        go_on: whether the others go on without a lost replica; then it is 0 if any finished.
+        codes: the exit codes of the ranks; a rank that was ended by a signal has its negative number.
+        go_on: whether the others continue without a lost replica; if so, one rank that finished is enough for 0.
+        asked: whether a signal asked the run to stop.
 
     >>> exit_code([0, -9], go_on=True, asked=False), exit_code([0, -9], go_on=False, asked=False)
     (0, 1)
@@ -179,16 +185,16 @@ def exit_code(codes: Collection[int], *, go_on: bool, asked: bool) -> int:
 
 
 def _inner_store(host: str) -> Any:
-    """A store of torch's for the process groups inside replicas, on a port of its own."""
+    """Start a torch store, on its own port, for the process groups inside replicas."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
-    """One of so many processes, with its share of the cores, which ends with the launcher where the system can do that.
+    """Start one of ``processes`` processes with its share of the cores. On Linux, it ends with the launcher.
 
-    It has a session of its own, so that Ctrl-C reaches it once, through the launcher.
+    It runs in its own session, so that Ctrl-C reaches it only once, through the launcher.
     """
     environment = dict(os.environ)
     choose_share(environment, processes)
@@ -201,8 +207,8 @@ def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise ConfigurationError(
-            f"A process for a replica could not be started: {error}. Use fewer --replicas, or allow more processes and "
-            "memory on this machine."
+            f"The process of a replica could not be started: {error}. Use fewer --replicas, or allow more processes "
+            "and memory on this machine."
         ) from error
 
 

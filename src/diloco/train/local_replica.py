@@ -1,4 +1,4 @@
-"""One replica of a run, put together as the settings say."""
+"""Construction of one replica of a run from the settings."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from diloco.trained.load import load_parameters
 
 __all__ = ["Replica", "ReplicaMaker", "share_global_state"]
 
-AHEAD = 4  # batches made ahead of the training while files are read, unless the settings say a number
+AHEAD = 4  # default number of batches to prefetch if the data is read from files
 
 
 @dataclass(eq=False)
 class Replica:
-    """What belongs to one replica."""
+    """The model, inner loop, data and outer loop of one replica."""
 
     number: int
     model: LanguageModel
@@ -48,25 +48,26 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """What the ranks of the replica save of it."""
+        """The state that the ranks of the replica save."""
         return ReplicaState(self.inner, self.diloco)
 
 
 @dataclass(frozen=True)
 class ReplicaMaker:
-    """What the replicas of a process are made of, and how."""
+    """A factory for the replicas of a process."""
 
     settings: RunSettings  # resolved
     corpus: Corpus
     fleet: Fleet
-    device: torch.device  # to train on
-    initial: Mapping[str, Tensor] | None  # parameter name -> value to begin from; None: fresh ones, or the source's
-    definition: Mapping[str, Any] | None  # of the model, as `diloco.model.build.build_language_model` takes it
+    device: torch.device  # the device to train on
+    initial: Mapping[str, Tensor] | None  # parameter name -> initial value; None: new values, or those of the source
+    definition: Mapping[str, Any] | None  # the model's definition for `diloco.model.build.build_language_model`
 
     def replica(self, number: int, first: Replica | None) -> Replica:
-        """Replica ``number`` at step 0, without an outer loop; it uses the model and inner loop of ``first`` if it may.
+        """Return replica ``number`` at step 0, without an outer loop.
 
-        It may while gradients are averaged, where both hold the same after every step, until `part`.
+        It shares the model and inner loop of ``first`` if possible: while gradients are averaged, both replicas hold
+        the same values after every step. `part` separates them later.
         """
         settings, fleet = self.settings, self.fleet
         shared = first is not None and _may_share(first.model, settings)
@@ -77,7 +78,7 @@ class ReplicaMaker:
         return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
 
     def part(self, first: Replica, others: Sequence[Replica]) -> None:
-        """Give a copy of the model and the inner loop, with all that they hold, to the others that use the first's."""
+        """Give each replica that shares the model and inner loop of ``first`` a copy of both, with their state."""
         for replica in others:
             if replica.model is first.model:
                 inner = self._inner(None)
@@ -88,9 +89,9 @@ class ReplicaMaker:
                 replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
 
     def diloco(self, replica: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
-        """The outer loop of a replica, whose parameters become the global ones.
+        """Return the outer loop of a replica, whose current parameters become the global parameters.
 
-        Beside a GPU of Apple's, which lacks some operations of the codecs, global state is on the host.
+        With an Apple GPU, which lacks some operations of the codecs, the global state is kept on the host.
         """
         settings = self.settings
         on_host = settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
@@ -102,7 +103,7 @@ class ReplicaMaker:
             global_device="cpu" if on_host else None,
             telemetry=settings.outer.telemetry,
             on_event=on_event,
-            compare_arguments=False,  # the settings were, when the replicas met
+            compare_arguments=False,  # the replicas compared their settings when they met
         )
 
     def _inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
@@ -126,20 +127,23 @@ class ReplicaMaker:
 
 
 def share_global_state(replica: Replica, first: Replica) -> None:
-    """Hold what a replica agrees on with the first one of its process only once."""
+    """Make a replica share the memory of its global state with the first replica of the process."""
     if replica.diloco and first.diloco and first is not replica:
         replica.diloco.outer_loop.share(first.diloco.outer_loop)
 
 
 def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
-    """Whether one model serves all replicas that average gradients: batches change buffers, and the scaler of float16
-    looks at each one's gradients."""
+    """Return whether one model can serve all replicas that average gradients.
+
+    It can't with buffers, which each replica's batches change, or with the gradient scaler of float16, which checks the
+    gradients of each replica.
+    """
     plain = not model.source_has and collect_buffers(model) == (None, None)
     return plain and settings.train.precision != "float16"
 
 
 def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
-    """What replica ``number`` trains on; made ahead in a thread if the settings say so, or files are read."""
+    """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
     train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
     batches = corpus.batches(
         sequence_length=train.sequence_length,

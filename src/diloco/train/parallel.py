@@ -1,14 +1,14 @@
-"""One replica's model as it is trained: recomputed, compiled, and on several ranks.
+"""Preparation of one replica's model for training: recomputation, compilation, and distribution over several ranks.
 
-Each rank computes its rows of the batch, and all end the step with one gradient.
+Each rank computes its rows of the batch, and all ranks end the step with the same gradient.
 
 - ``none``: one rank.
-- ``ddp``: every rank holds everything (`torch.nn.parallel.DistributedDataParallel`).
-- ``fsdp``: every rank holds a shard of each parameter, of its gradient and of the optimizer's state
-  (`torch.distributed.fsdp.fully_shard`); a layer is whole only while it computes.
+- ``ddp``: every rank holds the full state (`torch.nn.parallel.DistributedDataParallel`).
+- ``fsdp``: every rank holds a shard of each parameter, its gradient and its optimizer state
+  (`torch.distributed.fsdp.fully_shard`). A layer is gathered only while it computes.
 
-S ranks do what one would do, but for the order of float32 sums. Recomputing gives the same bits; compiling and chunking
-the loss give the same values to round-off.
+S ranks compute the same as one rank, up to the order of float32 sums. Recomputation gives the same bits. Compilation
+and chunking of the loss give the same values up to round-off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ParallelModel", "Strategy", "blocks_of", "parallelise", "prepare_blo
 
 
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
-    """Apply what ``settings`` ask for, before the model is laid out over the ranks of its replica."""
+    """Set up recomputation, compilation and loss chunks, before the model is distributed over the ranks."""
     model.loss_chunks = LossChunks(settings.loss_chunk_tokens, settings.compile)
     prepare_blocks(
         model,
@@ -51,27 +51,28 @@ def prepare_blocks(
     backend: str = "inductor",
     whole_graphs: bool = True,
 ) -> None:
-    """Recompute and compile each block of ``model`` where gradients are computed.
+    """Set up recomputation and compilation for each block of ``model``, for passes that compute gradients.
 
-    Blocks are compiled one by one: they are alike, so what is compiled for the first serves all, and whatever gathers
-    and drops their parameters stays outside. Evaluation and generation, whose shapes vary, run uncompiled.
+    Blocks are compiled one by one: they are alike, so the code compiled for the first serves all, and the code that
+    gathers and drops their parameters stays outside. Evaluation and generation have varying shapes and run uncompiled.
 
     Args:
-        model: any with a list of blocks, also one that calls them with keywords.
-        checkpointing: ``none``; ``full``: a block's input is kept and everything in it is computed again in the
-            backward pass; ``selective``: outputs of matrix products and attention are kept as well.
-        compiled: with torch.compile, for the shapes that come.
+        model: a model with a list of blocks. It may call them with keyword arguments.
+        checkpointing: ``none``; ``full``: keep a block's input and recompute everything else in the backward pass;
+            ``selective``: also keep the outputs of matrix products and attention.
+        compiled: whether to use torch.compile, with static shapes.
+        backend: the backend of torch.compile.
         whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
     trained = torch.compile(run, backend=backend, dynamic=False, fullgraph=whole_graphs) if compiled else run
     for block in blocks_of(model):
         if trained is not _whole:
-            block.forward = partial(_with_gradients, trained, block)  # beside the class's own, so that names stay
+            block.forward = partial(_with_gradients, trained, block)  # on the instance: parameter names stay
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """The layers, as fragments are made of: the numbered modules of one container."""
+    """Return the layers, from which fragments are made: the numbered modules of one container."""
     container = layer_container({name: parameter.numel() for name, parameter in model.named_parameters()})
     if container is None:
         return []
@@ -98,13 +99,12 @@ def _partly_recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep what is expensive to compute."""
     return CheckpointPolicy.MUST_SAVE if operation in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
 def _products() -> frozenset[Any]:
-    """Matrix products and attention on every device, as far as this version of torch has them."""
+    """Return the operations of matrix products and attention on every device that this version of torch has."""
     aten = torch.ops.aten
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     names = (
@@ -120,12 +120,12 @@ Strategy = Literal["none", "ddp", "fsdp"]
 
 
 class ParallelModel:
-    """A model as one rank of its replica trains it; this class: where there is one rank.
+    """A model as one rank of its replica trains it. This base class serves a replica of one rank.
 
     Attributes:
-        model: its parameters and gradients are this rank's: whole ones, or DTensors.
-        group: the replica's ranks.
-        num_shards: of each parameter; 1 where every rank holds all of it.
+        model: the model; this rank's parameters and gradients are whole tensors or DTensors.
+        group: the ranks of the replica.
+        num_shards: the number of shards of each parameter; 1 if every rank holds all of it.
     """
 
     num_shards = 1
@@ -135,30 +135,31 @@ class ParallelModel:
         self.group = group or ReplicaGroup()
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """`LanguageModel.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
+        """Return `LanguageModel.loss` of this rank's rows. Its backward pass adds the mean over ranks to ``.grad``."""
         return self.model.loss(tokens, targets, documents)
 
     @contextmanager
     def piece(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward pass of a piece of this rank's rows: the ranks exchange gradients in the last."""
+        """Wrap the passes of a piece of this rank's rows. The ranks exchange gradients during the last piece."""
         yield
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        """The norm of the whole gradient, ``()``, from the ``norm`` of what this rank holds of it."""
+        """Return the norm of the whole gradient, ``()``, from the ``norm`` of this rank's part of it."""
         return norm
 
     def pieces(self, batch_size: int, accumulation: int) -> int:
-        """How many pieces every rank computes its rows in: ``accumulation``, or as many as each has rows for."""
+        """Return the number of pieces per rank: ``accumulation``, or fewer if a rank has fewer rows."""
         return min(accumulation, batch_size // self.group.size)
 
 
 class _ReplicatedModel(ParallelModel):
-    """Every rank holds everything, and the same bits of it."""
+    """A model of which every rank holds the same full copy."""
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup) -> None:
         super().__init__(model, group)
         watched = _Loss(model)
-        # buffers of no state, as a rotary table, are derived and alike; broadcast, they would travel at every step
+        # non-persistent buffers, such as a rotary table, are derived and equal on all ranks; without this, DDP would
+        # broadcast them at every step
         derived = [f"model.{name}" for name in dict(model.named_buffers()).keys() - model.state_dict().keys()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(watched, derived)  # type: ignore[no-untyped-call]  # torch's
         self._wrapped = DistributedDataParallel(
@@ -176,21 +177,21 @@ class _ReplicatedModel(ParallelModel):
 
 
 class _ShardedModel(ParallelModel):
-    """Every rank holds a shard of each parameter; dimension 0 is divided as by ``torch.chunk``, so some may be empty.
+    """A model of which every rank holds a shard of each parameter.
 
-    A layer's parameters are gathered before its forward and before its backward pass, and dropped after each; what is
-    in no layer is one such unit of its own. Under autocast the cast copies of the weights stay from forward to
-    backward, 2 bytes per parameter.
+    Dimension 0 is divided as by ``torch.chunk``, so a shard may be empty. A layer's parameters are gathered before its
+    forward and its backward pass, and dropped after each. The parameters outside layers form one more such unit. Under
+    autocast, the cast copies of the weights are kept from forward to backward, 2 bytes per parameter.
     """
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup, device: torch.device) -> None:
-        # importing it takes most of a second
+        # this import takes most of a second
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         super().__init__(model, group)
         self.num_shards = group.size
         mesh = group.mesh(device)
-        # the root, too, is dropped after its forward pass: what evaluation left gathered would miss the next merge
+        # the root is also dropped after its forward pass, or parameters that evaluation gathered would miss a merge
         for layer in blocks_of(model):
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         self._sharded = fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -203,12 +204,12 @@ class _ShardedModel(ParallelModel):
         yield
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        # every value is in one shard; in float64, where the square of no float32 overflows
+        # each value is in exactly one shard; float64, so that no square of a float32 overflows
         return self.group.gather(norm.double().square()).sum().sqrt().to(norm.dtype)
 
 
 class _Loss(nn.Module):
-    """`LanguageModel.loss` as a forward pass, which is what DistributedDataParallel watches."""
+    """`LanguageModel.loss` as a forward pass, which DistributedDataParallel requires."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -219,20 +220,21 @@ class _Loss(nn.Module):
 
 
 def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
-    """Bring ``model`` to ``device`` and to the ranks of its replica; its optimizer is made afterwards, from what its
-    parameters have become.
+    """Move ``model`` to ``device`` and distribute it over the ranks of its replica.
+
+    Create the optimizer afterwards, because this may replace the parameters.
 
     Args:
-        model: with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's memory:
-            it is taken from the host layer by layer.
+        model: a model with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's
+            memory, because it is copied from the host layer by layer.
 
     Raises:
         ConfigurationError: if ``strategy`` does not fit the group.
     """
     if strategy == "none" and group.size != 1:
         raise ConfigurationError(
-            f"strategy 'none' was given to a replica of {group.size} ranks, each of which would train a model of its "
-            "own. Use ddp or fsdp, or one rank."
+            f"Strategy 'none' can't be used for a replica of {group.size} ranks, because each would train its own "
+            "model. Use ddp or fsdp, or one rank."
         )
     if strategy == "fsdp":
         return _ShardedModel(model, group, device)

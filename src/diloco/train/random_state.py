@@ -1,9 +1,9 @@
-"""The random generators of one replica, so that replicas take turns in one process without sharing random numbers.
+"""The random generators of one replica, so that replicas in one process do not share random numbers.
 
-Dropout and whatever else a model draws uses generators that belong to the process: Python's ``random``, NumPy's global
-``numpy.random``, torch's default CPU generator, and one per CUDA device. A `RandomState` holds one replica's own state
-of all of them and installs it while that replica works, so a run gives the same bits whether its replicas share a
-process or not. Not for threads: the generators are the process's.
+Dropout and any other random draws of a model use generators that belong to the process: Python's ``random``, NumPy's
+global ``numpy.random``, torch's default CPU generator, and one per CUDA device. A `RandomState` holds one replica's
+state of all of them and installs it while that replica works, so a run gives the same bits whether or not its replicas
+share a process. It is not thread-safe, because the generators belong to the process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["RandomState"]
 
 @dataclass(frozen=True)
 class _Generators:
-    """The state of every global generator at one moment."""
+    """A snapshot of the state of every global generator."""
 
-    python: Any  # of random.getstate
+    python: Any  # from random.getstate
     numpy: np.random.BitGenerator
-    normal: float | None  # the second of two normal numbers that NumPy made at once and still holds
+    normal: float | None  # the second of two normal numbers that NumPy drew at once and still holds
     cpu: torch.Tensor  # (5056,) uint8
-    cuda: tuple[torch.Tensor, ...]  # (16,) uint8 each, one per device; empty while CUDA has not been started
+    cuda: tuple[torch.Tensor, ...]  # (16,) uint8 per device; empty until CUDA is initialised
 
     @classmethod
     def capture(cls) -> _Generators:
@@ -44,10 +44,10 @@ class _Generators:
         )
 
     def install(self, cuda_seed: int = 0) -> None:
-        """Make these the global generators; a CUDA device that has no state here begins from ``cuda_seed``."""
+        """Make these the global generators. A CUDA device without a state here is seeded with ``cuda_seed``."""
         random.setstate(self.python)
         np.random.mtrand.set_bit_generator(self.numpy)
-        if self.normal is not None:  # swapping has dropped it
+        if self.normal is not None:  # set_bit_generator dropped it
             np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": self.normal})
         torch.default_generator.set_state(self.cpu)
         for index, generator in enumerate(_cuda_generators()):
@@ -58,9 +58,9 @@ class _Generators:
 
 
 class RandomState:
-    """All random generators of one replica: Python, NumPy's global one, torch CPU, and CUDA once it has been started.
+    """All random generators of one replica: Python, NumPy's global one, torch CPU, and CUDA once it is initialised.
 
-    They depend on ``seed`` and ``replica`` and on nothing else; no two replicas' are alike.
+    They depend on ``seed`` and ``replica`` only, and differ between replicas.
 
     >>> def roll():
     ...     return random.randrange(1000)
@@ -77,14 +77,12 @@ class RandomState:
     (True, False)
 
     Raises:
-        ConfigurationError: when ``seed`` or ``replica`` is negative.
+        ConfigurationError: if ``seed`` or ``replica`` is negative.
     """
 
     def __init__(self, seed: int, replica: int) -> None:
         if seed < 0 or replica < 0:
-            raise ConfigurationError(
-                f"seed={seed} and replica={replica} were given; both must be whole numbers from 0 on."
-            )
+            raise ConfigurationError(f"seed and replica must be at least 0, got seed={seed} and replica={replica}.")
         python, numpy_, torch_, cuda = np.random.SeedSequence(seed, spawn_key=(replica,)).spawn(4)
         self._generators = _Generators(
             python=random.Random(_number(python)).getstate(),
@@ -98,14 +96,14 @@ class RandomState:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Install these generators for the length of a ``with`` block.
+        """Install these generators for the duration of a ``with`` block.
 
-        Afterwards, also after an exception, this state has advanced by what the block drew and the process has the
-        generators that it had before. Different states may be nested. About 0.1 ms each time.
+        Afterwards, even after an exception, this state has advanced by the draws of the block and the process has its
+        previous generators back. Different states may be nested. Each use takes about 0.1 ms.
 
         Raises:
-            DiLoCoError: when this state is active already.
-            ConfigurationError: when the block was the first to start CUDA, whose numbers then came from no seed.
+            DiLoCoError: if this state is already active.
+            ConfigurationError: if the block was the first to initialise CUDA, so that its CUDA numbers were not seeded.
         """
         self._refuse_in_use("activated")
         outer = _Generators.capture()
@@ -119,16 +117,16 @@ class RandomState:
             self._in_use = False
         if len(self._generators.cuda) > len(outer.cuda):
             raise ConfigurationError(
-                "CUDA was started while a replica's generators were installed, so what it drew came from no seed. "
-                "Move the model to its device, or call torch.cuda.init(), before the first step. The step can't be "
-                "repeated, and the run should begin again."
+                "CUDA was initialised while a replica's generators were installed, so its random numbers were not "
+                "seeded. Move the model to its device, or call torch.cuda.init(), before the first step. The step "
+                "can't be repeated; restart the run."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, as plain values and tensors (a copy).
+        """Return a copy of the state as plain values and tensors.
 
         Raises:
-            DiLoCoError: when this state is active.
+            DiLoCoError: if this state is active.
         """
         self._refuse_in_use("saved")
         generators = self._generators
@@ -147,11 +145,11 @@ class RandomState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            CheckpointError: when ``state`` is not what `state_dict` gives; this state is then as it was.
-            DiLoCoError: when this state is active.
+            CheckpointError: if ``state`` is malformed. This state is then unchanged.
+            DiLoCoError: if this state is active.
         """
         self._refuse_in_use("loaded")
         try:
@@ -177,8 +175,8 @@ class RandomState:
     def _refuse_in_use(self, what: str) -> None:
         if self._in_use:
             raise DiLoCoError(
-                f"A RandomState was to be {what} while it was active; that is possible outside of its `with` block "
-                "only. Its generators are as they were."
+                f"A RandomState can't be {what} while it is active; leave its `with` block first. Its generators are "
+                "unchanged."
             )
 
 

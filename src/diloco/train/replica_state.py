@@ -1,9 +1,9 @@
-"""What a rank of a replica must save to go on, in three kinds.
+"""The state that a rank of a replica saves, in three kinds.
 
-- values in the shape of a parameter, which are sharded over the ranks as the parameter is: ``model/NAME``,
+- values with the shape of a parameter, which are sharded over the ranks like the parameter: ``model/NAME``,
   ``inner/SLOT/NAME``, ``global/NAME``, ``outer/SLOT/NAME`` and ``residual/NAME`` (of error feedback)
-- what is the same on all ranks: steps, learning rates, the gradient scaler, counters
-- what only this rank can use: rounds in flight, which were encoded shard by shard
+- state that is the same on all ranks: steps, learning rates, the gradient scaler, counters
+- state that only this rank can use: rounds in flight, which were encoded shard by shard
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco.train.inner import InnerLoop
 __all__ = ["ReplicaState", "with_rounds_void"]
 
 _OF_RANKS = ("fragments", "codecs", "in_flight", "mean_residuals")
-"""What of the state of a `DiLoCo` is not the same on all ranks."""
+"""The keys in the state of a `DiLoCo` that differ between ranks."""
 
 
 class ReplicaState:
@@ -37,7 +37,10 @@ class ReplicaState:
         self.parameters = trainable_parameters(inner.model)
 
     def values(self) -> dict[str, Tensor]:
-        """Name -> value in the shape of a parameter (or a buffer), DTensors where the model is sharded; not copied."""
+        """Return the values with the shape of a parameter (or buffer) by name, without copying.
+
+        They are DTensors if the model is sharded.
+        """
         values = {f"model/{name}": tensor.detach() for name, tensor in self.inner.model.saved_state().items()}
         for parameter, slots in self.inner.optimizer.state.items():
             for slot, value in slots.items():
@@ -46,9 +49,9 @@ class ReplicaState:
         return values | self._outer_values()
 
     def global_params(self) -> dict[str, Tensor]:
-        """Parameter name -> what the replicas agree on, or the parameters where nothing is exchanged; not copied.
+        """Return the global parameters by name, or the model's parameters without an outer loop, without copying.
 
-        DTensors where the model is sharded.
+        They are DTensors if the model is sharded.
         """
         if self.diloco is None:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -56,7 +59,7 @@ class ReplicaState:
         return {name: self._laid_out(values, name) for name, values in named.items()}
 
     def common(self) -> dict[str, Any]:
-        """What is the same on all ranks, as a nested state."""
+        """Return the state that is the same on all ranks, as a nested state."""
         rest: dict[str, dict[str, Any]] = {}
         for parameter, slots in self.inner.optimizer.state.items():
             kept = {slot: value for slot, value in slots.items() if not _is_shaped_as(value, parameter)}
@@ -68,7 +71,7 @@ class ReplicaState:
         }
 
     def own(self) -> dict[str, Any]:
-        """What only this rank can use, as a nested state."""
+        """Return the state that only this rank can use, as a nested state."""
         if self.diloco is None:
             return {}
         state = self.diloco.state_dict()
@@ -87,39 +90,41 @@ class ReplicaState:
         *,
         same_replicas: bool = True,
     ) -> tuple[RoundId, ...]:
-        """Go on where the three were saved, on any number of ranks; a `DiLoCo` must be there if one was saved.
+        """Restore the three kinds of state, on any number of ranks. If a `DiLoCo` was saved, this state must have one.
 
         Args:
-            own: of `own`, from the same position among as many ranks; None: another number of ranks goes on, for which
-                the rounds in flight were not encoded, so they count as void.
-            same_replicas: whether the rounds in flight were between the same replicas; else they count as void, too.
+            saved: the values.
+            common: the result of `common`.
+            own: the result of `own` at the same position of the same number of ranks. None: the number of ranks
+                differs; the rounds in flight were encoded for other shards and count as void.
+            same_replicas: whether the rounds in flight were between the same replicas. If not, they count as void.
 
         Returns:
-            The rounds that are void. Global parameters did not move, so the next rounds have the work.
+            The void rounds. Their work is in the next rounds, because the global parameters did not change.
 
         Raises:
-            CheckpointError: if it was taken of another model, optimizer or algorithm.
+            CheckpointError: if the state belongs to another model, optimizer or algorithm.
         """
         slots = self._make_slots(saved)
         values = self.values()
         values |= {name: value for name, (_, _, value) in slots.items()}
         if odd := sorted(values.keys() ^ saved.sizes.keys()):
             raise CheckpointError(
-                f"{saved.checkpoint.path} is of another model, optimizer or algorithm: only one side has "
-                f"{', '.join(odd[:5])}."
+                f"{saved.checkpoint.path} belongs to another model, optimizer or algorithm: only one of the "
+                f"checkpoint and this run has {', '.join(odd[:5])}."
             )
         saved.load_into(values)
         self._load_inner(slots, common["inner"])
         return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own, same_replicas)
 
     def _laid_out(self, local: Tensor, name: str) -> Tensor:
-        """``local``, shaped as this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
+        """Return ``local``, this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
         parameter: Any = self.parameters[name]
         if not hasattr(parameter, "to_local"):
             return local
         from torch.distributed.tensor import DTensor
 
-        # on a mesh of its own device, which need not be the parameter's, or it would be copied
+        # on a mesh of the device of ``local``, which may differ from the parameter's, so that nothing is copied
         mesh = self.inner.parallel.group.mesh(local.device)
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
@@ -146,7 +151,7 @@ class ReplicaState:
         return kept
 
     def _make_slots(self, saved: SavedValues) -> dict[str, tuple[str, str, Tensor]]:
-        """Name of a saved value -> parameter, slot, and room for it."""
+        """Return the parameter, slot and an empty tensor for each saved value of the inner optimizer, by name."""
         slots = {}
         for name in saved.sizes:
             kind, _, place = name.partition("/")
@@ -177,7 +182,7 @@ class ReplicaState:
         rounds = own if same_replicas else None
         void = () if rounds is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
         candidates = rounds["candidates"] if rounds is not None else [None] * len(diloco.fragments)
-        # the values were loaded in place, so loading them from there changes nothing
+        # the values have already been loaded in place, so loading them from `now` changes nothing
         state = {
             **common,
             "fragments": [
@@ -196,7 +201,7 @@ class ReplicaState:
 
 
 def with_rounds_void(state: Mapping[str, Any], void: Sequence[RoundId]) -> dict[str, Any]:
-    """A state of `DiLoCo` in which the rounds ``void`` are finished instead of in flight."""
+    """Return a state of `DiLoCo` in which the rounds ``void`` count as finished instead of in flight."""
     finished = list(state["finished_rounds"])
     for round_id in void:
         finished[round_id.fragment] = round_id.outer_step + 1

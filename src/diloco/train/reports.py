@@ -1,4 +1,4 @@
-"""What a run says of itself: facts to compare and to print, evaluations, samples, notes in checkpoints, the summary."""
+"""Reports of a run: facts to compare and to print, evaluations, samples, checkpoint metadata and the summary."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ __all__ = [
 def handshake_facts(
     settings: RunSettings, model: LanguageModel, corpus_fingerprint: str, base: str = ""
 ) -> Mapping[str, str]:
-    """Name -> value, the likeliest mistakes first.
+    """Return the facts on which all replicas must agree, by name, the likeliest mistakes first.
 
     Args:
-        model: the one to be trained; a model on the meta device will do.
-        base: a digest of the weights that the model begins from, where they are stored ones.
+        model: the model to train; it may be on the meta device.
+        base: a digest of the stored weights from which the model starts; "" without stored weights.
     """
     train, transport = settings.train, settings.transport
     replicas = f"{transport.replicas} of {transport.replica_size} ranks"
@@ -71,7 +71,7 @@ def handshake_facts(
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Parameters in number, and a digest of their names, shapes and dtypes."""
+    """Return the number of parameters and a digest of their names, shapes and dtypes."""
     parameters = trainable_parameters(model)
     digest = xxhash.xxh3_64()
     for name, parameter in parameters.items():
@@ -82,7 +82,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def run_facts(session: Session, folder: Path) -> dict[str, str]:
-    """What is shown when a run begins in ``folder``: name -> words."""
+    """Return the facts to show when a run in ``folder`` starts, by name."""
     model = session.replicas[0].model
     return {
         "data": session.corpus.description(),
@@ -95,21 +95,21 @@ def run_facts(session: Session, folder: Path) -> dict[str, str]:
 
 
 def _kernels(session: Session) -> dict[str, str]:
-    """What runs a block-wise codec on CPU tensors; other codecs have no kernels of their own."""
+    """Name the implementation of a block-wise codec on CPU tensors; other codecs have no kernels of their own."""
     codec = make_configured_codec(session.settings.codec)
     return {"codec kernels": codec.implementation} if codec.parameters() else {}
 
 
 def _device(session: Session) -> str:
     peak = session.peak_flops_per_s
-    of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
+    limit = f", {format_count(peak)} operations/s at most" if peak is not None else ""
     threads, cores = torch.get_num_threads(), usable_cores()
     shared = "" if threads == cores else f" on {cores} cores"
-    return f"{session.device}, {threads} thread{'' if threads == 1 else 's'}{shared}{of}"
+    return f"{session.device}, {threads} thread{'' if threads == 1 else 's'}{shared}{limit}"
 
 
 def evaluate_session(session: Session, *, final: bool) -> Evaluated:
-    """Evaluate what the replicas agree on, or the mean over replicas that are independent."""
+    """Evaluate the global parameters, or return the mean over independent replicas."""
     settings, corpus = session.settings, session.corpus
     with session.evaluated_models() as models:
         found = [
@@ -136,9 +136,9 @@ def evaluate_session(session: Session, *, final: bool) -> Evaluated:
 
 
 def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated]:
-    """Let the first model continue each prompt of the settings.
+    """Generate a sample for each prompt of the settings with the first model.
 
-    Samples are drawn by a generator of their own, the same each time, so training keeps its bits.
+    Each call uses a separate generator with the same seed, so sampling does not change the bits of training.
     """
     settings, tokenizer = session.settings.evaluation, session.corpus.tokenizer
     if not settings.sample_tokens:
@@ -159,7 +159,7 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
 
 
 def checkpoint_about(session: Session) -> dict[str, Any]:
-    """What can be read of a checkpoint without loading it, as JSON. To be called on all ranks of a replica."""
+    """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
     settings, diloco = session.settings, session.replicas[0].diloco
     states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
     return {
@@ -183,9 +183,9 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
 
 
 def leave_adapter(session: Session, home: Path) -> None:
-    """Of a model with adapters: leave what the replicas agree on where ``peft`` can load it, beside the tokeniser.
+    """Save the global parameters of a model with adapters in the format of ``peft``, together with the tokeniser.
 
-    To be called on all ranks of a replica.
+    Other models have nothing to save. Call it on all ranks of a replica.
     """
     model: Any = session.replicas[0].model
     if getattr(model, "adapters", None) is None:
@@ -201,11 +201,11 @@ def leave_adapter(session: Session, home: Path) -> None:
 def run_summary(
     session: Session, folder: Path, evaluation: Evaluated | None, signal_name: str | None
 ) -> dict[str, Any]:
-    """What is left to say when a run ends, as JSON. To be called on all ranks of a replica.
+    """Return the summary of a run at its end, as JSON. Call it on all ranks of a replica.
 
     Args:
-        evaluation: of the end; None: there was none.
-        signal_name: what stopped the run; None: it is finished.
+        evaluation: the final evaluation, or None if there was none.
+        signal_name: what stopped the run, or None if it has finished.
     """
     replicas, steps = session.settings.transport.replicas, session.totals.steps
     sent_bytes, received_bytes = session.traffic()

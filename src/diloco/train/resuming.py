@@ -1,6 +1,6 @@
-"""What a replica could go on from: its own checkpoints, or replica 0's where it is new.
+"""Selection of the checkpoints from which a replica resumes: its own, or those of replica 0 for a new replica.
 
-Where each replica is a process, the run folder of replica 0 has those of the others in it.
+If each replica is a process, the run folder of replica 0 contains the run folders of the others.
 """
 
 from __future__ import annotations
@@ -14,29 +14,32 @@ from diloco.errors import CheckpointError
 
 __all__ = ["Held", "base_home", "checkpoint_home", "held_checkpoint", "held_step", "replicas_in"]
 
-_REPLICA = re.compile(r"replica-(\d+)\Z")  # the part of a checkpoint; its shards have longer names
+_REPLICA = re.compile(r"replica-(\d+)\Z")  # a replica's part of a checkpoint; its shards have longer names
 
 
 @dataclass(frozen=True)
 class Held:
-    """What must be known of a peer's newest checkpoint before it is loaded."""
+    """Facts about a peer's newest checkpoint that are needed before it is loaded."""
 
-    step: int = -1  # inner steps done; -1: there is none
-    replica: int | None = None  # whose state it is
-    swarm: str = ""  # the swarm that it was a member of then; "" where that is not known
+    step: int = -1  # inner steps done; -1: there is no checkpoint
+    replica: int | None = None  # the replica that saved it
+    swarm: str = ""  # the swarm of which the replica was a member then; "" if unknown
 
 
 def held_checkpoint(resume: Path | None) -> Held:
-    """What ``--resume`` names. A replica that ended before it had saved any checkpoint can still join others.
+    """Return the facts about the checkpoint that ``--resume`` names.
+
+    A checkpoint that does not exist is no error here: a replica that ended before its first checkpoint can still join
+    others.
 
     Raises:
-        CheckpointError: if its state can't be read.
+        CheckpointError: if the state of an existing checkpoint can't be read.
     """
     if resume is None:
         return Held()
     try:
         checkpoint = open_checkpoint(resume)
-    except CheckpointError:  # reported where it is loaded
+    except CheckpointError:  # reported when it is loaded
         return Held()
     replicas = replicas_in(checkpoint)
     swarm = str(checkpoint.load("run")["transport"].get("swarm", ""))
@@ -44,14 +47,14 @@ def held_checkpoint(resume: Path | None) -> Held:
 
 
 def replicas_in(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The replicas whose state it holds."""
+    """Return the replicas whose state a checkpoint holds."""
     return tuple(int(found[1]) for found in map(_REPLICA.match, checkpoint.parts) if found)
 
 
 def held_step(folder: Path, resume: Path) -> int:
-    """The step that the checkpoints of a run in ``folder`` could go on from: that of ``resume``, or the newest.
+    """Return the step from which the run in ``folder`` could resume: that of ``resume``, or else the newest.
 
-    -1: there is none.
+    Return -1 if there is no such checkpoint.
     """
     found = list_checkpoints(folder / "checkpoints")
     if resume.name.startswith("step-"):
@@ -60,11 +63,11 @@ def held_step(folder: Path, resume: Path) -> int:
 
 
 def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
-    """The run folder with the checkpoints that a replica goes on with: its own, or replica 0's where it is new.
+    """Return the run folder with the checkpoints of a replica: its own, or that of replica 0 for a new replica.
 
     Args:
-        home: the replica's own run folder, which is in that of replica 0.
-        resume: what to go on from, as for `held_step`.
+        home: the replica's own run folder, which is inside that of replica 0.
+        resume: the run folder or checkpoint to resume from, as for `held_step`.
     """
     base = base_home(home, replica)
     if base == home or held_step(base, resume) < 0:
@@ -74,5 +77,5 @@ def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
 
 
 def base_home(home: Path, replica: int) -> Path:
-    """The run folder of replica 0."""
+    """Return the run folder of replica 0."""
     return home.parent if replica else home

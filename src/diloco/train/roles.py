@@ -1,4 +1,4 @@
-"""Which process does what: one that trains all replicas, one that starts the others, or one rank of many."""
+"""Roles of processes: train all replicas, start the ranks of a run, be one rank, or be a peer of a swarm."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Role", "TorchRun", "read_torchrun", "role_of"]
 
 @dataclass(frozen=True)
 class TorchRun:
-    """What ``torchrun`` tells the processes it starts."""
+    """The environment that ``torchrun`` sets for the processes it starts."""
 
-    rank: int  # of all processes it started, on all machines
+    rank: int  # among all processes that it started, on all machines
     world_size: int
-    local_rank: int  # on this machine
+    local_rank: int  # among those on this machine
     master: Address  # address of its store
-    attempt: str  # how often it has started this group of processes anew
+    attempt: str  # the number of times that it has restarted this group of processes
 
 
 def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
-    """What ``torchrun`` says, or None where it did not start this process.
+    """Return the environment set by ``torchrun``, or None if it did not start this process.
 
     >>> read_torchrun({}) is None
     True
@@ -42,24 +42,24 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
         )
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
-            f"torchrun started this process without a usable {error}. It must set RANK, WORLD_SIZE, LOCAL_RANK, "
+            f"The environment set by torchrun is not usable ({error!r}). It must set RANK, WORLD_SIZE, LOCAL_RANK, "
             "MASTER_ADDR and MASTER_PORT."
         ) from error
 
 
 @dataclass(frozen=True)
 class Role:
-    """What this process is to do."""
+    """The role of this process."""
 
-    # ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one; ``peer``: be a
-    # replica of a swarm
+    # ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one rank;
+    # ``peer``: be a replica of a swarm
     kind: Literal["alone", "launcher", "rank", "peer"]
-    replica: int = 0  # of a rank
+    replica: int = 0  # for a rank, as is `position`
     position: int = 0
     rendezvous: Address | None = None  # where the ranks meet; None under a ``torchrun`` of all replicas
-    torchrun: TorchRun | None = None  # what it said
-    inner_store: Address | None = None  # where the ranks of one replica meet, if it has several
-    local_rank: int = 0  # a number of this process among those of its machine, where that is known
+    torchrun: TorchRun | None = None  # the environment set by ``torchrun``, if it started this process
+    inner_store: Address | None = None  # where the ranks of one replica meet, if it has more than one
+    local_rank: int = 0  # index of this process on its machine, if known
 
     @property
     def is_first(self) -> bool:
@@ -68,10 +68,10 @@ class Role:
 
 
 def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
-    """The role of a process with these settings.
+    """Return the role of a process.
 
     Raises:
-        ConfigurationError: if they don't fit what started it.
+        ConfigurationError: if the settings don't match the way in which the process was started.
 
     >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
     'launcher'
@@ -83,8 +83,8 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     if settings.name != "torch":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes, and transport.name={settings.name!r} needs one. "
-                "Use --transport torch."
+                f"torchrun started {torchrun.world_size} processes, but transport.name={settings.name!r} uses a "
+                "single one. Use --transport torch."
             )
         return Role("alone" if settings.name == "in-process" else "peer")
     size = settings.replica_size
@@ -92,9 +92,9 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes, and {settings.replicas} replicas of {size} ranks "
-                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes; or one torchrun for each "
-                "replica, with --replica and --rendezvous."
+                f"torchrun started {torchrun.world_size} processes, but {settings.replicas} replicas of {size} ranks "
+                f"need {settings.num_ranks}. Leave out --replicas, start that many processes, or start one torchrun "
+                "per replica with --replica and --rendezvous."
             )
         replica, position = divmod(torchrun.rank, size)
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
@@ -102,21 +102,21 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         return Role("launcher")
     if settings.replica is None:
         raise ConfigurationError(
-            f"transport.rendezvous={settings.rendezvous!r} was given without transport.replica. Give --replica 0, 1, "
-            "... on each machine, or neither, to start all replicas here."
+            f"transport.rendezvous={settings.rendezvous!r} needs transport.replica. Pass --replica 0, 1, ... on each "
+            "machine, or leave out both to start all replicas here."
         )
     if settings.rendezvous is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} was given without transport.rendezvous. Give --rendezvous "
-            "HOST:PORT, an address of the machine of replica 0."
+            f"transport.replica={settings.replica} needs transport.rendezvous. Pass --rendezvous HOST:PORT, an "
+            "address of the machine of replica 0."
         )
     inner_store = torchrun.master if torchrun is not None else None
     if settings.inner_store is not None:
         inner_store = parse_address(settings.inner_store, key="transport.inner_store")
     if size > 1 and inner_store is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} was given for a replica of {size} processes. Those are started by "
-            "torchrun, or by one command that starts all replicas here (without --replica)."
+            f"transport.replica={settings.replica} can't start the {size} processes of a replica. Start them with "
+            "torchrun, or leave out --replica to start all replicas here with one command."
         )
     return Role(
         "rank",

@@ -1,4 +1,4 @@
-"""One run from start to end: data, replicas, steps, evaluations, checkpoints, signals, and the summary."""
+"""A whole training run: data, replicas, steps, evaluations, checkpoints, signals and the summary."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["run_training"]
 
 
 Meet = Callable[[Mapping[str, str], Path], PeerFleet]
-"""What the ranks must agree on, and the folder of this one -> its fleet."""
+"""Connects this rank to the others and returns its fleet, from the facts to agree on and the rank's run folder."""
 
 
 def run_training(
@@ -59,21 +59,21 @@ def run_training(
     notes: Sequence[str] = (),
     meet: Meet | None = None,
 ) -> Mapping[str, Any]:
-    """Train as ``settings`` say, and leave everything in ``folder``.
+    """Train according to ``settings`` and write all results to ``folder``.
 
     Args:
-        folder: of the run; made if missing.
-        sink: gets all events.
-        config_toml: the settings as text, written to ``config.toml`` when the run is new.
+        folder: the run folder, created if missing.
+        sink: receives all events.
+        config_toml: the settings as text, written to ``config.toml`` if the run is new.
         notes: sentences for the sink at the start.
-        meet: finds the processes of the other replicas; None: all replicas train in this one.
+        meet: connects to the processes of the other replicas. None: all replicas train in this process.
 
     Returns:
-        The summary, also written to ``summary.json``; ``interrupted`` names the signal that stopped the run, or is
-        None.
+        The summary, which is also written to ``summary.json``. Its ``interrupted`` names the signal that stopped the
+        run, or is None.
 
     Raises:
-        DiLoCoError: of the kind that fits; a checkpoint that was complete stays.
+        DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
     """
     choose_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
@@ -120,7 +120,7 @@ def _read_corpus(settings: RunSettings) -> Corpus:
 
 
 class _Run:
-    """The state of `run_training` that its parts share."""
+    """The state of a run that the parts of `run_training` share."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _Run:
         return summary
 
     def _take_steps(self, stop: StopRequest) -> bool:
-        """Train to the last step, or to the step at which all stop; returns whether replicas agreed on that."""
+        """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
         train, fleet, peers = self.settings.train, self.session.fleet, self.peers
         evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
         sample_every = self.settings.evaluation.sample_every_steps
@@ -223,10 +223,10 @@ class _Run:
         for name, epoch in self._epochs().items():
             if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
                 source = f"source {name!r}" if name else "the data"
-                self.emit(Note(step=self.step, text=f"All of {source} has been read; its epoch {epoch + 1} begins."))
+                self.emit(Note(step=self.step, text=f"All of {source} has been read. Epoch {epoch + 1} of it begins."))
 
     def _epochs(self) -> dict[str, int]:
-        """Source -> how often all of it has been read."""
+        """Return how often each data source has been read completely."""
         return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
 
     def _count_time(self) -> None:

@@ -1,4 +1,4 @@
-"""The replicas of this process, and one training step of all of them."""
+"""A session: the replicas of this process and their training steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Session", "Totals"]
 
 @dataclass
 class Totals:
-    """Sums over the run, kept in checkpoints."""
+    """Sums over the run, saved in checkpoints."""
 
     steps: int = 0
     wall_s: float = 0.0
@@ -42,7 +42,17 @@ class Totals:
 
 
 class Session:
-    """All replicas of this process, in turns: a step begins on all before it is finished on any."""
+    """The replicas of this process, which take turns: a step begins on all replicas before it is finished on any.
+
+    Args:
+        settings: resolved settings.
+        corpus: the data.
+        fleet: the replicas of this process and their connection to the others.
+        device: the device to train on.
+        on_event: receives the events of the session.
+        initial: initial values of the parameters by name; None: new values, or those of the model's source.
+        definition: the model's definition, for `diloco.model.build.build_language_model`.
+    """
 
     def __init__(
         self,
@@ -65,32 +75,32 @@ class Session:
         for number in fleet.local:
             like = self.replicas[0] if self.replicas and self.averages_gradients else None
             self.replicas.append(self._maker.replica(number, like))
-        self.pace: DynamicSteps | None = None  # which scheduled steps this replica trains; None: all of them
+        self.pace: DynamicSteps | None = None  # chooses the scheduled steps to train; None: all of them
         self._loss = 0.0
-        self._inner: tuple[InnerStep, ...] = ()  # of the last step that was trained
+        self._inner: tuple[InnerStep, ...] = ()  # results of the last trained step
         self._begin_diloco_if_due()
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the next step is a data-parallel one: in the shared start, until an outer loop has begun."""
+        """Whether the next step averages gradients: always with data-parallel, else until an outer loop begins."""
         shared_start = self.settings.train.data_parallel_steps
         begun = any(replica.diloco for replica in self.replicas)
         return self.settings.algorithm == "data-parallel" or (self.totals.steps < shared_start and not begun)
 
     def part_models(self) -> None:
-        """Once gradients are no longer averaged, give each replica a model of its own."""
+        """Give each replica its own model, unless gradients are still averaged."""
         if not self.averages_gradients:
             self._maker.part(self.replicas[0], self.replicas[1:])
 
     def open_to_joiners(self) -> None:
-        """All is in place here: let others join, unless the replicas average gradients at every step."""
+        """Admit joining replicas, unless the replicas average gradients at every step."""
         self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
 
     def step(self) -> StepFinished:
-        """One scheduled inner step of every replica, and the synchronisation that is due after it.
+        """Run one scheduled inner step of every replica and the synchronisation that is due after it.
 
-        A step that is left out for being slow or late (see `DynamicSteps`) is not trained, and only advances the
-        schedule. Losses and norms are then those of the last one that was.
+        A step that `DynamicSteps` skips only advances the schedule; loss and norm are then those of the last trained
+        step.
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
@@ -136,35 +146,38 @@ class Session:
 
     @property
     def sequences_per_step(self) -> int:
-        """Of all replicas that take part now."""
+        """The number of sequences per step of all current replicas."""
         return self.fleet.num_members * self.settings.train.batch_size
 
     @property
     def tokens(self) -> int:
-        """Seen so far, all replicas together."""
+        """The number of tokens trained so far by all replicas together."""
         return self.totals.sequences * self.settings.train.sequence_length
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Operations of training on one token, of the model; what is computed again does not count."""
+        """The operations of training the model on one token; recomputed activations do not count."""
         return self.replicas[0].model.flops_per_token(self.settings.train.sequence_length)
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """What this process's device can do at most; None where that is not known."""
+        """The peak operations per second of this process's device, or None if it is not known."""
         train = self.settings.train
         if train.peak_flops_per_s is not None or self.device.type != "cuda":
             return train.peak_flops_per_s
         return known_peak_flops_per_s(torch.cuda.get_device_name(self.device), train.precision, train.matmul_precision)
 
     def flops_utilization(self, seconds: float, steps: int = 1) -> float | None:
-        """Model flops utilisation of this process's device over so many steps; None without a known peak."""
+        """Return the model flops utilisation of this process's device over ``steps``; None without a known peak."""
         train = self.settings.train
         tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
         return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
-        """The outer loop of a replica; one made now takes its parameters as the global ones, and others may join."""
+        """Return the outer loop of a replica.
+
+        If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
+        """
         if replica.diloco is None:
             replica.diloco = self._maker.diloco(replica, self._emit)
             replica.diloco.shared.data_order = replica.sampler.order
@@ -174,34 +187,34 @@ class Session:
         return replica.diloco
 
     def end_shared_start(self) -> None:
-        """What the replicas hold becomes the global parameters."""
+        """Start the outer loop of every replica, with its current parameters as global parameters."""
         self.totals.shared_start_sent_bytes = self.traffic()[0]
         for replica in self.replicas:
             self.begin_diloco(replica)
 
     def close(self) -> None:
-        """End what runs beside the training."""
+        """Stop the background threads."""
         for replica in self.replicas:
             replica.sampler.close()
 
     def drain(self) -> None:
-        """Merge all that is in flight; at the end of a run."""
+        """Merge all fragments in flight, at the end of a run."""
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()
                 share_global_state(replica, self.replicas[0])
 
     def global_params(self) -> dict[str, Tensor]:
-        """Parameter name -> what the replicas agree on; of the first replica alone where nothing is exchanged.
+        """Return the global parameters by name, or those of the first replica if nothing is exchanged.
 
-        DTensors, where the ranks of a replica share the parameters out.
+        They are DTensors if the ranks of a replica shard the parameters.
         """
         return self.replicas[0].state.global_params()
 
     def global_digest(self) -> str:
-        """Digest of the global parameters; of all replicas' parameters where they are independent.
+        """Return the digest of the global parameters, or of the parameters of all independent replicas.
 
-        To be called on all ranks of a replica.
+        Call it on all ranks of a replica.
         """
         if self.settings.algorithm != "none":
             return digest_tensors(Whole(self.global_params()))
@@ -210,7 +223,7 @@ class Session:
 
     @contextmanager
     def evaluated_models(self) -> Iterator[list[LanguageModel]]:
-        """The models to evaluate: one with the global parameters, or every replica's where they are independent."""
+        """Yield the models to evaluate: one with the global parameters, or one per independent replica."""
         first = self.replicas[0]
         if first.diloco:
             with first.diloco.global_model():
@@ -220,9 +233,9 @@ class Session:
             yield [replica.model for replica in self.replicas] if alone else [first.model]
 
     def compute_utilization(self) -> float:
-        """Compute time / (compute time + time not computing for the exchange), mean over replicas.
+        """Return compute time / (compute time + time stalled by the exchange), as the mean over replicas.
 
-        On emulated links the times are virtual; without links they are this process's own, and what is not compute is
+        On emulated links the times are virtual. Without links they are the times of this process, and the exchange is
         encoding, averaging and merging.
         """
         network = self.fleet.network
@@ -232,13 +245,13 @@ class Session:
         return self.totals.compute_s / total_s if total_s else 1.0
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far, mean over replicas."""
+        """Return the bytes sent and received so far, each the mean over the replicas of this process."""
         endpoints = [self.fleet.endpoint(number) for number in self.fleet.local]
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
     def _train(self, step: int) -> float:
-        """Inner step ``step`` of every replica; returns the seconds spent averaging gradients, which are no compute."""
+        """Train inner step ``step`` on every replica and return the seconds spent averaging gradients."""
         losses, averaging_s = [], 0.0
         averaging = self.replicas if self.averages_gradients else []
         done: dict[InnerLoop, InnerStep] = {}
@@ -246,7 +259,7 @@ class Session:
             losses.append(self._accumulate(replica))
             if averaging:
                 averaging_s += self._send_gradients(replica, step)
-            elif self.device.type == "cpu":  # where waiting costs nothing, no gradients need to be kept
+            elif self.device.type == "cpu":  # apply at once, as waiting costs nothing and gradients need not be kept
                 done[replica.inner] = replica.inner.apply(step)
         inners = dict.fromkeys(replica.inner for replica in self.replicas)
         if done:
@@ -257,7 +270,7 @@ class Session:
             may_lose = self.fleet.comes_back and self.settings.algorithm != "data-parallel"
             keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
-            # All replicas' work is handed to the device before any of it is waited for: once, whatever their number.
+            # queue the work of all replicas on the device and wait for it once, whatever their number
             norms = [inner.begin(step, skip=not keep) for inner in inners]
             self._loss, *read = torch.stack([torch.stack(losses).mean(), *norms]).tolist()
             done = {inner: inner.end(step, norm, skip=not keep) for inner, norm in zip(inners, read, strict=True)}
@@ -282,17 +295,17 @@ class Session:
         return loss
 
     def _send_gradients(self, replica: Replica, step: int) -> float:
-        """Hand a replica's gradients in; the seconds that took."""
+        """Submit a replica's gradients and return the seconds this took."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or this would count what it waits for as its own
+            torch.cuda.synchronize(self.device)  # otherwise the time would include pending compute
         started_s = time.perf_counter()
         replica.gradients.begin(step, replica.inner.counted)
         if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
-            replica.inner.optimizer.zero_grad(set_to_none=True)  # they come back as the mean
+            replica.inner.optimizer.zero_grad(set_to_none=True)  # the mean replaces them
         return time.perf_counter() - started_s
 
     def _begin_diloco_if_due(self) -> None:
-        """At the last step of the shared start."""
+        """Start the outer loops if the shared start has ended."""
         self.part_models()
         due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
         if due and self.replicas[0].diloco is None:

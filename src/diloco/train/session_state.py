@@ -1,12 +1,12 @@
-"""A session in a checkpoint: all replicas of a process in one, or one replica as its ranks share it out.
+"""Saving and loading of a session: all replicas of a process in one checkpoint, or one replica sharded over its ranks.
 
 The number of replicas may change between saving and loading:
 
-- A replica that was there before goes on with all that it had, except for the rounds in flight: they were between other
-  replicas, and count as void. Global parameters did not move, so the next rounds contain the work.
-- A new replica begins with the global parameters and outer state, and a fresh inner optimizer.
-- Of a replica that is gone, only its work since its fragments were last sent is lost.
-- The data goes on where it was: nothing is drawn twice, and the replicas there are now draw what was left.
+- A replica that existed before keeps its whole state except for the rounds in flight, which were between other replicas
+  and count as void. The next rounds contain their work, because the global parameters did not change.
+- A new replica starts with the global parameters and outer state, and a fresh inner optimizer.
+- A replica that no longer exists loses only its work since its fragments were last sent.
+- The data continues where it was: no sequence is drawn twice, and the current replicas draw the remaining ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ __all__ = ["load_session", "save_session"]
 
 
 def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep: int) -> Path:
-    """Save all that the session needs to go on; to be called on all ranks of a replica.
+    """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
-    A replica in a process of its own is saved by its ranks, even if it has only one, so that another number of ranks
-    can go on with it.
+    A replica in its own processes is always saved as shards, even by a single rank, so that another number of ranks can
+    load it.
+
+    Args:
+        folder: the checkpoints folder.
+        about: the checkpoint's metadata.
+        keep: the number of newest checkpoints to keep.
 
     Raises:
-        CheckpointError: if anything went wrong; what was complete before still is.
+        CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
     step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
     rest = rest_of_state(session.replicas[0].model)
@@ -61,17 +66,18 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
 
 
 def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[str, ...]:
-    """Go on where `save_session` was called; to be called on all ranks of a replica.
+    """Restore the session that `save_session` saved. Call it on all ranks of a replica.
 
     Args:
-        checkpoint: of its replicas, or, for a new replica in a process of its own, of replica 0.
+        checkpoint: the checkpoint of the session's replicas, or that of replica 0 for a new replica in its own process.
+        home: the replica's run folder.
 
     Returns:
-        What is different from then on, a sentence each: another number of replicas, and rounds that were in flight
-        between others and are void, whose work is in the next ones.
+        Sentences about the differences to the saved run: another number of replicas, and rounds in flight that are now
+        void.
 
     Raises:
-        CheckpointError: if it is of another model, or another kind of run.
+        CheckpointError: if the checkpoint belongs to another model or another kind of run.
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
@@ -79,8 +85,8 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":
         raise CheckpointError(
-            f"{checkpoint.path} is of {saved.number} independent replicas, which agree on nothing that another number "
-            f"of them ({saved.now}) could go on from. Use the same number of replicas."
+            f"{checkpoint.path} holds {saved.number} independent replicas, which share no state from which another "
+            f"number of replicas ({saved.now}) could resume. Use the same number of replicas."
         )
     session.fleet.load_state_dict(_fleet_state(session, saved, run["transport"]))
     void: tuple[RoundId, ...] = ()
@@ -96,66 +102,67 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         if replica.diloco is not None:
             replica.diloco.shared.data_order = replica.sampler.order
             replica.diloco.shared.begun_after = session.totals.steps - replica.diloco.steps
-            if source != replica.number:  # it keeps what all agree on; where gradients are averaged, that is everything
+            if source != replica.number:  # a new replica keeps only the shared state
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
         share_global_state(replica, session.replicas[0])
-    words = (f"{round_id} was in flight between others, and counts as void." for round_id in void)
-    return (*saved.words(), *dict.fromkeys(words))
+    lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
+    return (*saved.changes(), *dict.fromkeys(lost))
 
 
 @dataclass(frozen=True)
 class _SavedReplicas:
     """The replicas that saved a checkpoint."""
 
-    checkpoint: Checkpoint  # what a replica goes on with: its own, or replica 0's where it is new
-    # run folder of replica 0, with those of the others in it; None: the checkpoint holds all replicas
-    base: Path | None
-    number: int  # of replicas that saved it
-    now: int  # number of replicas that go on
+    checkpoint: Checkpoint  # the replica's own, or that of replica 0 for a new replica
+    base: Path | None  # run folder of replica 0, which contains the others; None: the checkpoint holds all replicas
+    number: int  # number of replicas that saved it
+    now: int  # number of replicas that resume
 
     @property
     def differ(self) -> bool:
-        """Whether another number of replicas goes on."""
+        """Whether another number of replicas resumes."""
         return self.number != self.now
 
     def source(self, replica: int) -> int:
-        """Whose state a replica begins from."""
+        """Return the number of the saved replica from whose state a replica starts."""
         return replica if f"replica-{replica}" in self.checkpoint.parts else 0
 
     def cursor_of(self, replica: int) -> Cursor:
-        """Where a replica stood in its data.
+        """Return the data position of a saved replica.
 
         Raises:
             CheckpointError: if its checkpoint can't be read.
         """
         part, checkpoint = f"replica-{replica}", self.checkpoint
         if part not in checkpoint.parts:
-            assert self.base is not None, "a checkpoint of one process holds all replicas"
+            assert self.base is not None, "a checkpoint of a single process holds all replicas"
             home = self.base / part if replica else self.base
             place = home / "checkpoints" / checkpoint.path.name
             try:
                 checkpoint = open_checkpoint(place)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"Only replica {replica}'s own checkpoint, {place}, says what it has not read, and that is needed "
-                    f"to share the data out to {self.now} replicas instead of {self.number}: {error} Put the folders "
+                    f"The checkpoint of replica {replica}, {place}, is needed to divide the unread data among "
+                    f"{self.now} replicas instead of {self.number}, but it can't be opened: {error} Copy the folders "
                     "of all replicas into that of replica 0, or use the same number of replicas."
                 ) from error
         cursor: Cursor = checkpoint.load(part)["sampler"]
         return cursor
 
-    def words(self) -> tuple[str, ...]:
-        """What is different from here on, a sentence each."""
+    def changes(self) -> tuple[str, ...]:
+        """Return a sentence about the new number of replicas, if it has changed."""
         if not self.differ:
             return ()
         if self.now > self.number:
             change = (
-                f"the {self.now - self.number} new ones begin with the global parameters and a fresh inner optimizer"
+                f"the {self.now - self.number} new ones start with the global parameters and a fresh inner optimizer"
             )
         else:
-            change = f"what the other {self.number - self.now} did since they last sent is lost, and no more"
-        return (f"{self.now} replicas go on where {self.number} stopped: {change}. The data goes on where it was.",)
+            change = f"only the work of the other {self.number - self.now} since they last sent is lost"
+        return (
+            f"{self.now} replicas continue where {self.number} stopped: {change}. The data continues where it was.",
+        )
 
 
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
@@ -163,17 +170,15 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
     if not session.fleet.elastic:
         base = None if session.fleet.in_one_process else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, int(checkpoint.about["num_replicas"]), now)
-    if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each goes on with its own alone
-        way_out = f"Give --replica {theirs[0]}, or leave it out." if theirs else "Use one of this replica."
-        raise CheckpointError(
-            f"{checkpoint.path} is of replica {', '.join(map(str, theirs)) or 'none'}, and this is replica {mine}. "
-            f"{way_out}"
-        )
+    if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
+        held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
+        advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."
+        raise CheckpointError(f"{checkpoint.path} holds {held}, but this is replica {mine}. {advice}")
     return _SavedReplicas(checkpoint, None, now, now)
 
 
 def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the fleet goes on with; where replicas are new, they have sent nothing, and their clock is replica 0's."""
+    """Return the state for the fleet. New replicas have sent nothing, and their clock starts at that of replica 0."""
     if not session.fleet.in_one_process:
         mine = session.replicas[0].number
         return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
@@ -200,11 +205,11 @@ def _whole_state(replica: Replica) -> dict[str, Any]:
 def _load_whole(
     session: Session, replica: Replica, saved: _SavedReplicas, state: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
-    """Take over `_whole_state`; the rounds in flight that are void."""
+    """Load the result of `_whole_state` and return the rounds in flight that are now void."""
     try:
         replica.model.load_saved_state(state["model"])
     except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+        raise CheckpointError(f"The checkpoint belongs to another model: {error}") from error
     replica.inner.load_state_dict(state["inner"])
     if saved.source(replica.number) == replica.number:
         replica.random_state.load_state_dict(state["random"])
@@ -222,7 +227,7 @@ def _load_whole(
 def _load_shards(
     session: Session, replica: Replica, saved: _SavedReplicas, state: Mapping[str, Any]
 ) -> tuple[RoundId, ...]:
-    """Take over this rank's share of what the ranks of a replica saved; the rounds in flight that are void."""
+    """Load this rank's share of what a replica's ranks saved and return the rounds in flight that are now void."""
     common, source = state["common"], saved.source(replica.number)
     name = f"replica-{source}"
     if common["diloco"] is not None:
@@ -239,5 +244,5 @@ def _load_shards(
 
 
 def _num_shards(session: Session) -> int:
-    """S where the ranks of a replica share the parameters out, 1 where each holds all of them."""
+    """Return S if the ranks of a replica shard the parameters, 1 if each holds all of them."""
     return session.fleet.group.size if session.settings.train.parallelism == "fsdp" else 1

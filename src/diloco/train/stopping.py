@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first asks the run to save and stop after the step, a second ends the process at once.
+"""Handling of SIGINT and SIGTERM: the first one asks the run to save and stop, a second one ends the process at once.
 
-A batch system sends SIGTERM to every process, and ``torchrun`` passes it on to those that have it already: a SIGTERM
-that follows a SIGTERM at once is the same request.
+A batch system sends SIGTERM to every process, and ``torchrun`` forwards it to processes that already have it. A SIGTERM
+shortly after another SIGTERM therefore counts as the same request.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["ECHO_S", "HANDLED_S", "StopAsked", "StopRequest", "is_echo"]
+__all__ = ["StopAsked", "StopRequest", "is_echo"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ECHO_S = 5.0  # a launcher passes a signal on within this time
-HANDLED_S = 1.0  # a second signal's handler has this long to end the process by itself
+ECHO_S = 5.0  # a launcher forwards a signal within this time
+HANDLED_S = 1.0  # the handler of a second signal has this long to end the process
 
 
 class StopAsked(Exception):
-    """Somebody asked to stop during a long wait."""
+    """Raised in a long wait if the user asks to stop."""
 
 
 class StopRequest:
-    """While entered, ``signal`` is None until somebody asks to stop, and then the signal's name.
+    """A context that records a request to stop: ``signal`` is None before the request, then the signal's name.
 
-    Outside the main thread, where Python takes no signals, nothing is installed.
+    Outside the main thread, where Python can't handle signals, it installs nothing.
 
     Args:
-        asked: called once, at the moment somebody asks.
+        asked: called once, when the first request arrives.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -53,7 +53,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._pipe = os.pipe()
-            if sys.platform != "win32":  # which needs no such pipe, and before Python 3.12 can't make one
+            if sys.platform != "win32":  # Windows needs no such pipe, and can't make one before Python 3.12
                 os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=self._pipe[:1], name="diloco-signals", daemon=True).start()
@@ -68,36 +68,33 @@ class StopRequest:
             signal.signal(number, before)
         if self._pipe is not None:
             signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._pipe[1])  # the watch ends with it
+            os.close(self._pipe[1])  # this ends the watching thread
             self._pipe = None
 
     def ask(self, why: str) -> None:
-        """Stop as if a signal named ``why`` had come, if none has."""
+        """Request a stop as if a signal named ``why`` had arrived, unless a stop was already requested."""
         self.signal = self.signal or why
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a request to stop raises `StopAsked`, even one that came before. For waits that change nothing."""
+        """Raise `StopAsked` in the block on a request to stop, even an earlier one. The block must not change state."""
         self._interrupts = True
         try:
-            self._raise_if_asked()
+            if self.signal is not None:
+                raise StopAsked
             yield
         finally:
             self._interrupts = False
 
-    def _raise_if_asked(self) -> None:
-        if self.signal is not None:
-            raise StopAsked
-
     def _watch(self, signals: int) -> None:
-        """In a thread: Python handles signals in the main thread, and not while that waits inside a C library."""
+        """Watch for signals in a thread, because Python handles none while the main thread waits in a C library."""
         first, first_s = "", 0.0
         with os.fdopen(signals, "rb", buffering=0) as pipe:
             while number := int.from_bytes(pipe.read(1)):
                 if number in SIGNALS and not first:
                     first, first_s = signal.Signals(number).name, time.monotonic()
                 elif number in SIGNALS and not is_echo(number, first, time.monotonic() - first_s):
-                    time.sleep(HANDLED_S)  # in which the handler ends the process, if it can
+                    time.sleep(HANDLED_S)  # meanwhile the handler ends the process, if it can run
                     if self._pipe is not None:
                         _end()
 
@@ -113,11 +110,11 @@ class StopRequest:
 
 
 def is_echo(number: int, first: str, later_s: float) -> bool:
-    """Whether a signal that came so much later than the ``first`` is the same request."""
+    """Return whether a signal that arrives ``later_s`` seconds after the ``first`` belongs to the same request."""
     return number == signal.SIGTERM and first == "SIGTERM" and later_s < ECHO_S
 
 
 def _end() -> None:
-    # A live display hides the cursor; nothing else runs after this line.
+    # a live display hides the cursor, and no other code runs after this
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n")
     os._exit(130)

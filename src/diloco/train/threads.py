@@ -1,4 +1,4 @@
-"""How many threads torch computes with: what the user says, else this process's share of the machine's cores."""
+"""Choice of the number of torch threads: the user's choice, else this process's share of the machine's cores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COUNT_AGAIN_S = 5.0
 
 
 def choose_threads(wanted: int | None, processes: int = 1) -> None:
-    """Compute with ``wanted`` threads, or, if nobody chose a number, with at most this process's share of the cores.
+    """Use ``wanted`` threads; if the user chose no number, use at most this process's share of the cores.
 
     Args:
         wanted: ``train.threads``.
-        processes: how many compute on this machine at the same time, this one included.
+        processes: the number of processes that compute on this machine at the same time, including this one.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)
@@ -36,12 +36,12 @@ def choose_threads(wanted: int | None, processes: int = 1) -> None:
 
 
 class Seats:
-    """Counts one user's processes on this machine.
+    """Counts the processes of one user on this machine.
 
-    Each process locks a file of its own, a seat. The system unlocks it when the process ends, however it ends.
+    Each process locks its own file, a seat. The system unlocks it when the process ends, for whatever reason.
 
     Args:
-        folder: of the files, made if missing. A folder that belongs to another user is not used.
+        folder: the folder of the files, created if missing. A folder that belongs to another user is not used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,8 +49,8 @@ class Seats:
         self._mine: int | None = None
         self._number = -1
         if sys.platform == "win32":
-            return  # where swarms do not run
-        with contextlib.suppress(OSError):  # without a seat it counts itself alone
+            return  # swarms do not run on Windows
+        with contextlib.suppress(OSError):  # a process without a seat counts only itself
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.stat().st_uid != os.getuid():
                 return
@@ -61,15 +61,15 @@ class Seats:
                     return
 
     def taken(self) -> int:
-        """How many processes there are now, this one included; at least 1."""
+        """Return the number of processes now, including this one."""
         others = 0
         if self._mine is None:
             return 1
-        with contextlib.suppress(FileNotFoundError):  # behind the last seat
+        with contextlib.suppress(FileNotFoundError):  # after the last seat
             for number in count():
                 if number == self._number:
                     continue
-                probe = self._lock(number, fcntl.LOCK_SH, os.O_RDONLY)  # shared: others may count at the same time
+                probe = self._lock(number, fcntl.LOCK_SH, os.O_RDONLY)  # shared, as others may count at the same time
                 if probe is None:
                     others += 1
                 else:
@@ -77,13 +77,13 @@ class Seats:
         return 1 + others
 
     def leave(self) -> None:
-        """Give the seat back."""
+        """Release the seat."""
         if self._mine is not None:
             os.close(self._mine)
             self._mine = None
 
     def _lock(self, number: int, kind: int, flags: int) -> int | None:
-        """The open file of a seat; None if another process holds it."""
+        """Lock the file of a seat and return it open, or return None if another process holds it."""
         seat = os.open(self._folder / f"seat-{number}", flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(seat, kind | fcntl.LOCK_NB)
@@ -94,10 +94,10 @@ class Seats:
 
 
 class PeerThreads:
-    """Divides the cores of this machine among the peers of swarms on it, which come and go.
+    """Divides the cores of this machine among the swarm peers on it, which join and leave.
 
-    What a peer computes need not have the same bits on every machine, so its threads may change while it trains. Peers
-    of other users and in other containers are not seen.
+    The number of threads may change during training, because a swarm does not need the same bits on every machine.
+    Peers of other users and in other containers are not counted.
     """
 
     def __init__(self, wanted: int | None, seats: Seats | None = None) -> None:
@@ -109,16 +109,16 @@ class PeerThreads:
         self.follow()
 
     def follow(self) -> str:
-        """Count the peers again, unless that was seconds ago, and take the share of the cores.
+        """Count the peers again and use this peer's share of the cores, at most once every 5 s.
 
         Returns:
-            What changed, as a sentence; "" for nothing.
+            A sentence that describes the change; "" if nothing changed.
         """
         now_s = time.monotonic()
         if self._chosen or now_s - self._counted_s < _COUNT_AGAIN_S:
             return ""
         self._counted_s = now_s
-        if torch.get_num_threads() != self._threads:  # somebody else has set it, and goes on choosing
+        if torch.get_num_threads() != self._threads:  # other code has set the number and stays in charge
             self._chosen = True
             return ""
         peers = self._seats.taken()
@@ -127,9 +127,9 @@ class PeerThreads:
             return ""
         torch.set_num_threads(threads)
         self._threads = threads
-        on_it = f"{peers} peers train" if peers > 1 else "No other peer trains"
-        return f"{on_it} on this machine: this one computes with {threads} thread{'s' if threads > 1 else ''}."
+        others = f"{peers} peers train" if peers > 1 else "No other peer trains"
+        return f"{others} on this machine: this one uses {threads} thread{'s' if threads > 1 else ''}."
 
     def leave(self) -> None:
-        """Leave the cores to the others."""
+        """Leave the cores to the other peers."""
         self._seats.leave()

@@ -1,1 +1,1 @@
-"""A page that shows runs and swarms while they go on. It reads what they write and tell, and changes nothing."""
+"""A read-only web page that shows runs and swarms live, from the files that they write and the status of peers."""

@@ -1,4 +1,4 @@
-"""What somebody should look at: a pure function of what is known of a run, of thresholds, and of the time."""
+"""Alerts about a run, computed from its history, thresholds and the current time. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -15,56 +15,59 @@ from diloco.watch.records import number, numbers, text, whole
 
 __all__ = ["Alert", "Thresholds", "find_alerts"]
 
-_LATELY, _LATELY_S = 200, 60.0  # a single event stays worth an alert for so many inner steps, and for so long
-_ROUNDS_LATELY = 5  # the same for rounds, of one fragment
+_RECENT_STEPS, _RECENT_S = 200, 60.0  # an alert about one event stays for this many inner steps, or this long
+_RECENT_ROUNDS = 5  # an alert about one round stays for this many rounds of its fragment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """From where on something is worth an alert."""
+    """The thresholds of the alerts."""
 
     silent_s: float = 60.0
-    """A process that should be training and has told nothing for so long, and for ten of its steps."""
+    """Alert if a process that should be training has reported nothing for this many seconds and for ten of its
+    steps."""
     missed_rounds: int = 3
-    """Rounds in a row that were merged without a replica."""
+    """Alert if this many consecutive rounds were merged without a replica."""
     void_rounds: int = 3
-    """Rounds in a row of one fragment that are void."""
+    """Alert if this many consecutive rounds of a fragment were void."""
     gradient_norm_factor: float = 5.0
-    """A gradient norm of this many times the median of the 101 before."""
+    """Alert if a gradient norm is more than this many times the median of the previous 101."""
     slower_factor: float = 1.5
-    """A replica that needs this many times as long for a step as the median of the others."""
+    """Alert if the step time of a replica is more than this many times the median of the others."""
     free_checkpoints: float = 3.0
-    """Disk space for fewer checkpoints than this."""
+    """Alert if the disk has space for fewer checkpoints than this."""
 
     def __post_init__(self) -> None:
         for name in ("silent_s", "gradient_norm_factor", "slower_factor", "free_checkpoints"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be positive.")
+                raise ConfigurationError(f"alert.{name} must be positive, got {getattr(self, name)}.")
         for name in ("missed_rounds", "void_rounds"):
             if getattr(self, name) < 1:
-                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be at least 1.")
+                raise ConfigurationError(f"alert.{name} must be at least 1, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something to look at."""
+    """A condition that the operator should look at."""
 
-    level: Literal["error", "warning"]  # "error" where the run is harmed, "warning" where it may be
-    kind: str  # which threshold it is about
-    who: str  # the culprit, in words; "" where nobody is
-    words: str  # a sentence, without the step
-    step: int | None = None  # of the run, where it belongs to one
+    level: Literal["error", "warning"]  # "error" if the run is harmed, "warning" if it may be
+    kind: str  # the kind of the condition
+    who: str  # the process, replica or fragment concerned
+    words: str  # the message, without the step
+    step: int | None = None  # the inner step concerned, if there is one
 
 
 def find_alerts(
     run: RunHistory, seen: Sequence[Seen], thresholds: Thresholds, now_s: float, free_bytes: int | None = None
 ) -> list[Alert]:
-    """All there is to look at now, errors first.
+    """Return the current alerts, errors first.
 
     Args:
-        seen: the peers of a swarm, as they were found last; empty for a folder.
-        now_s: seconds since 1970, by the clock that wrote the records or that received them.
-        free_bytes: disk space where the run is written; None if that is not known.
+        run: the history of the run.
+        seen: the peers of a swarm as last seen; empty for a folder.
+        thresholds: the thresholds of the alerts.
+        now_s: the current time in seconds since 1970, by the clock that wrote the records or that received them.
+        free_bytes: free space on the disk of the run folder, or None if it is unknown.
     """
     away = _away(run, seen)
     found = [
@@ -83,14 +86,14 @@ def _named(run: RunHistory, name: str) -> str:
     return name if len(run.processes) > 1 or name else "the run"
 
 
-def _lately(run: RunHistory, step: int, told_s: float | None) -> bool:
-    """Whether what was told at a step is no old news: 200 steps may be over before anybody has seen it."""
+def _is_recent(run: RunHistory, step: int, time_s: float | None) -> bool:
+    """Return whether an event is recent, in steps or in seconds: 200 short steps may pass before anyone sees it."""
     newest_s = run.first.newest_s
-    return run.step - step <= _LATELY or bool(told_s and newest_s and newest_s - told_s <= _LATELY_S)
+    return run.step - step <= _RECENT_STEPS or bool(time_s and newest_s and newest_s - time_s <= _RECENT_S)
 
 
 def _away(run: RunHistory, seen: Sequence[Seen]) -> set[str]:
-    """Processes of which nothing more is expected: they have ended, or the others go on without them."""
+    """Return the processes that need not report: those that have ended or are no longer members."""
     over = {name for name, process in run.processes.items() if process.over}
     members = {"", *(f"replica {replica}" for replica in run.expected)}
     without = {name for name in run.processes if name not in members} if run.views else set()
@@ -109,31 +112,32 @@ def _silent(
         silent_s = now_s - heard_s
         if silent_s > max(thresholds.silent_s, 10 * (process.step_s or 0.0)):
             who = _named(run, name)
-            over_s = silent_s // 30 * 30  # words that change each second would be read out each second
-            words = f"{who} has told nothing for more than {format_duration(over_s)}."
-            yield Alert("error", "silent", who, words, process.step)
+            over_s = silent_s // 30 * 30  # a screen reader would read a text that changes every second every second
+            words = f"{who} has reported nothing for more than {format_duration(over_s)}."
+            yield Alert("error", "silent", who, words[0].upper() + words[1:], process.step)
 
 
 def _lost(run: RunHistory) -> Iterator[Alert]:
-    """Who is gone without a word and not back, until others have taken the places, the run ends, or it is long ago."""
+    """Report lost replicas until they rejoin, others take their places, the run ends, or the loss is no longer
+    recent."""
     for record in run.views if not run.first.over else ():
         members, joined, left = (numbers(record, name) for name in ("members", "joined", "left"))
         gone = sorted({*numbers(record, "lost")} - {*run.expected})
         replaced = len(run.expected) >= len(members) - len(joined) + len(left)
-        if not members or not gone or replaced or not _lately(run, record["step"], number(record, "time_s")):
+        if not members or not gone or replaced or not _is_recent(run, record["step"], number(record, "time_s")):
             continue
         who = f"replica{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-        words = f"{who} {'are' if len(gone) > 1 else 'is'} gone without a word: {text(record, 'reason')}."
+        words = f"{who} left without announcing it: {text(record, 'reason')}."
         yield Alert("warning", "lost", who, words[0].upper() + words[1:], record["step"])
 
 
 def _digests(run: RunHistory) -> Iterator[Alert]:
     newest = run.grid.newest
     for (fragment, outer_step), cell in sorted(run.grid.cells.items()):
-        for replica in cell.minority() if outer_step > newest[fragment] - _ROUNDS_LATELY else ():
+        for replica in cell.minority() if outer_step > newest[fragment] - _RECENT_ROUNDS else ():
             words = (
-                f"Replica {replica} held another state of fragment {fragment} than most, in outer step {outer_step}. "
-                "Such a round is void, and the replica takes over the state of the others."
+                f"Replica {replica} had a different state of fragment {fragment} than the majority in outer step "
+                f"{outer_step}. Such a round is void, and the replica adopts the state of the majority."
             )
             yield Alert("error", "digest", f"replica {replica}", words, cell.step)
 
@@ -148,22 +152,22 @@ def _rounds(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
         if count >= thresholds.void_rounds:
             newest = max(key for key in run.grid.cells if key[0] == fragment and run.grid.cells[key].void)
             cell = run.grid.cells[newest]
-            words = f"{count} rounds in a row of fragment {fragment} are void. The last one: {cell.void}"
+            words = f"The last {count} rounds of fragment {fragment} were void. The reason of the last one: {cell.void}"
             yield Alert("error", "void", f"fragment {fragment}", words, cell.step)
 
 
 def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
     for name, process in run.processes.items():
         who = _named(run, name)
-        if process.not_finite and _lately(run, *process.not_finite[-1]):
+        if process.not_finite and _is_recent(run, *process.not_finite[-1]):
             step, _ = process.not_finite[-1]
-            words = f"The loss or the gradient norm of {who} was no finite number."
+            words = f"The loss or the gradient norm of {who} was NaN or infinite."
             yield Alert("error", "not finite", who, words, step)
         high = [each for each in process.spikes if each.norm > thresholds.gradient_norm_factor * each.median]
-        if high and _lately(run, high[-1].step, high[-1].told_s):
+        if high and _is_recent(run, high[-1].step, high[-1].time_s):
             spike = high[-1]
             factor = spike.norm / spike.median
-            words = f"The gradient norm of {who} was {spike.norm:.3g}, {factor:.1f}x the median of those before."
+            words = f"The gradient norm of {who} was {spike.norm:.3g}, {factor:.1f}x the median of the previous ones."
             yield Alert("warning", "gradient norm", who, words, spike.step)
 
 
@@ -177,8 +181,7 @@ def _slow(run: RunHistory, away: set[str], thresholds: Thresholds) -> Iterator[A
         usual_s = statistics.median(others)
         if step_s > thresholds.slower_factor * usual_s:
             words = (
-                f"{name} takes {format_duration(step_s)} for a step, {step_s / usual_s:.1f}x as long as the median of "
-                "the others."
+                f"{name} takes {format_duration(step_s)} per step, {step_s / usual_s:.1f}x the median of the others."
             )
             yield Alert("warning", "slow", name, words[0].upper() + words[1:])
 

@@ -1,4 +1,7 @@
-"""Runs, followed: in folders while they are written, and in swarms by asking peers, whose words are checked first."""
+"""Runs that the page follows: in a folder, by reading its files, or in a swarm, by querying its peers.
+
+Peers are not trusted, so their answers are validated first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from diloco.errors import ConfigurationError
 from diloco.watch.history import RunHistory
 from diloco.watch.members import Seen
 from diloco.watch.page_data import Watched
-from diloco.watch.records import Tail, is_record, text, whole
+from diloco.watch.records import Tail, as_whole, is_record, text, whole
 
 if TYPE_CHECKING:
     from diloco.transport.hivemind.visitor import PeerReport
@@ -21,22 +24,22 @@ __all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
 
 _METRICS = "metrics.jsonl"
 _LONGEST_VALUE = 200
-_PIECES = 4  # of each file, that are taken in before the page is made anew
+_PIECES = 4  # pieces of each file that are read between two updates of the page
 
 
 class FollowedFolder:
-    """The folder of a run, with those of its other replicas where they are processes (``replica-1``, ...).
+    """The folder of a run, with the subfolders of its other replicas if they are processes (``replica-1``, ...).
 
     Args:
-        folder: of the run, which may have begun already, or be over.
+        folder: the folder of the run, which may be running or finished.
 
     Raises:
-        ConfigurationError: if nothing of a run is there.
+        ConfigurationError: if it is not the folder of a run.
     """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ConfigurationError(f"{folder} is no folder. Give the folder of a run.")
+            raise ConfigurationError(f"{folder} is not a folder. Give the folder of a run.")
         if not (folder / _METRICS).exists() and not (folder / "config.toml").exists():
             raise ConfigurationError(
                 f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run."
@@ -46,7 +49,7 @@ class FollowedFolder:
         self.run = Watched(folder.resolve().name, str(folder))
 
     def read(self) -> bool:
-        """Take in what was written since the last time, or some of it; whether more is there already."""
+        """Read some of what was written since the last call, and return whether there is more to read."""
         self._find_replicas()
         return all(self._read_piece() for _ in range(_PIECES))
 
@@ -54,12 +57,12 @@ class FollowedFolder:
         more = False
         for name, tail in self._tails.items():
             afresh, records = tail.read()
-            if afresh:  # rounds of all processes are in one grid
+            if afresh:  # the rounds of all processes share one grid, so it is rebuilt from all files
                 self.run.history = RunHistory()
                 for other in self._tails.values():
                     if other is not tail:
                         other.rewind()
-            more = more or (bool(records) and tail.behind_bytes > 0)  # no records: half a line, which is being written
+            more = more or (bool(records) and tail.behind_bytes > 0)  # without records it is an incomplete line
             for record in records:
                 self.run.history.take(name, record)
         run = self.run
@@ -76,7 +79,7 @@ class FollowedFolder:
             for path in self._folder.glob("replica-*")
             if (number := path.name.removeprefix("replica-")).isdecimal() and (path / _METRICS).exists()
         )
-        if others and "" in self._tails:  # it was alone until now
+        if others and "" in self._tails:  # until now there was only one process
             self._tails, self.run.history = {}, RunHistory()
         first = "replica 0" if others else ""
         for name, path in ((first, self._folder), *((f"replica {number}", path) for number, path in others)):
@@ -84,7 +87,7 @@ class FollowedFolder:
 
 
 def flat_settings(path: Path) -> Mapping[str, str]:
-    """Key -> value in words, of a TOML file; empty if it can't be read."""
+    """Return dotted key -> value as text, from a TOML file; empty if the file can't be read."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -104,8 +107,11 @@ def flat_settings(path: Path) -> Mapping[str, str]:
 
 def _damage(tail: Tail) -> str:
     if tail.damaged == 1:
-        return f"Line {tail.first_damaged} of {tail.path} is no record of an event and was left out."
-    return f"{tail.damaged} lines of {tail.path}, from line {tail.first_damaged} on, are no records and were left out."
+        return f"Line {tail.first_damaged} of {tail.path} is not a valid event record and was skipped."
+    return (
+        f"{tail.damaged} lines of {tail.path} are not valid event records and were skipped; the first is line "
+        f"{tail.first_damaged}."
+    )
 
 
 def _free_bytes(folder: Path) -> int | None:
@@ -120,24 +126,25 @@ _MOST_PEERS = 1_024
 
 
 class FollowedSwarm:
-    """What is known of a run whose peers are asked again and again."""
+    """A run in a swarm, whose peers are queried regularly."""
 
     def __init__(self, run: str, join: Sequence[str]) -> None:
-        self.run = Watched(run, f"swarm, by way of {', '.join(join)}")  # what the page shows
-        self.since: dict[str, int] = {}  # peer -> the number of the event to ask from
-        self._heard_s: dict[str, float] = {}
+        self.run = Watched(run, f"swarm, via {', '.join(join)}")  # what the page shows
+        self.since: dict[str, int] = {}  # peer -> number of the first event to ask for
+        self._heard_s: dict[str, float] = {}  # peer -> time of its last answer
 
     def take(self, found: Sequence[PeerReport], states: Mapping[str, str], now_s: float) -> None:
-        """Take in what peers answered.
+        """Process the answers of the peers.
 
         Args:
-            states: peer -> why it does not answer; of those that don't.
-            now_s: seconds since 1970.
+            found: a report per peer of the run.
+            states: peer -> why it does not answer, for those that don't.
+            now_s: the current time in seconds since 1970.
         """
         seen = []
         for report in found[:_MOST_PEERS]:
-            number, status = whole({"": report.number}, ""), report.status
-            if number is None:  # it trains nothing
+            number, status = as_whole(report.number), report.status
+            if number is None:  # this peer is not a replica
                 continue
             name = f"replica {number}"
             if status:
@@ -159,18 +166,18 @@ class FollowedSwarm:
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
     def _take_events(self, name: str, number: int, peer_id: str, status: Mapping[str, Any]) -> None:
-        told, following = status.get("events"), whole(status, "next_event")
-        if not isinstance(told, list) or following is None:
+        records, following = status.get("events"), whole(status, "next_event")
+        if not isinstance(records, list) or following is None:
             return
         asked_from = self.since.get(peer_id, 0)
-        if following < asked_from:  # another process, which counts from 0
+        if following < asked_from:  # the process has been restarted and counts from 0
             self.since[peer_id] = 0
             return
         self.since[peer_id] = following
         history = self.run.history
-        for record in told if following > asked_from else ():
+        for record in records if following > asked_from else ():
             if not is_record(record):
                 continue
             if record["event"] in _OF_ROUNDS and whole(record, "replica") != number:
-                continue  # everybody speaks for itself alone
+                continue  # a peer may report only about itself
             history.take(name, record)

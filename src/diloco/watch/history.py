@@ -1,4 +1,4 @@
-"""What is known of a run, gathered from the records of its processes. Pure: time is in the records."""
+"""The history of a run, gathered from the records of its processes. Nothing here does I/O or reads a clock."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.grid import MOST_FRAGMENTS, Grid, ToldRound
+from diloco.watch.grid import MOST_FRAGMENTS, Grid, ReportedRound
 from diloco.watch.records import Record, number, numbers, text, whole
 from diloco.watch.series import Series
 
 __all__ = ["OF_OUTER_STEPS", "ProcessHistory", "RunHistory", "Spike"]
 
-_SPIKE = 2.0  # gradient norms of this many times their median are kept; what is alarming is for others to say
+_SPIKE = 2.0  # gradient norms above this many times their median are kept; `alerts` decides which deserve an alert
 
 _MEDIAN_OF = 101
 _PLACES = ("step", "tokens", "time_s")
@@ -25,16 +25,16 @@ _OF_STEPS = ("loss", "gradient_norm", "learning_rate", "step_s", "mfu", "compute
 
 @dataclass(frozen=True)
 class Spike:
-    """A gradient norm far above the median of those before."""
+    """A gradient norm far above the median of the previous ones."""
 
     step: int
     norm: float
     median: float
-    told_s: float | None  # by the clock of its process
+    time_s: float | None  # when it was recorded, by the clock of its process
 
 
 class _Median:
-    """Of the last `_MEDIAN_OF` values."""
+    """The median of the last `_MEDIAN_OF` values; None before there are ten."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -53,58 +53,57 @@ class _Median:
 
 @dataclass
 class ProcessHistory:
-    """One process of a run: a replica, or all of them."""
+    """The history of one process of a run, which is a replica or all replicas."""
 
-    started: Record = field(default_factory=dict)  # the last ``RunStarted``; empty before
-    last: Record = field(default_factory=dict)  # the last ``StepFinished``; empty before
-    # the last ``StateFetched``, while the state of others is being taken over; else empty
-    fetched: Record = field(default_factory=dict)
-    steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))  # curves of its steps
+    started: Record = field(default_factory=dict)  # the last ``RunStarted``, or empty
+    last: Record = field(default_factory=dict)  # the last ``StepFinished``, or empty
+    fetched: Record = field(default_factory=dict)  # the last ``StateFetched`` while state is being fetched, or empty
+    steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))  # curves over its steps
     evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), 256))  # held-out losses
     evaluated_at: int = 0  # the step of the newest evaluation or sample
-    # telemetry of its rounds, at each outer step the mean over fragments
+    # telemetry of its rounds: at each outer step, the mean over fragments
     outer: Series = field(default_factory=lambda: Series(_PLACES, OF_OUTER_STEPS, 256))
     best: float | None = None  # the lowest held-out loss
-    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=8))  # the newest texts, newest last
-    notes: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=30))  # (step, words), newest last
-    checkpoint: Record = field(default_factory=dict)  # the last ``CheckpointSaved``; empty before
-    finished: Mapping[str, Any] = field(default_factory=dict)  # the summary, once it has ended
-    interrupted: str = ""  # the signal that stopped it; "" for none
+    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=8))  # the newest samples, newest last
+    notes: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=30))  # (step, text), newest last
+    checkpoint: Record = field(default_factory=dict)  # the last ``CheckpointSaved``, or empty
+    finished: Mapping[str, Any] = field(default_factory=dict)  # the summary once the process has ended, or empty
+    interrupted: str = ""  # the signal that stopped it, or ""
     # gradient norms far above the median, newest last
     spikes: deque[Spike] = field(default_factory=lambda: deque(maxlen=32))
-    # steps whose loss or gradient norm was no finite number, newest last, each with when it was told
+    # (step, time of its record) of steps with a non-finite loss or gradient norm, newest last
     not_finite: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=32))
-    newest_s: float | None = None  # when it wrote its newest record, by its own clock; None before
+    newest_s: float | None = None  # the time of its newest record, by its own clock
     _began_s: float | None = None
-    # fragment -> its round of this outer step, of the replica that told of it first
+    # fragment -> its round of the current outer step, as reported by the first replica that reported one
     _rounds: dict[int, Record] = field(default_factory=dict)
     _norms: _Median = field(default_factory=_Median)
     _step_s: _Median = field(default_factory=_Median)
 
     @property
     def step(self) -> int:
-        """Inner steps done."""
+        """The number of inner steps finished."""
         return max((int(each["step"]) for each in (self.last, self.started) if each), default=0)
 
     @property
     def elapsed_s(self) -> float:
-        """From the beginning to the newest record, without the time between an end and a resumption."""
+        """The time from the start to the newest record, not counting pauses between an end and a resumption."""
         return 0.0 if self.newest_s is None or self._began_s is None else max(0.0, self.newest_s - self._began_s)
 
     @property
     def step_s(self) -> float | None:
-        """Median time of the last steps; None before there are ten."""
+        """The median time of recent steps; None before there are ten."""
         return self._step_s.value
 
     @property
     def over(self) -> bool:
-        """Whether it has said that it ends."""
+        """Whether it has reported its end."""
         return bool(self.finished)
 
     def take(self, record: Record) -> None:
-        """Take in a record; what it lacks stays unknown."""
+        """Process a record. Fields that it lacks are treated as unknown."""
         written_s = number(record, "time_s")
-        if record["event"] == "RunStarted" and written_s is not None:  # what lay between is no time of the run
+        if record["event"] == "RunStarted" and written_s is not None:  # the pause does not count as time of the run
             self._began_s, self.newest_s = written_s - self.elapsed_s, written_s
         if written_s is not None and math.isfinite(written_s):
             self._began_s = written_s if self._began_s is None else self._began_s
@@ -147,10 +146,10 @@ class ProcessHistory:
         fragment, mine = whole(record, "fragment"), next(iter(self._rounds.values()), record)
         if fragment is None or record.get("replica") != mine.get("replica"):
             return
-        if fragment in self._rounds:  # its next outer step: the last one is complete
-            told = [[number(each, name) for each in self._rounds.values()] for name in OF_OUTER_STEPS]
-            seen = [[value for value in values if value is not None and math.isfinite(value)] for values in told]
-            means = [sum(values) / len(values) if values else None for values in seen]
+        if fragment in self._rounds:  # this is its next outer step, so the current one is complete
+            reported = [[number(each, name) for each in self._rounds.values()] for name in OF_OUTER_STEPS]
+            finite = [[value for value in values if value is not None and math.isfinite(value)] for values in reported]
+            means = [sum(values) / len(values) if values else None for values in finite]
             if any(value is not None for value in means):
                 self.outer.add(self._place(mine), dict(zip(OF_OUTER_STEPS, means, strict=True)))
             self._rounds = {}
@@ -179,53 +178,53 @@ class ProcessHistory:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Names of processes in the order of their numbers."""
+    """Return a sort key that orders process names by their numbers."""
     return len(name), name
 
 
 @dataclass
 class RunHistory:
-    """All processes of a run."""
+    """The history of a run, with all its processes."""
 
-    # by name, such as "replica 3"; "" for one that is all of the run
+    # name, such as "replica 3", -> process; "" if one process is the whole run
     processes: dict[str, ProcessHistory] = field(default_factory=dict)
-    grid: Grid = field(default_factory=Grid)  # of the rounds
-    views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest changes, as records
-    expected: tuple[int, ...] = ()  # replicas that take part: the members of the newest view, or all that are to begin
-    _told: set[int] = field(default_factory=set)
+    grid: Grid = field(default_factory=Grid)  # the rounds
+    views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest ``ViewChanged`` records
+    expected: tuple[int, ...] = ()  # members of the newest view, or all initial replicas before the first view change
+    _reporting: set[int] = field(default_factory=set)  # replicas with a record of a round
     _newest_view: int = -1
 
     @property
     def step(self) -> int:
-        """Inner steps done, by whoever has done most."""
+        """The number of inner steps finished by the most advanced process."""
         return max((each.step for each in self.processes.values()), default=0)
 
     @property
     def first(self) -> ProcessHistory:
-        """The process that speaks for the run: of those that are not far behind, that of the lowest replica."""
+        """The process that represents the run: the one of the lowest replica that is not far behind."""
         newest = self.step
         near = [name for name, each in self.processes.items() if each.step >= newest - max(20, newest // 20)]
         return self.processes[min(near, key=_order)] if near else ProcessHistory()
 
     @property
     def evaluated(self) -> list[ProcessHistory]:
-        """Processes with an evaluation or a sample, those with the newest ones first: not every one evaluates."""
-        told = [each for each in self.processes.values() if len(each.evaluations) or each.samples]
-        return sorted(told, key=lambda each: each.evaluated_at, reverse=True)
+        """The processes with an evaluation or a sample, those with the newest one first. Not every process has one."""
+        found = [each for each in self.processes.values() if len(each.evaluations) or each.samples]
+        return sorted(found, key=lambda each: each.evaluated_at, reverse=True)
 
     @property
     def names(self) -> list[str]:
-        """Of the processes, in the order of their replicas."""
+        """The names of the processes, in the order of their replicas."""
         return sorted(self.processes, key=_order)
 
     def take(self, process: str, record: Record) -> None:
-        """Take in a record of a process."""
+        """Process a record of the process called ``process``."""
         self.processes.setdefault(process, ProcessHistory()).take(record)
         match record["event"]:
             case "RoundSent" | "RoundCommitted" | "RoundVoid":
                 replica = whole(record, "replica")
-                if replica is not None and replica not in self._told:
-                    self._told.add(replica)
+                if replica is not None and replica not in self._reporting:
+                    self._reporting.add(replica)
                     self._expect()
                 self.grid.take(record, self.expected)
             case "ViewChanged" if (view := whole(record, "view")) is not None and view > self._newest_view:
@@ -235,12 +234,13 @@ class RunHistory:
                 self._expect()
 
     def _expect(self) -> None:
-        """Before a view is told of: all that are to begin, or whoever is there where replicas are not counted."""
+        """Set `expected` before the first view change: replicas 0 to M - 1, or those that report rounds if one of
+        their numbers is outside this range."""
         if self._newest_view < 0:
             numbered = range(min(whole(self.first.started, "num_replicas") or 0, 1_024))
-            counted = all(replica in numbered for replica in self._told)
-            self.expected = tuple(numbered) if counted else tuple(sorted(self._told))
+            counted = all(replica in numbered for replica in self._reporting)
+            self.expected = tuple(numbered) if counted else tuple(sorted(self._reporting))
 
-    def newest_cells(self) -> list[ToldRound]:
-        """Of every fragment, the newest round."""
+    def newest_cells(self) -> list[ReportedRound]:
+        """Return the newest round of every fragment."""
         return [self.grid.cells[key] for key in self.grid.newest.items() if key in self.grid.cells]

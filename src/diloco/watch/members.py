@@ -1,4 +1,4 @@
-"""Who takes part in a run, for the table of peers."""
+"""The rows of the page's table of peers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from diloco.watch.records import Record, finite, first, number, text, whole
 
 __all__ = ["GONE", "Seen", "fetched", "member_rows"]
 
-GONE = ("gone", "finished")  # states in which a peer need not answer
+GONE = ("gone", "finished")  # states in which a peer is not expected to answer
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A peer of a swarm, as it was found when it was last asked."""
+    """A peer of a swarm, as last seen."""
 
     process: str  # its name in `RunHistory.processes`
-    replica: int  # its number
+    replica: int  # its replica number
     peer_id: str  # its identity
-    state: str  # what it says it does, or "no answer", "gone" or "finished"
-    heard_s: float | None = None  # when it last answered, by the clock of this machine; None for never
-    way: str = ""  # how it is reached: "direct", "relayed", or through whom
+    state: str  # the state that it reports, or "no answer", "gone" or "finished"
+    heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
+    way: str = ""  # how it is reached: "direct", "relayed", or the peer in between
     round_trip_s: float | None = None  # how long it took to answer
-    # what it said last; of a stranger, so anything may be in it
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)  # its last status; untrusted, so it may contain anything
 
 
 def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str, dict[str, Any]]:
-    """Replica, as text -> what the page shows of it; None and "" where nothing is known.
+    """Return replica number as text -> its row on the page. Unknown values are None or "".
 
     Args:
+        run: the history of the run.
         seen: the peers of a swarm; empty for a folder.
-        now_s: seconds since 1970, by the clock that `Seen.heard_s` is by.
+        now_s: the current time in seconds since 1970, by the clock of `Seen.heard_s`.
     """
     rows = {}
     by_replica = {each.replica: each for each in seen}
@@ -77,20 +77,20 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
 
 
 def fetched(record: Record) -> dict[str, int] | None:
-    """How much of the others' state has come, of a ``StateFetched``; None if that is not known."""
+    """Return the byte counts and the fragment of a ``StateFetched`` record, or None if one is missing."""
     names = ("received_bytes", "expected_bytes", "fragment", "fragment_received_bytes", "fragment_expected_bytes")
     values = {name: value for name in names if (value := whole(record, name)) is not None}
     return values if len(values) == len(names) else None
 
 
 def _state(run: RunHistory, replica: int, process: ProcessHistory | None) -> str:
-    """Of a replica whose process can't be asked."""
+    """Return the state of a replica whose process is not a peer that can be queried."""
     if replica not in run.expected:
         return "gone"
-    told = process or run.first
-    if told.interrupted:
+    source = process or run.first
+    if source.interrupted:
         return "interrupted"
-    return "finished" if told.over else "joining" if told.fetched else "here"
+    return "finished" if source.over else "joining" if source.fetched else "running"
 
 
 def _codec(run: RunHistory) -> str:

@@ -1,4 +1,4 @@
-"""The page as one text: for the server, which sends its parts by themselves, and as a file that needs nothing else."""
+"""The HTML of the page: as the server sends it, with separate parts, and as one self-contained file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _EXPORTED = (
 
 
 def part(name: str) -> str:
-    """A file of the page: ``watch.html``, ``watch.css`` or ``watch.js``."""
+    """Return the content of ``watch.html``, ``watch.css`` or ``watch.js``."""
     return (files("diloco.watch") / "page" / name).read_text(encoding="utf-8")
 
 
 def plotly_script() -> Path:
-    """Where plotly.js lies: in the Python package that ships it, which is not imported.
+    """Return the path of plotly.js in the Python package plotly, which is not imported.
 
     Raises:
         ConfigurationError: if plotly is not installed.
@@ -36,13 +36,14 @@ def plotly_script() -> Path:
     script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
     if not script.is_file():
         raise ConfigurationError(
-            "`diloco watch` needs plotly, which is not installed as it should be: pip install 'diloco[watch]'."
+            "`diloco watch` needs plotly, which is not installed or incomplete. Install it with: pip install "
+            "'diloco[watch]'."
         )
     return script
 
 
 def live_page() -> str:
-    """The page that a server sends; its script fetches the rest from there."""
+    """Return the page that a server sends. Its script fetches the data from the server."""
     return (
         part("watch.html")
         .replace("<!-- head -->", '<link rel="stylesheet" href="watch.css">')
@@ -54,13 +55,13 @@ def live_page() -> str:
 
 
 def export_page(data: Mapping[str, Any]) -> str:
-    """The page with ``data`` in it, in one file that opens anywhere and loads nothing.
+    """Return the page with ``data`` in it, as one HTML file that loads nothing else.
 
     >>> page = export_page({"runs": {"0": {"name": "</script><script>alert(1)</script>"}}})
     >>> "</script><script>alert" in page
     False
     """
-    # no "<" can end the element that holds the data, whatever stands in a sample
+    # without "<", no text in the data, such as a sample, can end the element that holds it
     held = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
     plotly = plotly_script().read_text(encoding="utf-8")
     scripts = [part("watch.js"), plotly.replace("</script", "<\\/script")]

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON-ready values, and what has changed between two of them. Pure."""
+"""The content of the page as JSON-ready values, and the difference between two versions of it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from diloco.watch.series import Series
 
 __all__ = ["CHUNK_ROWS", "MOST_LINES", "Watched", "difference", "page_data"]
 
-CHUNK_ROWS = 64  # rows of a curve that are sent again when one of them changes
-MOST_LINES = 8  # processes of a run whose curves are drawn; the table of peers has all
+CHUNK_ROWS = 64  # rows of a curve that are sent together when one of them changes
+MOST_LINES = 8  # the most processes of a run whose curves are drawn; the table of peers has all
 
 _APART = re.compile(r"out$|monitor\.|swarm\.(identity|listen|announce)")
-"""Settings that differ between runs without making them different."""
+"""Settings that are not compared between runs, because they don't affect training."""
 
 
 @dataclass
 class Watched:
     """One run on the page."""
 
-    name: str  # of the run
+    name: str  # the name of the run
     where: str  # its folder, or how its swarm is reached
-    history: RunHistory = field(default_factory=RunHistory)  # what its records say
-    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value, as words
-    seen: Sequence[Seen] = ()  # peers of a swarm; empty for a folder
-    free_bytes: int | None = None  # disk space where it is written; None where that is not known
-    problems: Sequence[str] = ()  # what is wrong with what was read, in words
-    behind_bytes: int = 0  # what is still to be read
+    history: RunHistory = field(default_factory=RunHistory)  # the history from its records
+    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value as text
+    seen: Sequence[Seen] = ()  # the peers of a swarm; empty for a folder
+    free_bytes: int | None = None  # free space on the disk of its folder; None if it is unknown
+    problems: Sequence[str] = ()  # messages about data that could not be read
+    behind_bytes: int = 0  # bytes of records that are still to be read
 
 
 def page_data(runs: Sequence[Watched], thresholds: Thresholds, now_s: float) -> dict[str, Any]:
-    """Everything on the page."""
+    """Return the content of the whole page."""
     return {
         "version": __version__,
         "runs": {str(number): _run(run, thresholds, now_s) for number, run in enumerate(runs)},
@@ -48,7 +48,8 @@ def page_data(runs: Sequence[Watched], thresholds: Thresholds, now_s: float) -> 
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes ``new`` of ``old``, as a JSON merge patch (RFC 7396): None takes a key away, lists come whole.
+    """Return the JSON merge patch (RFC 7396) that turns ``old`` into ``new``: None removes a key, and lists are sent
+    whole.
 
     >>> difference({"a": 1, "b": {"c": [1], "d": 2}}, {"b": {"c": [1, 2], "d": 2}})
     {'a': None, 'b': {'c': [1, 2]}}
@@ -93,7 +94,7 @@ def _run(run: Watched, thresholds: Thresholds, now_s: float) -> dict[str, Any]:
 
 
 def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
-    """Numbers at the top; None where there is none."""
+    """Return the figures at the top of the page; unknown ones are None."""
     process = history.first
     last, started, summary = process.last, process.started, process.finished
     rows = process.steps.rows()
@@ -102,7 +103,7 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
     per_step = number(started, "data_parallel_bytes_per_step")
     step = history.step
     best = [each.best for each in history.evaluated if each.best is not None]
-    told = [row for each in history.evaluated[:1] for row in each.evaluations.rows()]
+    evaluations = [row for each in history.evaluated[:1] for row in each.evaluations.rows()]
     return {
         "state": _state(process, silent=silent),
         "fetched": fetched(process.fetched),
@@ -118,7 +119,7 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
         "compute_utilization": finite(number(last, "compute_utilization")),
         "mfu": recent[column["mfu"]] if recent else None,
         "loss": recent[column["loss"]] if recent else None,
-        "heldout_loss": told[-1][3] if told else finite(number(summary, "heldout_loss")),
+        "heldout_loss": evaluations[-1][3] if evaluations else finite(number(summary, "heldout_loss")),
         "best_heldout_loss": finite(min(best, default=None)),
         "sent_bytes": first(whole(summary, "sent_bytes_per_replica"), whole(last, "sent_bytes")),
         "data_parallel_bytes": first(
@@ -136,11 +137,12 @@ def _state(process: ProcessHistory, *, silent: bool) -> str:
         return "finished"
     if process.fetched and not silent:
         return "joining"
-    return ("silent" if silent else "running") if process.started or process.last else "not begun"
+    return ("silent" if silent else "running") if process.started or process.last else "not started"
 
 
 def _left_s(rows: Sequence[Sequence[float | None]], total_steps: int | None, step: int) -> float | None:
-    """Seconds to the end at the pace of the last quarter of the curve, pauses included; None without a pace."""
+    """Return the seconds left at the speed of the last quarter of the curve, pauses included, or None if the speed is
+    unknown."""
     if total_steps is None or step >= total_steps or len(rows) < 2:
         return None
     before, last = rows[-max(2, len(rows) // 4)], rows[-1]
@@ -149,7 +151,7 @@ def _left_s(rows: Sequence[Sequence[float | None]], total_steps: int | None, ste
 
 
 def _throughput(process: ProcessHistory) -> list[float | None]:
-    """Tokens per second of every bucket of the curve."""
+    """Return the tokens per second in every bucket of the curve."""
     place = {name: index for index, name in enumerate(process.steps.columns)}
     rows, found = process.steps.rows(), []
     per_step = number(process.started, "tokens_per_step")
@@ -169,7 +171,7 @@ _DRAWN = (
 
 
 def _line(process: ProcessHistory) -> dict[str, Any]:
-    """The curves of a process, in chunks, so that little is sent when they grow."""
+    """Return the curves of a process in chunks, so that little is sent when they grow."""
     drawn = zip(_columns(process.steps, _DRAWN), _throughput(process), strict=True)
     rows = [[*row, speed] for row, speed in drawn]
     return {
@@ -208,7 +210,7 @@ def _sample(record: Record) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Mapping[str, str]]) -> list[list[str | list[str]]]:
-    """Key and values of the settings in which runs differ; of one run, none."""
+    """Return [key, values] of the settings in which the runs differ; nothing for a single run."""
     keys = sorted({key for run in runs for key in run if not _APART.match(key)}) if len(runs) > 1 else []
     given = [run for run in runs if run]
     return [[key, [run.get(key, "") for run in runs]] for key in keys if len({run.get(key, "") for run in given}) > 1]

@@ -1,6 +1,7 @@
-"""Records of a run, from a file that is being written or from a stranger: whatever is no record is counted, not raised.
+"""Reading of event records from a file that is still being written or from an untrusted peer.
 
-A record is a dictionary as `diloco.events.to_record` makes it. Files are those of `diloco.monitor.files`.
+A record is a dictionary as returned by `diloco.events.to_record`, and a file is one written by `diloco.monitor.files`.
+Invalid records are counted; they never raise.
 """
 
 from __future__ import annotations
@@ -14,18 +15,31 @@ from typing import Any
 
 from diloco.events import SCHEMA_VERSION
 
-__all__ = ["Record", "Tail", "finite", "first", "is_record", "number", "numbers", "parse", "text", "whole"]
+__all__ = [
+    "Record",
+    "Tail",
+    "as_number",
+    "as_whole",
+    "finite",
+    "first",
+    "is_record",
+    "number",
+    "numbers",
+    "parse",
+    "text",
+    "whole",
+]
 
 Record = Mapping[str, Any]
 
 _LONGEST_TEXT = 4_000
 _MOST_NUMBERS = 1_024
-_LARGEST = 2**53  # whole numbers up to here are the same in a browser
-_READ_BYTES = 1 << 17  # what `Tail.read` takes in at once, and the longest line that it understands
+_LARGEST = 2**53  # JavaScript represents integers exactly up to here
+_READ_BYTES = 1 << 17  # how much `Tail.read` reads at once, and the longest line that it can parse
 
 
 def parse(line: bytes) -> Record | None:
-    """One line of ``metrics.jsonl``; None if it is no record of this schema.
+    """Parse one line of ``metrics.jsonl``; return None if it is not a record of this schema.
 
     >>> parse(b'{"schema": 1, "event": "Note", "step": 3, "text": "hello"}')["text"]
     'hello'
@@ -40,19 +54,18 @@ def parse(line: bytes) -> Record | None:
 
 
 def is_record(record: object) -> bool:
-    """Whether it has what every record has, of this schema."""
+    """Return whether ``record`` has the fields that every record of this schema has."""
     if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
         return False
     return isinstance(record.get("event"), str) and whole(record, "step") is not None
 
 
-def number(record: Record, name: str) -> float | None:
-    """A number of a record, which may be NaN or infinite; None if there is none.
+def as_number(value: object) -> float | None:
+    """Return ``value`` as a float, which may be NaN or infinite, or None if it is not a number.
 
-    >>> number({"loss": "NaN"}, "loss"), number({"loss": None}, "loss"), number({"loss": "<b>"}, "loss")
-    (nan, None, None)
+    >>> as_number("NaN"), as_number(3), as_number(None), as_number("<b>")
+    (nan, 3.0, None, None)
     """
-    value = record.get(name)
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     if isinstance(value, float):
@@ -60,49 +73,58 @@ def number(record: Record, name: str) -> float | None:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST else None
 
 
-def whole(record: Record, name: str) -> int | None:
-    """A whole number of a record, at least 0; None if there is none.
+def as_whole(value: object) -> int | None:
+    """Return ``value`` if it is an integer from 0 to 2^53, else None.
 
-    >>> whole({"step": 3}, "step"), whole({"step": -1}, "step"), whole({"step": 1e9}, "step")
+    >>> as_whole(3), as_whole(-1), as_whole(1e9)
     (3, None, None)
     """
-    value = record.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST else None
 
 
+def number(record: Record, name: str) -> float | None:
+    """Return a number of a record; see `as_number`."""
+    return as_number(record.get(name))
+
+
+def whole(record: Record, name: str) -> int | None:
+    """Return a non-negative integer of a record; see `as_whole`."""
+    return as_whole(record.get(name))
+
+
 def numbers(record: Record, name: str) -> tuple[int, ...]:
-    """Whole numbers of a record, such as replicas; at most 1,024 of them."""
+    """Return a list of non-negative integers of a record, such as replicas; at most 1,024 of them."""
     values = record.get(name)
     given = values[:_MOST_NUMBERS] if isinstance(values, list | tuple) else ()
-    return tuple(each for each in given if whole({"": each}, "") is not None)
+    return tuple(each for each in given if as_whole(each) is not None)
 
 
 def first(*values: int | None) -> int | None:
-    """The first that is known."""
+    """Return the first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 
 
 def text(record: Record, name: str) -> str:
-    """Words of a record, at most 4,000 characters; "" if there are none."""
+    """Return a text of a record, cut to 4,000 characters; "" if the field is missing or not a text."""
     value = record.get(name)
     return value[:_LONGEST_TEXT] if isinstance(value, str) else ""
 
 
 class Tail:
-    """Reads a ``metrics.jsonl`` that may still be written, from its beginning to wherever it ends now.
+    """Reads a ``metrics.jsonl`` from its start to its current end while it may still be written.
 
-    A line that is no record is counted in `damaged`. Half a line at the end is left for later. Records that a resumed
-    run superseded are left out, as `diloco.monitor.files.read_metrics` does.
+    Invalid lines are counted in `damaged`. An incomplete line at the end is left for the next `read`. Records that a
+    resumed run superseded are skipped, as in `diloco.monitor.files.read_metrics`.
 
     Attributes:
-        damaged: lines so far that were no records.
-        first_damaged: the number of the first of them, from 1; 0 for none.
-        behind_bytes: what the file held beyond the place reached by the last `read`.
+        damaged: the number of invalid lines so far.
+        first_damaged: the line number of the first of them, counted from 1; 0 if there are none.
+        behind_bytes: the number of bytes in the file after the position that the last `read` reached.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._restarts: dict[int, int] = {}  # where a record begins that supersedes others -> the step it goes on from
+        self._restarts: dict[int, int] = {}  # offset of a ``RunStarted`` that supersedes others -> its step
         self._file_id = 0
         self._begin()
 
@@ -111,15 +133,15 @@ class Tail:
         self.damaged = self.first_damaged = self.behind_bytes = 0
 
     def rewind(self) -> None:
-        """Read everything again with the next `read`."""
+        """Make the next `read` start at the beginning of the file."""
         self._begin()
 
     def read(self, most_bytes: int = _READ_BYTES) -> tuple[bool, list[Record]]:
-        """The next records, of about ``most_bytes``.
+        """Return the next records, reading at most ``most_bytes``.
 
         Returns:
-            Whether all that was read before is void, because the run went back or the file is another one; then these
-            are the first records of the file. And the records.
+            ``(afresh, records)``. ``afresh`` is True if all records returned before are invalid, because the run went
+            back to an earlier step or the file was replaced. The records are then the first ones of the file.
         """
         afresh = False
         try:
@@ -139,7 +161,7 @@ class Tail:
         return afresh, records
 
     def _read(self, file: Any, most_bytes: int) -> list[Record] | None:
-        """As `read`; None if a record was met that supersedes some of those read before."""
+        """Return the next records, or None if one of them supersedes records returned before."""
         file.seek(self._offset)
         piece: bytes = file.read(most_bytes)
         end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) == most_bytes else 0)
@@ -165,7 +187,7 @@ class Tail:
 
 
 def finite(value: float | None) -> float | None:
-    """``value`` with six digits, which is more than anybody can see; None for what no curve can show.
+    """Round ``value`` to six significant digits, enough for any display; return None if it is None or not finite.
 
     >>> finite(1 / 3), finite(float("nan")), finite(None)
     (0.333333, None, None)

@@ -1,4 +1,4 @@
-"""Curves of bounded size, however long the run is: neighbouring points are merged, and their extremes are kept."""
+"""Curves of bounded size, whatever the length of the run: neighbouring points are merged and their extremes kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Series"]
 
 @dataclass(slots=True)
 class _Mean:
-    """Of the finite values of a bucket."""
+    """The mean, minimum and maximum of the finite values in a bucket."""
 
     total: float = 0.0
     count: int = 0
@@ -43,15 +43,15 @@ class _Bucket:
 
 
 class Series:
-    """Points that were added, in at most ``most`` buckets of equal numbers of points.
+    """A curve of points in at most ``most`` buckets with equal numbers of points.
 
-    When all buckets are full, each two neighbours become one; so the resolution halves, and nothing is forgotten that
-    would be seen: a bucket has the mean of its finite values, the least and the greatest.
+    When all buckets are full, neighbouring ones are merged in pairs, which halves the resolution. A bucket keeps the
+    mean, the minimum and the maximum of its finite values.
 
     Args:
-        places: names of the numbers that say where a point is, such as the step; a bucket has those of its last point.
-        values: names of what is measured there.
-        most: buckets, an even number of at least 2.
+        places: the names of a point's coordinates, such as the step. A bucket has the coordinates of its last point.
+        values: the names of the measured values.
+        most: the largest number of buckets, an even number of at least 2.
 
     >>> losses = Series(("step",), ("loss",), most=2)
     >>> for step, loss in enumerate([4.0, 2.0, float("nan"), 9.0, 1.0]):
@@ -65,7 +65,7 @@ class Series:
     def __init__(self, places: Sequence[str], values: Sequence[str], most: int = 512) -> None:
         self.columns = (*places, *(f"{name}{end}" for name in values for end in ("", "_low", "_high")))
         self.stride = 1
-        """Points in a full bucket."""
+        """The number of points in a full bucket."""
         self._places = tuple(places)
         self._values = tuple(values)
         self._most = most
@@ -75,7 +75,7 @@ class Series:
         return len(self._buckets)
 
     def add(self, place: Mapping[str, float], values: Mapping[str, float | None]) -> None:
-        """Add a point; a value that is missing, None or not finite is left out of the mean."""
+        """Add a point. Values that are missing, None or not finite don't enter the mean."""
         means = {}
         for name in self._values:
             value = values.get(name)
@@ -93,7 +93,7 @@ class Series:
         self._buckets.append(point)
 
     def rows(self) -> list[tuple[float | None, ...]]:
-        """One tuple per bucket, in the order of `columns`; None where there is nothing."""
+        """Return one tuple per bucket, in the order of `columns`; None stands for a bucket without finite values."""
         rows = []
         for bucket in self._buckets:
             shown = [part for name in self._values for part in bucket.values[name].shown()]

@@ -1,4 +1,4 @@
-"""The page over HTTP: read-only, and live by server-sent events."""
+"""The HTTP server of the page: read-only, with live updates as server-sent events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from diloco.watch.page_data import difference
 __all__ = ["LOOPBACK", "Board", "make_app"]
 
 _COOKIE = "diloco-watch"
-_ALIVE_S = 15.0  # a comment is sent after so much silence, so that a reader who has left is noticed
+_ALIVE_S = 15.0  # a comment is sent after this much silence, to notice readers that have disconnected
 
 _MOST_READERS = 32
 
-# plotly.js writes styles of its own into the page, and makes pictures of curves by way of blob: and data:
+# plotly.js adds inline styles to the page, and exports images of curves through blob: and data: URLs
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -38,25 +38,25 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # names of this machine for itself
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # names of the loopback interface
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class Board:
-    """What the page shows now, for everybody who looks. In one event loop."""
+    """The current content of the page, and its readers. Everything runs in one event loop."""
 
     def __init__(self) -> None:
-        self.data: Mapping[str, Any] = {}  # as `diloco.watch.page_data.page_data` made it last
+        self.data: Mapping[str, Any] = {}  # the last result of `diloco.watch.page_data.page_data`
         self._readers: set[asyncio.Queue[str]] = set()
 
     def show(self, data: Mapping[str, Any]) -> None:
-        """Show ``data`` from now on; readers are sent what has changed."""
+        """Replace the content by ``data``, and send the changes to all readers."""
         patch, self.data = difference(self.data, data), data
         if patch:
             message = _message("patch", patch)
             for reader in self._readers:
-                if reader.full():  # too slow for all the changes: it gets everything at once instead
+                if reader.full():  # the reader is too slow for the patches, so it gets the whole content instead
                     while not reader.empty():
                         reader.get_nowait()
                     reader.put_nowait(_message("all", data))
@@ -65,11 +65,11 @@ class Board:
 
     @property
     def full(self) -> bool:
-        """Whether as many are looking as may."""
+        """Whether the largest allowed number of readers is connected."""
         return len(self._readers) >= _MOST_READERS
 
     async def messages(self) -> AsyncIterator[str]:
-        """Server-sent events: everything, and from then on what changes."""
+        """Yield server-sent events for one reader: the whole content, then the changes."""
         reader: asyncio.Queue[str] = asyncio.Queue(maxsize=16)
         self._readers.add(reader)
         try:
@@ -84,12 +84,13 @@ class Board:
 
 
 def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = "") -> Starlette:
-    """The application.
+    """Create the web application.
 
     Args:
-        hosts: names by which it may be asked for, so that no other site's page can read it by a name of its own for
-            this address; ``("*",)``: any.
-        token: who comes without it is turned away; "": everybody may look.
+        board: the content to serve.
+        hosts: the accepted host names, or ``("*",)`` for any. The check prevents DNS rebinding: a page of another site
+            can't read this one through a host name that resolves to this address.
+        token: the token that requests must present; "" accepts requests without a token.
     """
     html, script, style, plotly_path = live_page(), part("watch.js"), part("watch.css"), plotly_script()
 
@@ -101,7 +102,7 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
 
         return answer
 
-    async def plotly(request: Request) -> Response:  # 5 MB, which are not held
+    async def plotly(request: Request) -> Response:  # 5 MB, so it is not kept in memory
         return FileResponse(plotly_path, media_type="text/javascript")
 
     async def data(request: Request) -> Response:
@@ -109,7 +110,7 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
 
     async def stream(request: Request) -> Response:
         if board.full:
-            return PlainTextResponse(f"{_MOST_READERS} pages are open already. Close one of them.", 503)
+            return PlainTextResponse(f"{_MOST_READERS} pages are already open. Close one of them.", 503)
         return StreamingResponse(board.messages(), media_type="text/event-stream")
 
     routes = [
@@ -133,7 +134,7 @@ def _message(kind: str, data: Mapping[str, Any]) -> str:
 
 
 class _WithHeaders:
-    """Adds `HEADERS` to every answer."""
+    """Adds `HEADERS` to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -151,7 +152,7 @@ class _WithHeaders:
 
 
 class _WithToken:
-    """Lets those in who know the token: as ``?token=`` once, and by a cookie from then on."""
+    """Accepts only requests with the token: first as ``?token=``, which sets a cookie, then by that cookie."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -169,7 +170,7 @@ class _WithToken:
             answer = RedirectResponse(request.url.path, 303)
             answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
         else:
-            answer = PlainTextResponse("This page needs the token that `diloco watch` has printed: /?token=...", 403)
+            answer = PlainTextResponse("This page needs the token that `diloco watch` printed: /?token=...", 403)
         await answer(scope, receive, send)
 
     def _right(self, given: str) -> bool:

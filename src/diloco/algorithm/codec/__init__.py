@@ -1,4 +1,4 @@
-"""Codecs: what turns a pseudo-gradient into bytes and back.
+"""Codecs, which encode pseudo-gradients as bytes and decode them.
 
 >>> codec = make_codec("fp4", block_size=64)
 >>> codec.payload_bytes(1000)
@@ -34,23 +34,24 @@ __all__ = [
 
 
 def make_codec(name: str, **parameters: Any) -> Codec:
-    """The codec registered as ``name``, or of the class that it names as ``module:Class`` or ``file.py:Class``.
+    """Make the codec registered as ``name``, or one of your own named as ``module:Class`` or ``file.py:Class``.
 
-    Block-wise codecs run the compiled kernels on CPU tensors where they were built; `Codec.implementation` says so.
+    Block-wise codecs and topk2 use the compiled kernels for CPU tensors if these were built; see
+    `Codec.implementation`.
 
     Args:
-        name: float32, float16, bfloat16, int8, fp4, int2, topk2, or what `register` was given.
-        parameters: the codec's own: ``block_size`` for int8, fp4 and int2, none for the others.
+        name: float32, float16, bfloat16, int8, fp4, int2, topk2, or a name added with `register`.
+        parameters: The parameters of the codec: ``block_size`` for int8, fp4 and int2, none for the others.
 
     Raises:
-        ConfigurationError: naming the nearest known codec or parameter, or the values that it takes.
+        ConfigurationError: if a name or value is invalid. The message gives the nearest known name or the valid values.
 
     >>> make_codec("int9")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: there is no codec 'int9'; did you mean 'int8'?
+    diloco.errors.ConfigurationError: There is no codec 'int9'; did you mean 'int8'?
     >>> make_codec("int8", blocksize=64)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
+    diloco.errors.ConfigurationError: The codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
     """
     if is_own(name):
         own: Codec = call("codec.name", name, arguments=parameters)
@@ -61,5 +62,5 @@ def make_codec(name: str, **parameters: Any) -> Codec:
         known = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
         if parameter not in known:
             hint = nearest(parameter, known) if known else "it has none."
-            raise ConfigurationError(f"codec {name!r} has no parameter {parameter!r}; {hint}")
+            raise ConfigurationError(f"The codec {name!r} has no parameter {parameter!r}; {hint}")
     return codec(**parameters)

@@ -1,10 +1,11 @@
-/* Codecs for tensors in host memory: once through the data, no temporaries.
+/* Codecs for tensors in host memory, in one pass over the data and without temporaries.
  *
- * Bit for bit what int8.py, fp4.py, int2.py and topk2.py do with torch operations: float32 arithmetic, no fused multiply-add (the build
- * passes -ffp-contract=off), no fast-math. The loops are plain C that compilers vectorise; where the platform can choose
- * at load time, the same loops are compiled again for AVX2.
+ * The results equal those of the torch operations in integers.py, fp4.py and topk2.py bit for bit: float32 arithmetic,
+ * no fused multiply-add (the build passes -ffp-contract=off), no fast-math. Compilers vectorise the loops, which are
+ * plain C. If the platform can select a version at load time, the same loops are also compiled for AVX2.
  *
- * Payloads: the scales of all blocks, then the codes of all blocks. Pointers into payloads may be unaligned.
+ * Payloads of block-wise codecs contain the scales of all blocks, then the codes of all blocks. Pointers into payloads
+ * may be unaligned.
  */
 
 #include <Python.h>
@@ -17,7 +18,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Function multi-versioning needs ELF ifuncs, hence glibc. AVX-512 gained nothing over AVX2: memory is the limit. */
+/* Function multi-versioning needs ELF ifuncs, hence glibc. AVX-512 is no faster than AVX2: memory is the limit. */
 #if defined(__x86_64__) && defined(__GLIBC__) && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 6)
 #define FOR_EACH_CPU __attribute__((target_clones("default", "avx2")))
 #else
@@ -32,7 +33,7 @@
 #define RESTRICT restrict
 #endif
 
-#define KERNELS_VERSION 2 /* raised with every change of a signature or of a payload; native.py expects the same */
+#define KERNELS_VERSION 2 /* increase with every change of a signature or a payload; native.py checks it */
 
 #define MAGNITUDE 0x7fffffffu
 #define SMALLEST_NORMAL 0x00800000u
@@ -51,8 +52,8 @@ INLINE float float_of(uint32_t bits) {
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Begin to load the next block. Encoding reads a block twice; without this memory idles during the second reading, which
- * cost a quarter of the time. */
+/* Prefetch the next block. Encoding reads a block twice; without prefetching, memory is idle during the second pass,
+ * which cost a quarter of the time. */
 INLINE void prefetch(const float *values, int64_t start, int64_t count, int64_t block_size) {
 #if defined(__GNUC__)
     int64_t stop = smaller(count, start + smaller(block_size, 4096));
@@ -62,7 +63,7 @@ INLINE void prefetch(const float *values, int64_t start, int64_t count, int64_t 
 #endif
 }
 
-/* The bits of the largest magnitude: for finite floats they sort as the magnitudes do. */
+/* Return the bits of the largest magnitude; the bits of finite magnitudes have the same order as their values. */
 INLINE uint32_t largest_magnitude(const float *RESTRICT values, int64_t count) {
     int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -75,8 +76,8 @@ INLINE uint32_t largest_magnitude(const float *RESTRICT values, int64_t count) {
 
 /* ---- int8: a float32 scale per block, a signed byte per value ---------------------------------------------------- */
 
-#define INT8_MAX_SCALE 0x7bffffffu /* float32 max / 128: no byte times a scale overflows */
-#define ROUND_TO_INTEGER 12582912.0f /* 1.5 * 2^23: adding it rounds to integer, half to even, into the low bits */
+#define INT8_MAX_SCALE 0x7bffffffu /* float32 max / 128: the product of any byte and a scale is finite */
+#define ROUND_TO_INTEGER 12582912.0f /* 1.5 * 2^23: adding it rounds to integer, half to even, in the low bits */
 
 INLINE void int8_encode_block(const float *RESTRICT values, int64_t count, uint8_t *RESTRICT scale_at,
                               uint8_t *RESTRICT codes) {
@@ -131,8 +132,8 @@ EXPORT FOR_EACH_CPU void diloco_int8_accumulate(const uint8_t *scales, const uin
 /* ---- fp4: a biased exponent per block, sign and three exponent bits per value -------------------------------------
  * Byte j of a block of n values holds value j (low half) and value j + ceil(n / 2) (high half): no interleaving. */
 
-#define HALF_STEP 0x00400000u /* added before the shift: rounds to the nearest power of two (ties at 1.5 go up) */
-#define LEAST_EXPONENT 7      /* code 1 is then the smallest normal float32: nothing decodes to a subnormal */
+#define HALF_STEP 0x00400000u /* added before the shift, rounds to the nearest power of two (ties at 1.5 round up) */
+#define LEAST_EXPONENT 7      /* makes code 1 the smallest normal float32: no value decodes to a subnormal */
 #define GREATEST_EXPONENT 254
 
 INLINE int32_t rounded_exponent(uint32_t bits) { return (int32_t)(((bits & MAGNITUDE) + HALF_STEP) >> 23); }
@@ -238,7 +239,7 @@ EXPORT FOR_EACH_CPU void diloco_int2_encode(const float *values, int64_t count, 
             uint32_t byte = 0;
             for (int64_t part = 0; part < 4; part++) {
                 int64_t at = i + part * quarter;
-                /* what fills the last byte is encoded as a zero */
+                /* padding of the last byte is encoded as zero */
                 byte |= int2_code(at < length ? block[at] : 0.0f, scale) << (2 * part);
             }
             codes[i] = (uint8_t)byte;
@@ -280,11 +281,11 @@ EXPORT FOR_EACH_CPU void diloco_int2_accumulate(const uint8_t *scales, const uin
 
 #define TILE 4096
 #define SPREAD 64
-#define GROUPS 256 /* a tile is looked through in so many groups: no more than a quarter of them hold kept values */
+#define GROUPS 256 /* the number of groups of a tile; at most a quarter of them contain kept values */
 #define TOPK2_LEVELS 1048576.0f
 #define LARGEST_BFLOAT16 0x7f7f0000u
 
-/* Move the ``kept`` largest to the front. */
+/* Move the ``kept`` largest keys to the front. */
 INLINE void select_largest(uint64_t *keys, int64_t count, int64_t kept) {
     int64_t left = 0, right = count - 1;
     while (left < right) {
@@ -309,7 +310,7 @@ INLINE uint64_t key_of(const float *values, int64_t at) {
     return (uint64_t)(bits_of(values[at]) & MAGNITUDE) << 12 | (uint64_t)(TILE - 1 - at);
 }
 
-/* Mark the largest magnitudes of a tile; of equal ones the first. */
+/* Mark the largest magnitudes of a tile; of equal ones the first is marked. */
 INLINE void mark_kept(const float *RESTRICT values, int64_t count, int64_t kept, uint64_t *RESTRICT marks) {
     int32_t largest[GROUPS];
     uint64_t keys[TILE];
@@ -322,7 +323,7 @@ INLINE void mark_kept(const float *RESTRICT values, int64_t count, int64_t kept,
             largest[i] = magnitude > largest[i] ? magnitude : largest[i];
         }
     }
-    /* as many groups as values are kept have a largest one of at least this */
+    /* ``least`` is the kept-th largest maximum of a group: no smaller value can be kept */
     for (int64_t i = 0; i < groups; i++) keys[i] = (uint64_t)largest[i];
     select_largest(keys, groups, kept);
     uint64_t least = keys[0];

@@ -1,8 +1,8 @@
-"""What the block-wise codecs share: a payload of scales and codes, and two ways to compute it.
+"""The base class of block-wise codecs: a payload of scales and codes, computed by C kernels or torch operations.
 
-A block is ``block_size`` consecutive values; the last one may be shorter. The payload holds the scales of all blocks,
-then the codes of all blocks. Where the compiled kernels are available CPU tensors go through them, in one pass; all
-other tensors go through torch operations, in stretches, with scratch that lives for one call. Both give the same bits.
+A block is ``block_size`` consecutive values; the last one may be shorter. The payload contains the scales of all
+blocks, then the codes of all blocks. The compiled kernels, if available, process CPU tensors in one pass. All other
+tensors are processed by torch operations, range by range, with scratch memory for one call. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LARGEST_BLOCK = 65536
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Some blocks of equal length: values ``start`` to ``stop``, seen as rows of ``columns`` values.
+    """Consecutive blocks of equal length: values ``start`` to ``stop``, as rows of ``columns`` values.
 
-    Only the stretch of a short last block may have ``columns`` beyond ``stop``, to fill its last byte.
+    Only a short last block may have ``columns`` beyond ``stop``, which fill its last byte.
     """
 
     start: int
@@ -44,14 +44,14 @@ class _Stretch:
 
 
 class BlockwiseCodec(Codec):
-    """A scale for each block of values, a few bits for each value.
+    """A codec with a scale for each block of values and a few bits for each value.
 
     Args:
-        block_size: values that share a scale; even, 2 to 65536, and a multiple of `codes_per_byte`.
-        implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native where it was built.
+        block_size: The number of values that share a scale: even, 2 to 65536, and a multiple of `codes_per_byte`.
+        implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native if it was built.
 
     Raises:
-        ConfigurationError: if the block size cannot work, or the native kernels were asked for and are not available.
+        ConfigurationError: if the block size is invalid, or ``"native"`` was given but is not available.
     """
 
     scale_type: ClassVar[torch.dtype]
@@ -59,17 +59,16 @@ class BlockwiseCodec(Codec):
 
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise ConfigurationError(f"{self.name}: block_size={block_size!r} was given; it must be a whole number.")
+            raise ConfigurationError(f"{self.name}: block_size must be a whole number, got {block_size!r}.")
         multiple = max(2, self.codes_per_byte)
         if not 2 <= block_size <= _LARGEST_BLOCK or block_size % multiple:
             kind = "an even number" if multiple == 2 else f"a multiple of {multiple}"
             raise ConfigurationError(
-                f"{self.name}: block_size={block_size} was given; it must be {kind} from {multiple} to "
-                f"{_LARGEST_BLOCK}."
+                f"{self.name}: block_size must be {kind} from {multiple} to {_LARGEST_BLOCK}, got {block_size}."
             )
         if implementation not in (None, "torch", "native"):
             raise ConfigurationError(
-                f"{self.name}: implementation={implementation!r} was given; it must be 'torch' or 'native'."
+                f"{self.name}: implementation must be 'torch' or 'native', got {implementation!r}."
             )
         self.block_size = block_size
         self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
@@ -125,20 +124,20 @@ class BlockwiseCodec(Codec):
         return torch.cat(parts, out=empty(self.payload_bytes(stop - start), torch.uint8, payload.device))
 
     def _decoded(self, stretch: _Stretch, scratch: Tensor) -> Tensor:
-        """The values of a stretch, written to ``scratch``."""
+        """Decode a stretch into ``scratch`` and return its values."""
         shape = len(stretch.scales), stretch.columns
         rows = scratch[: shape[0] * shape[1]].view(torch.float32).view(shape)
         self._decode_blocks(stretch.scales, stretch.codes, rows)
         return rows.view(-1)[: stretch.stop - stretch.start]
 
     def _scratch(self, like: Tensor, rows: int = 1) -> Tensor:
-        """``(rows * n,)`` int32, with room in n for any stretch of ``like``."""
+        """Return ``(rows * n,)`` int32, where n is large enough for any stretch of ``like``."""
         longest = next(pieces(like.numel(), like.device, self.block_size), (0, 0))[1]
         # the codes of a short last block fill its last byte
         return torch.empty(rows * (longest + -longest % self.codes_per_byte), dtype=torch.int32, device=like.device)
 
     def _stretches(self, payload: Tensor, numel: int) -> Iterator[_Stretch]:
-        """The whole blocks, piece by piece, then the short last block."""
+        """Yield the whole blocks, piece by piece, then the short last block."""
         scales, codes = self._scales(payload, numel), payload[self._scale_bytes(numel) :]
         size, per_byte = self.block_size, self.codes_per_byte
         whole = numel // size * size
@@ -155,7 +154,7 @@ class BlockwiseCodec(Codec):
             yield _Stretch(whole, numel, last.shape[1] * per_byte, scales[-1:], last)
 
     def _scales(self, payload: Tensor, numel: int) -> Tensor:
-        """``(num_blocks,)`` of ``scale_type``; a view of the payload unless that is not aligned."""
+        """Return the scales, ``(num_blocks,)`` of ``scale_type``: a view of the payload if it is aligned."""
         scales, size = payload[: self._scale_bytes(numel)], self.scale_type.itemsize
         if scales.storage_offset() % size or scales.data_ptr() % size:
             scales = scales.clone()
@@ -166,11 +165,11 @@ class BlockwiseCodec(Codec):
         """Write the scales and codes of some blocks.
 
         Args:
-            values: ``(blocks, columns)`` float32, left as they are; zeros fill the last byte of a short last block.
+            values: ``(blocks, columns)`` float32, left unchanged. Zeros fill the last byte of a short last block.
             scales: ``(blocks,)`` of ``scale_type``.
             codes: ``(blocks, columns / codes_per_byte)`` uint8.
             scratch: ``(2, at least blocks * columns)`` int32.
-            count: values of a block, without those zeros.
+            count: The number of values in a block, without those zeros.
         """
 
     @abc.abstractmethod

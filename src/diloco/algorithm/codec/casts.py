@@ -1,4 +1,4 @@
-"""The float codecs: the same number in 4 or 2 bytes."""
+"""The float codecs, which store each value in 4 or 2 bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BFloat16", "Float16", "Float32"]
 
 
 class _Cast(Codec):
-    """Each value on its own, rounded to ``wire_type`` (to nearest, half to even) and clamped to its largest number."""
+    """A codec that rounds each value to ``wire_type`` (to nearest, half to even) and clamps it to the finite range."""
 
     wire_type: ClassVar[torch.dtype]
 
@@ -47,21 +47,21 @@ class _Cast(Codec):
             numbers = self._numbers(payload, start, stop)
             if not math.isfinite(largest_magnitude(numbers)):
                 first = start + int(torch.nonzero(~torch.isfinite(numbers))[0])
-                return f"holds NaN or infinity at value {first}"
+                return f"contains NaN or infinity at value {first}"
         return None
 
     def _numbers(self, payload: Tensor, start: int, stop: int) -> Tensor:
-        """Values ``start`` to ``stop`` of the payload, as ``wire_type``."""
+        """Return the values ``start`` to ``stop`` of the payload, as ``wire_type``."""
         size = self.wire_type.itemsize
         stretch = payload[start * size : stop * size]
-        if stretch.storage_offset() % size or stretch.data_ptr() % size:  # cut out of a larger message at an odd place
+        if stretch.storage_offset() % size or stretch.data_ptr() % size:  # unaligned part of a larger message
             stretch = stretch.clone()
         return stretch.view(self.wire_type)
 
 
 @register
 class Float32(_Cast):
-    """float32 as it is, 4 bytes a value. No error.
+    """Unchanged float32, 4 bytes per value. No error.
 
     >>> Float32().payload_bytes(10)
     40
@@ -77,7 +77,7 @@ class Float32(_Cast):
 
 @register
 class Float16(_Cast):
-    """IEEE half precision, 2 bytes a value. Saturates at +-65504 rather than overflowing.
+    """IEEE half precision, 2 bytes per value. Saturates at +-65504 instead of overflowing.
 
     Error of a value within +-65504: at most ``2^-11`` of its magnitude from ``2^-14`` up, at most ``2^-25`` below.
 
@@ -93,10 +93,10 @@ class Float16(_Cast):
 
 @register
 class BFloat16(_Cast):
-    """The upper half of a float32, 2 bytes a value. Saturates at +-3.3895e38, the largest bfloat16.
+    """The upper half of a float32, 2 bytes per value. Saturates at +-3.3895e38, the largest bfloat16.
 
-    Error: at most ``2^-8`` of the magnitude (7 stored bits of mantissa, to nearest, half to even) from ``2^-126`` up,
-    at most ``2^-134`` below; above ``3.3895e38`` the value is clamped, which is within ``2^-8`` too.
+    Error: at most ``2^-8`` of the magnitude (7 stored mantissa bits, rounded to nearest, half to even) from ``2^-126``
+    up, at most ``2^-134`` below. Above ``3.3895e38`` the value is clamped, which is also within ``2^-8``.
 
     >>> codec = BFloat16()
     >>> codec.decode(codec.encode(torch.tensor([0.1, -1e9])), 2).tolist()

@@ -1,4 +1,4 @@
-"""Four bits for each value, E3M0, and an 8-bit exponent for each block."""
+"""The fp4 codec, with four bits (E3M0) for each value and an 8-bit exponent for each block."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from diloco.algorithm.codec.blockwise import BlockwiseCodec
 
 __all__ = ["FP4"]
 
-_HALF_STEP = 0x00400000  # added before the shift: rounds to the nearest power of two, ties at 1.5 go up
-_LEAST_EXPONENT = 7  # code 1 is then the smallest normal float32: nothing decodes to a subnormal
+_HALF_STEP = 0x00400000  # added before the shift, rounds to the nearest power of two; ties (at 1.5) round up
+_LEAST_EXPONENT = 7  # makes code 1 the smallest normal float32, so that no value decodes to a subnormal
 _GREATEST_EXPONENT = 254
-_SIGN_AND_CODE = -(1 << 31) | 7 << 23  # of a float32
+_SIGN_AND_CODE = -(1 << 31) | 7 << 23  # the bits of a float32 that hold the sign and the code
 
 
 @register
 class FP4(BlockwiseCodec):
-    """Block-wise E3M0: a sign and three exponent bits, no mantissa; values become powers of two.
+    """Block-wise E3M0: a sign, three exponent bits and no mantissa, so values become powers of two.
 
-    The number format of the Streaming DiLoCo paper (2501.18512), applied as there to each replica's pseudo-gradient
-    and summed in float32. The paper does not say how it scales; here each block has an exponent E of its own, that of
-    its largest magnitude rounded to the nearest power of two, biased by 127 and clamped to 7..254. With e the rounded
-    and biased exponent of a value::
+    This is the number format of the Streaming DiLoCo paper (2501.18512), applied as in the paper to each replica's
+    pseudo-gradient and summed in float32. The paper does not specify the scale. Here each block has its own exponent E:
+    that of its largest magnitude rounded to the nearest power of two, biased by 127 and clamped to 7..254. With e the
+    rounded and biased exponent of a value::
 
         code  = sign | clamp(e - E + 7, 0, 7)
         value = +-2^(E - 127 - 7 + code)        0 for code 0
 
-    Rounding is to the nearest power of two, with ties (at 1.5 of one) going up. The largest value of a block has
-    code 7, so seven powers of two are at hand: from it down to 1/64 of it. Zero keeps its sign.
+    Values round to the nearest power of two; ties (at 1.5 times a power of two) round up. The largest value of a block
+    has code 7, so a block has seven powers of two, from the largest down to 1/64 of it. Zero keeps its sign.
 
     Byte j of a block of n values holds value j in its low half and value ``j + ceil(n / 2)`` in its high half.
 
-    Size: ``ceil(numel / 2) + ceil(numel / block_size)`` bytes; 4.03 bits a value for blocks of 256.
+    Size: ``ceil(numel / 2) + ceil(numel / block_size)`` bytes, 4.03 bits per value for blocks of 256.
 
-    Error: with ``top = 2^(E - 127)``, at most 1/3 of magnitudes from ``0.75 / 64 * top`` up; less than
-    ``0.75 / 64 * top`` for those below, nearly all of which decode to zero. Magnitudes below ``2^-127`` always do.
-    Saturates at ``2^127``, for magnitudes from ``1.5 * 2^127`` up.
+    Error: with ``top = 2^(E - 127)``, at most 1/3 of the magnitude from ``0.75 / 64 * top`` up, and less than
+    ``0.75 / 64 * top`` for smaller magnitudes, nearly all of which decode to zero. Magnitudes below ``2^-127`` always
+    do. Saturates at ``2^127`` for magnitudes from ``1.5 * 2^127`` up.
 
     >>> codec = FP4(block_size=8)
     >>> codec.decode(codec.encode(torch.tensor([1.0, 1.4, -1.5, 0.2, 0.03, 0.01, 0.0, 0.0])), 8)
@@ -53,7 +53,7 @@ class FP4(BlockwiseCodec):
         blocks, columns = values.shape
         work = scratch[0, : values.numel()].view(blocks, columns)
         code, sign = scratch[1].view(torch.uint8)[: 2 * values.numel()].view(2, blocks, columns).unbind()
-        # rounding can't carry into the sign; shifted, the low byte is the rounded exponent, and the sign lies above it
+        # rounding can't carry into the sign; after the shift the low byte is the rounded exponent, below the sign
         torch.add(values.view(torch.int32), _HALF_STEP, out=work).bitwise_right_shift_(23)
         code.copy_(work)
         exponent = code.amax(dim=1).clamp_(_LEAST_EXPONENT, _GREATEST_EXPONENT)
@@ -67,11 +67,11 @@ class FP4(BlockwiseCodec):
     def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
         bits = out.view(torch.int32)
         low, high = bits.view(len(codes), 2, -1).unbind(1)
-        # as int8 the sign of a code is repeated to the left: times 2^19 puts code and sign where float32 has them
+        # sign extension as int8, then multiplication by 2^19, moves code and sign to their places in a float32
         low.copy_(codes.bitwise_left_shift(4).view(torch.int8))
         high.copy_(codes.view(torch.int8))
         bits.mul_(1 << 19).bitwise_and_(_SIGN_AND_CODE)
-        # now +-2^(code - 127); times 2^(E - 7), in two factors because E - 7 may be up to 247. Nothing is rounded
+        # now +-2^(code - 127); multiply exactly by 2^(E - 7), in two factors because E - 7 may be up to 247
         exponent = scales.to(torch.int32).unsqueeze(1) - 7
         out.mul_(_power_of_two(exponent >> 1)).mul_(_power_of_two(exponent - (exponent >> 1)))
 
@@ -85,5 +85,5 @@ class FP4(BlockwiseCodec):
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2^exponent`` as float32, for int32 exponents of normal numbers."""
+    """Return ``2^exponent`` as float32, for int32 exponents of normal numbers."""
     return ((exponent + 127) << 23).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Int2 and int8: two bits or a signed byte for each value, and a float32 scale for each block."""
+"""The int2 and int8 codecs, with two bits or a signed byte for each value and a float32 scale for each block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Int2", "Int8"]
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-_LARGEST_SCALE = _LARGEST_FLOAT / 128  # no byte, -128 included, times a scale overflows
+_LARGEST_SCALE = _LARGEST_FLOAT / 128  # the product of any byte, including -128, and a scale is finite
 
-_LEVELS = 1 << 14  # magnitudes are summed as integers, so that the order of the sum does not matter
-_LEAST_MAXIMUM = 2.0**-100  # of a block; below it `_LEVELS / maximum` would come close to overflow
+_LEVELS = 1 << 14  # magnitudes are summed as integers, so that the order of summation does not matter
+_LEAST_MAXIMUM = 2.0**-100  # the least maximum of a block; below it `_LEVELS / maximum` would come close to overflow
 _INT2_LARGEST_SCALE = 2.0**126
 
 
@@ -23,19 +23,19 @@ _INT2_LARGEST_SCALE = 2.0**126
 class Int2(BlockwiseCodec):
     """Block-wise int2: a sign and one bit of magnitude; values become ``+-scale / 2`` or ``+-3 scale / 2``.
 
-    ``scale = 1.25 mean|x|`` of the block, which is the best uniform step for normally distributed values. The mean is
-    taken over ``floor(16384 |x| / max|x|)``, as integers, so that it is the same in every order of summation::
+    ``scale = 1.25 mean|x|`` of the block, the best uniform step for normally distributed values. The mean is taken over
+    the integers ``floor(16384 |x| / max|x|)``, so that it does not depend on the order of summation::
 
         code = (x < 0) * 2 + (|x| >= scale)
 
-    No code stands for zero: use error feedback, or values far below the mean decode to half a scale.
+    No code represents zero, so values far below the mean decode to half a scale. Use error feedback.
 
     Byte j of a block of n values holds values ``j``, ``j + q``, ``j + 2q`` and ``j + 3q``, ``q = ceil(n / 4)``, from
     the low bits to the high ones.
 
-    Size: ``ceil(numel / 4) + 4 * ceil(numel / block_size)`` bytes; 2.125 bits a value for blocks of 256.
+    Size: ``ceil(numel / 4) + 4 * ceil(numel / block_size)`` bytes, 2.125 bits per value for blocks of 256.
 
-    Error: at most ``scale / 2`` of magnitudes up to ``2 scale``; larger ones decode to ``1.5 scale``. A block whose
+    Error: at most ``scale / 2`` for magnitudes up to ``2 scale``; larger ones decode to ``1.5 scale``. A block whose
     largest magnitude is below ``2^-100`` decodes to zeros.
 
     >>> codec = Int2(block_size=8)
@@ -82,11 +82,11 @@ class Int8(BlockwiseCodec):
     """Block-wise int8: ``scale = max|x| / 127``, ``code = round(x * (127 / max|x|))`` (half to even),
     ``value = code * scale``.
 
-    Size: ``numel + 4 * ceil(numel / block_size)`` bytes; 8.125 bits a value for blocks of 256.
+    Size: ``numel + 4 * ceil(numel / block_size)`` bytes, 8.125 bits per value for blocks of 256.
 
-    Error: at most ``scale / 2 + 2^-22 * max|x|`` (float32 rounding), with ``max|x|`` that of the value's block. A block
-    whose scale would be subnormal (``max|x| < 127 * 2^-126``, about 1.5e-36) decodes to zeros. Saturates at
-    ``127 / 128`` of the largest float32: a block with a larger value is scaled down, by at most 0.8 %.
+    Error: at most ``scale / 2 + 2^-22 * max|x|`` (float32 rounding), where ``max|x|`` is that of the value's block. A
+    block whose scale would be subnormal (``max|x| < 127 * 2^-126``, about 1.5e-36) decodes to zeros. Saturates at
+    ``127 / 128`` of the largest float32: a block with a larger value is scaled down by at most 0.8 %.
 
     >>> codec = Int8(block_size=2)
     >>> codec.decode(codec.encode(torch.tensor([1.0, -127.0, 0.25, 0.5])), 4)
@@ -101,7 +101,7 @@ class Int8(BlockwiseCodec):
     def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
         work = scratch[0, : values.numel()].view(torch.float32).view(values.shape)
         largest = torch.abs(values, out=work).amax(dim=1)
-        # a divisor on the device: by a Python number CUDA would multiply by its rounded inverse
+        # divide by a tensor: CUDA would multiply by the rounded inverse of a Python number
         levels = torch.full_like(largest, 127.0)
         torch.div(largest, levels, out=scales).clamp_(max=_LARGEST_SCALE)
         flushed = scales < _SMALLEST_NORMAL

@@ -1,7 +1,7 @@
-"""The compiled kernels of the codecs: found, loaded and called. ``_kernels.c`` says what they do.
+"""Loading and calling of the compiled codec kernels in ``_kernels.c``.
 
-They are built when the package is installed, where a C compiler is found; without them the codecs run the same
-arithmetic as torch operations and give the same bytes. ctypes releases the GIL during a call; a call uses one thread.
+They are built when the package is installed if there is a C compiler. Without them the codecs run the same arithmetic
+as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL during the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "unavailable_reason",
 ]
 
-VERSION = 2  # KERNELS_VERSION of _kernels.c
+VERSION = 2  # must equal KERNELS_VERSION of _kernels.c
 
 _ADDRESS = ctypes.c_void_p
 _COUNT = ctypes.c_int64
@@ -34,8 +34,8 @@ _COUNT = ctypes.c_int64
 class Kernels:
     """The functions of one block-wise codec.
 
-    Tensors are contiguous, on the CPU and of the right size (the codec has checked): ``values`` and ``out`` float32,
-    ``payload`` uint8 with the scales of all blocks before the codes.
+    All tensors must be contiguous, on the CPU and of the right size, which the codec checks. ``values`` and ``out`` are
+    float32; ``payload`` is uint8 with the scales of all blocks before the codes.
     """
 
     def __init__(self, library: ctypes.CDLL, codec: str, scale_bytes: int) -> None:
@@ -70,7 +70,7 @@ class Kernels:
 
 
 class SparseKernels:
-    """The functions of a codec whose payload is one record after another; tensors as for `Kernels`."""
+    """The functions of a codec whose payload is a sequence of records. Requires the same of tensors as `Kernels`."""
 
     def __init__(self, library: ctypes.CDLL, codec: str) -> None:
         self._encode = library[f"diloco_{codec}_encode"]
@@ -90,44 +90,44 @@ class SparseKernels:
 
 
 def available() -> bool:
-    """Whether the kernels were built and could be loaded."""
+    """Return whether the kernels were built and could be loaded."""
     return load_library()[0] is not None
 
 
 def unavailable_reason() -> str | None:
-    """Why they are not available, or None when they are."""
+    """Return why the kernels are not available, or None if they are."""
     return load_library()[1]
 
 
 def load(codec: str, scale_bytes: int) -> Kernels | None:
-    """The kernels of ``codec``, or None where they are not available."""
+    """Return the kernels of ``codec``, or None if they are not available."""
     library, _ = load_library()
     return None if library is None else Kernels(library, codec, scale_bytes)
 
 
 def load_sparse(codec: str) -> SparseKernels | None:
-    """As `load`, of a sparse codec."""
+    """Return the kernels of a sparse codec, or None if they are not available."""
     library, _ = load_library()
     return None if library is None else SparseKernels(library, codec)
 
 
 @functools.cache
 def load_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The compiled library, or None and why there is none."""
+    """Return the compiled library and None, or None and why it is not available."""
     if sys.byteorder != "little":
-        return None, "the kernels write scales in the order of a little-endian machine"
+        return None, "the kernels write little-endian scales and this machine is big-endian"
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = folder / f"_kernels{suffix}"
         if path.exists():
             break
     else:
-        return None, f"no compiled _kernels in {folder}: there was no C compiler when the package was installed"
+        return None, f"{folder} has no compiled _kernels: there was no C compiler when the package was installed"
     try:
         library = ctypes.CDLL(str(path))
         version = int(library.diloco_kernels_version())
     except (OSError, AttributeError) as error:
         return None, f"{path} could not be loaded: {error}"
     if version != VERSION:
-        return None, f"{path} is version {version} and this package needs {VERSION}: install it again"
+        return None, f"{path} has version {version} but this package needs {VERSION}: reinstall the package"
     return library, None

@@ -1,4 +1,4 @@
-"""The 64 largest of each 4096 values, in two bits each: a fifth of a bit a value."""
+"""The topk2 codec, which keeps the 64 largest of each 4096 values in two bits each, 0.227 bits per value."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ __all__ = ["TopK2"]
 _TILE = 4096
 _KEPT = 64
 _SPREAD = _TILE // _KEPT
-_LEVELS = 1 << 20  # magnitudes are summed as integers, so that the order of the sum does not matter
-_LEAST_MAXIMUM = 2.0**-100  # of a tile; below it `_LEVELS / maximum` would come close to overflow
+_LEVELS = 1 << 20  # magnitudes are summed as integers, so that the order of summation does not matter
+_LEAST_MAXIMUM = 2.0**-100  # the least maximum of a tile; below it `_LEVELS / maximum` would come close to overflow
 _LARGEST_LEVEL = float(torch.finfo(torch.bfloat16).max)
 
 
 @register
 class TopK2(Codec):
-    """Sparse: of each 4096 consecutive values (a tile) the 64 largest, as position, sign and one of two magnitudes.
+    """A sparse codec that keeps the 64 largest values of each 4096 (a tile), as position, sign and one of two levels.
 
-    After SparseLoCo (2508.15706), whose tiles are 64 x 64 stretches of a matrix and whose two bits are looked up in a
-    table for each tensor. Here a tile has two levels of its own, so that a payload can be cut between tiles. With m
-    the mean magnitude of the kept values::
+    It follows SparseLoCo (2508.15706), whose tiles are 64 x 64 parts of a matrix and whose two bits index a table for
+    each tensor. Here each tile has its own two levels, so that a payload can be cut between tiles. With m the mean
+    magnitude of the kept values::
 
         low  = mean of the kept magnitudes up to m        high = mean of those above it        (bfloat16)
         decode: +-low or +-high at the kept positions, 0 elsewhere
 
-    Means are taken over ``floor(2^20 |x| / max|x|)``, as integers, so that they are the same in every order of
-    summation. Of equal magnitudes the one at the lower position is kept first. It drops 98 % of the values: use it with
-    error feedback (`ErrorFeedback` with ``decay=0.95``, as in the paper).
+    Means are taken over the integers ``floor(2^20 |x| / max|x|)``, so that they do not depend on the order of
+    summation. Of equal magnitudes the one at the lower position is kept first. The codec drops 98 % of the values, so
+    use error feedback (`ErrorFeedback` with ``decay=0.95``, as in the paper).
 
-    The record of a tile is ``low, high`` in two bytes each, then the positions, ascending, 12 bits each, then the codes
-    ``sign * 2 + is_high``, 2 bits each, both packed from the low bits up. A last tile of n values keeps
-    ``ceil(n / 64)``.
+    The record of a tile contains ``low, high`` in two bytes each, then the ascending positions in 12 bits each, then
+    the codes ``sign * 2 + is_high`` in 2 bits each. Positions and codes are packed from the low bits up. A last tile of
+    n values keeps ``ceil(n / 64)``.
 
-    Size: 116 bytes for 4096 values; 0.227 bits a value.
+    Size: 116 bytes for 4096 values, 0.227 bits per value.
 
-    Error: a dropped value decodes to 0; it is at most as large as the smallest one kept of its tile. A kept value
-    decodes to a magnitude between the smallest and the largest kept one, up to the rounding to bfloat16 (2^-8 of it)
-    and of the means (2^-19 of the largest). A tile whose largest magnitude is below ``2^-100`` decodes to zeros.
-    Saturates at the largest bfloat16.
+    Error: a dropped value decodes to 0 and is at most as large as the smallest kept value of its tile. A kept value
+    decodes to a magnitude between the smallest and the largest kept one, up to rounding to bfloat16 (2^-8 of it) and of
+    the means (2^-19 of the largest). A tile whose largest magnitude is below ``2^-100`` decodes to zeros. Saturates at
+    the largest bfloat16.
 
     >>> codec, values = TopK2(), torch.zeros(256)
     >>> values[[3, 77, 100, 200]] = torch.tensor([1.0, -1.0, 3.0, 0.5])
@@ -64,8 +64,7 @@ class TopK2(Codec):
         self._kernels = None if implementation == "torch" else native.load_sparse(self.name)
         if implementation == "native" and self._kernels is None:
             raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). "
-                "implementation='torch' is."
+                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use 'torch'."
             )
         self.implementation = "native (C)" if self._kernels else "torch"
 
@@ -102,14 +101,14 @@ class TopK2(Codec):
             low, high = levels.unbind(1)
             good = (low >= 0) & (low <= high) & (high <= _LARGEST_LEVEL)  # false for NaN
             good &= (positions < columns).all(1) & (positions.diff(dim=1) > 0).all(1)
-            good &= (_packed(levels, positions, codes) == records).all(1)  # unused bits are zero
+            good &= (_packed(levels, positions, codes) == records).all(1)  # unused bits must be zero
             if not bool(good.all()):
                 tile = tiles.start // _TILE + int(torch.nonzero(~good)[0])
                 return f"has levels or positions out of order or out of range in tile {tile}"
         return None
 
     def _stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """``(some tiles of equal length, their (tiles, bytes) records)``: whole tiles first, then the last."""
+        """Yield ``(slice of tiles of equal length, their (tiles, bytes) records)``, a shorter last tile separately."""
         whole = numel // _TILE * _TILE
         stretches = [*pieces(whole, payload.device, _TILE)] + ([(whole, numel)] if whole < numel else [])
         for start, stop in stretches:
@@ -118,7 +117,7 @@ class TopK2(Codec):
 
 
 def _kept(columns: int) -> int:
-    """Values kept of a tile of ``columns``."""
+    """Return the number of values kept of a tile of ``columns`` values."""
     return -(-columns // _SPREAD)
 
 
@@ -146,19 +145,19 @@ def _encode_tiles(values: Tensor, records: Tensor) -> None:
     high = sizes * kept > sizes.sum(dim=1, keepdim=True)
     unit = largest / torch.full_like(largest, _LEVELS)
     levels = torch.cat([_mean(sizes, ~high) * unit, _mean(sizes, high) * unit], dim=1)
-    levels[:, 1:] = torch.maximum(levels[:, :1], levels[:, 1:])  # where none is above the mean
+    levels[:, 1:] = torch.maximum(levels[:, :1], levels[:, 1:])  # for tiles in which no value is above the mean
     codes = (chosen < 0).to(torch.int64) << 1 | high
     records.copy_(_packed(levels.clamp_(max=_LARGEST_LEVEL).to(torch.bfloat16), positions, codes))
 
 
 def _mean(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """``(tiles, 1)`` float32; 0 where none is chosen."""
+    """Return the mean of the chosen sizes of each tile, ``(tiles, 1)`` float32; 0 if none is chosen."""
     total = (sizes * chosen).sum(dim=1, keepdim=True).to(torch.float32)
     return total / chosen.sum(dim=1, keepdim=True).clamp_(min=1).to(torch.float32)
 
 
 def _packed(levels: Tensor, positions: Tensor, codes: Tensor) -> Tensor:
-    """``(tiles, bytes)`` uint8: records of ``(tiles, 2)`` bfloat16 levels and ``(tiles, kept)`` positions and codes."""
+    """Pack ``(tiles, 2)`` bfloat16 levels and ``(tiles, kept)`` positions and codes to ``(tiles, bytes)`` uint8."""
     kept = positions.shape[1]
     first, second = torch.nn.functional.pad(positions, (0, kept % 2)).view(len(positions), -1, 2).unbind(2)
     both = first | second << 12
@@ -170,7 +169,7 @@ def _packed(levels: Tensor, positions: Tensor, codes: Tensor) -> Tensor:
 
 
 def _unpack(records: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``(tiles, 2)`` bfloat16 levels, and ``(tiles, kept)`` int64 positions and codes."""
+    """Unpack records to ``(tiles, 2)`` bfloat16 levels and ``(tiles, kept)`` int64 positions and codes."""
     kept = _kept(columns)
     levels = records[:, :4].flatten().clone().view(torch.bfloat16).view(-1, 2)
     packed = records[:, 4 : 4 + -(-12 * kept // 8)].to(torch.int64)

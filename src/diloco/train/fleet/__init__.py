@@ -1,1 +1,1 @@
-"""The replicas of this process, and their way to the others."""
+"""Fleets: the replicas of this process and their connection to the others."""

@@ -1,4 +1,4 @@
-"""What a session needs to know of the replicas of its process and of their way to the others."""
+"""The interface of a fleet, which connects a session to the other replicas, and the fleet of a single process."""
 
 from __future__ import annotations
 
@@ -17,77 +17,81 @@ __all__ = ["Fleet", "InProcessFleet"]
 
 
 class Fleet(abc.ABC):
-    """The replicas of this process. The defaults suit a fixed number of them."""
+    """The replicas of this process and their connection to the others. The defaults suit a fixed number of replicas."""
 
-    in_one_process: bool = False  # whether these are all replicas of the run
-    elastic: bool = False  # whether replicas come and go
-    comes_back: bool = False  # whether this process looks for the others when it has lost them
+    in_one_process: bool = False  # whether this process trains all replicas of the run
+    elastic: bool = False  # whether replicas may join and leave
+    comes_back: bool = False  # whether this process searches for the other replicas after losing them
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
 
     @property
     @abc.abstractmethod
     def local(self) -> tuple[int, ...]:
-        """Numbers of the replicas that train in this process."""
+        """The numbers of the replicas that train in this process."""
 
     @property
     @abc.abstractmethod
     def num_members(self) -> int:
-        """How many replicas take part, in all processes; the planned number unless the fleet is elastic."""
+        """The number of replicas in all processes: the members of an elastic fleet, else the planned number."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process evaluates and reports for all."""
+        """Whether this process evaluates and reports for all replicas."""
         return True
 
     @property
     def network(self) -> VirtualNetwork | None:
-        """The emulated links with a virtual clock, if there are any."""
+        """The emulated links with a virtual clock, or None."""
         return None
 
     @property
     def failure(self) -> TransportError | None:
-        """Why the replicas can't go on together, or None."""
+        """The reason why the replicas can't continue together, or None."""
         return None
 
     @abc.abstractmethod
     def endpoint(self, replica: int) -> Transport:
-        """The transport of a local replica."""
+        """Return the transport of a local replica."""
 
     def take_assignments(self) -> tuple[Assignment, ...]:
-        """What the sampler draws by from now on, if that has changed, as it does where replicas come and go."""
+        """Return the new data assignments since the last call, which follow when replicas join or leave."""
         return ()
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """The step after which all replicas stop, once this or another process wants to; None until then."""
+        """Return the step after which all replicas stop, or None if no process wants to stop.
+
+        Args:
+            wanted: whether this process wants to stop.
+        """
         return step if wanted else None
 
     def close_to_joiners(self, reason: str) -> None:
-        """Let no replica join for now, for ``reason``; "" opens again."""
+        """Refuse replicas that want to join, giving ``reason``; "" admits them again."""
         return None
 
     def facts(self) -> dict[str, str]:
-        """What to print about the way to the others, by name."""
+        """Return facts about the connection to the other replicas, to print by name."""
         return {}
 
     def finish(self) -> None:
-        """All is done and saved here: wait for the others to be as far, and part."""
+        """Wait until the other replicas have finished too, then disconnect."""
         return None
 
     def close(self) -> None:
-        """Part at once."""
+        """Disconnect at once."""
         return None
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the way to the others."""
+        """Return the state of the connection for a checkpoint."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
 
 class InProcessFleet(Fleet):
-    """All replicas of the run, in this process."""
+    """The fleet of a run whose replicas all train in this process."""
 
     in_one_process = True
 

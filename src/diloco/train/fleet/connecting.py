@@ -1,4 +1,4 @@
-"""From settings and a role to a fleet that is connected to the other ranks."""
+"""Construction of a fleet that is connected to the other ranks, from settings and a role."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from diloco.waiting import waiting_for
 __all__ = ["connect_peer", "connect_rank"]
 
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
-"""How long a peer waits for others before it founds a swarm. After a resume it is longer: machines that are started
-again together need some time, and the one with the newest checkpoint should be among them."""
+"""The time that a peer waits for others before it founds a swarm. It is longer after a resume, because machines that
+restart together need some time, and the one with the newest checkpoint should be among them."""
 
 
 def connect_rank(
     run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
 ) -> TorchFleet:
-    """Meet the other ranks: those of this replica first, then those of the others.
+    """Connect to the other ranks of this replica, then to those of the other replicas.
 
     Args:
-        facts: what all ranks must agree on.
-        held_step: the newest step that this rank could resume from; -1 for none.
+        facts: the facts on which all ranks must agree.
+        held_step: the newest step from which this rank could resume; -1 for none.
 
     Raises:
-        RendezvousError: if the ranks don't find each other in time or don't fit together.
+        RendezvousError: if the ranks don't find each other in time or their facts differ.
     """
     settings, group = run.transport, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
@@ -58,16 +58,16 @@ def connect_rank(
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
-    """Become a replica of the swarm that ``run.swarm`` names, or found it.
+    """Join the swarm that ``run.swarm`` names, or found it.
 
     Args:
-        folder: of the run; its private key lies there where no other place is given.
-        facts: what all replicas must agree on.
+        folder: the run folder, which holds the private key unless the settings name another file.
+        facts: the facts on which all replicas must agree.
 
     Raises:
-        RendezvousError: if the others can't be found or joined.
+        RendezvousError: if the other replicas can't be found or joined.
         ConfigurationError: if the secret or the key can't be used.
-        CheckpointError: if the checkpoint that it is to go on from can't be read.
+        CheckpointError: if the checkpoint to resume from can't be read.
     """
     settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
     secret = read_secret(swarm.secret_file, "swarm.secret_file")
@@ -107,14 +107,14 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
 
 
 def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that every kind of wire takes."""
+    """Return the settings that every kind of wire takes."""
     names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
     chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace")}
     return {**chosen, "raise_on_loss": False, "facts": facts}
 
 
 def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:
-    assert role.inner_store is not None, "the role of a rank of several says where they meet"
+    assert role.inner_store is not None, "a rank of a replica with several ranks has an inner store"
     store, timeout_s = role.inner_store, settings.rendezvous_timeout_s
     attempt = role.torchrun.attempt if role.torchrun else "0"
     with waiting_for(lambda: f"the other ranks of replica {role.replica} at {store}", timeout_s):
@@ -130,7 +130,7 @@ def _open_group(settings: TransportSettings, role: Role, device: torch.device) -
 
 
 def _on_this_machine(connected: Connected) -> int:
-    """Ranks that the others reach at the address at which they reach this one, which is one of them."""
+    """Return the number of ranks at the address of this rank, including this one."""
     rank, entries = connected.transport.rules.rank, connected.table.entries
     here = parse_address(entries[rank].address).host
     return sum(parse_address(entry.address).host == here for entry in entries.values())

@@ -1,4 +1,4 @@
-"""One replica in processes of its own, which may lose the others and come back."""
+"""The fleet of one replica in its own processes, which may lose the other replicas and rejoin them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Answer = TypeVar("Answer")
 
 
 class PeerFleet(Fleet):
-    """One rank of a replica, and its way to the other replicas.
+    """One rank of a replica and its connection to the other replicas.
 
-    Where every rank holds the whole replica, position 0 talks to the other replicas and the others get its answers
-    (``led``); every method must then be called on all ranks. Where a rank holds a shard, it talks for itself.
+    If every rank holds the whole replica (``led``), position 0 communicates with the other replicas and shares the
+    results with its ranks; every method must then be called on all ranks. A rank that holds a shard communicates for
+    itself.
 
     Args:
-        connected: the way to the others; None on a rank for which position 0 talks.
-        group: the ranks of the replica; None: this one alone.
-        led: whether position 0 talks for all of them.
+        connected: the connection to the other replicas; None on a rank for which position 0 communicates.
+        group: the ranks of the replica; None: this rank alone.
+        led: whether position 0 communicates for all of them.
     """
 
-    connected: Connected  # the way to the others, where this rank has one, as the next
+    connected: Connected  # set only if this rank communicates, like `transport`
     transport: PeerTransport
     _endpoint: Transport
 
@@ -51,9 +52,9 @@ class PeerFleet(Fleet):
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
-        self.gathering = False  # whether too few have come so far to a view that was founded after all were lost
-        self._link_words: Mapping[int, str] = {}
-        self.joining = False  # whether the others were at work already when this process came, or came back
+        self.gathering = False  # whether a view founded after a loss still has too few members
+        self._reported_links: Mapping[int, str] = {}
+        self.joining = False  # whether the others were already training when this process joined or rejoined
         if connected is not None:
             self._connect(connected)
         if led:
@@ -61,7 +62,7 @@ class PeerFleet(Fleet):
         self.joining = bool(self._ask(lambda: self.joining))
 
     def _connect(self, connected: Connected) -> None:
-        """Go by a new way to the others."""
+        """Use a new connection to the other replicas."""
         self.connected = connected
         self.transport = connected.transport
         self._endpoint = connected.transport
@@ -69,7 +70,7 @@ class PeerFleet(Fleet):
         self.joining = connected.joining
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
-        """The answer of the rank that talks for this one."""
+        """Return the answer of the rank that communicates for this one."""
         answer: Answer = self._led.done_by_leader(question)
         return answer
 
@@ -88,8 +89,8 @@ class PeerFleet(Fleet):
     def failure(self) -> TransportError | None:
         if self._led.size == 1:
             return self.transport.failure
-        words = self._ask(lambda: str(self.transport.failure or ""))
-        return ReplicaLostError(words) if words else None
+        reason = self._ask(lambda: str(self.transport.failure or ""))
+        return ReplicaLostError(reason) if reason else None
 
     def close_to_joiners(self, reason: str) -> None:
         if self._talks:
@@ -102,65 +103,68 @@ class PeerFleet(Fleet):
         if self._talks:
             self.transport.load_state_dict(state)
 
-    # What the training loop asks between two steps.
+    # Queries of the training loop between two steps.
 
     def take_news(self) -> tuple[NextView, ...]:
-        """The views adopted since this was last asked."""
+        """Return the views adopted since the last call."""
         with self._changed:
             taken, self._news = self._news, []
             return tuple(taken)
 
-    def take_words(self) -> str:
-        """Other changes in this process since the last call, in words; "" for none."""
-        ways = self.transport.link_words if self._talks else {}
-        news = {replica: way for replica, way in ways.items() if self._link_words.get(replica) != way}
-        self._link_words = {**self._link_words, **news}
-        sentences = [f"Payloads to replica {replica} go over {way}." for replica, way in sorted(news.items())]
+    def take_notices(self) -> str:
+        """Return sentences about other changes in this process since the last call; "" if there are none."""
+        links = self.transport.link_words if self._talks else {}
+        news = {replica: link for replica, link in links.items() if self._reported_links.get(replica) != link}
+        self._reported_links = {**self._reported_links, **news}
+        sentences = [f"Payloads to replica {replica} go over {link}." for replica, link in sorted(news.items())]
         return " ".join(sentences)
 
     @property
     def view(self) -> View:
-        """Who takes part now."""
+        """The current view."""
         return self._endpoint.view
 
     def tell_speed(self, steps_per_s: float) -> None:
-        """Tell the other members how many inner steps per second this replica takes."""
+        """Announce to the other members how many inner steps per second this replica takes."""
         self.transport.tell_speed(steps_per_s)
 
     def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of the other members that have told theirs."""
+        """Return the inner steps per second of each other member that has announced its speed."""
         return self.transport.speeds()
 
     def time_left_s(self, overlap_steps: int) -> float | None:
-        """How long this replica can still train before somebody stands still for it; see `PeerTransport`."""
+        """Return how many seconds this replica may train before another replica has to wait; see `PeerTransport`."""
         return self.transport.time_left_s(overlap_steps)
 
     def note(self, **seen: Any) -> None:
-        """Publish facts about this replica for people who watch the run."""
+        """Publish facts about this replica for the status page."""
         return None
 
     def tell(self, event: Event) -> None:
-        """Let people who watch the run hear of an event."""
+        """Publish an event for the status page."""
         return None
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
-        """Wait until enough replicas are there for training to begin, or ``stopped`` says so."""
+        """Wait until there are enough replicas to start training, or ``stopped`` returns True."""
         return None
 
     def leave_soon(self) -> None:
-        """The user asked to stop: leave within seconds where the others go on; work that is not shared is kept."""
+        """Prepare to leave within seconds because the user asked to stop, if the others continue without this replica.
+
+        Work that is not shared is kept.
+        """
         return None
 
-    # Becoming a member, and again.
+    # Joining and rejoining.
 
     @property
     def others_have_trained(self) -> bool:
-        """For a joiner: whether there is a state to take over."""
+        """Whether the others have a state that a joiner can adopt."""
         return True
 
     @property
     def sees_others(self) -> bool:
-        """Whether a connection to another replica stands."""
+        """Whether there is a connection to another replica."""
         return bool(self._ask(self._sees_others))
 
     def _sees_others(self) -> bool:
@@ -168,46 +172,48 @@ class PeerFleet(Fleet):
         return any(rules.replica_of(rank) != rules.replica for rank in self.transport.connections.connected)
 
     def held_steps(self) -> dict[int, int]:
-        """Rank -> the newest step that it could resume from; -1 for none."""
+        """Return the newest step from which each rank could resume; -1 for none."""
         entries = self._ask(lambda: [[rank, e.held_step] for rank, e in self.connected.table.entries.items()])
         return {int(rank): int(step) for rank, step in entries}
 
     def join(self, timeout_s: float) -> int:
-        """Become a member of the run that is going on; returns the number of inner steps done.
+        """Become a member of a running run and return the number of inner steps done.
 
         Raises:
-            RendezvousError: if the members refuse, or do not answer in time.
+            RendezvousError: if the members refuse or do not answer in time.
         """
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
         if self._talks:
             try:
-                self._hear(self.transport.welcome_note)
+                self._read_welcome(self.transport.welcome_note)
             except ValueError as error:
                 raise RendezvousError(
-                    f"The note with which the others let this replica in can't be read: {error}. It does not take part."
+                    f"The welcome note from the members can't be read: {error}. This replica does not take part."
                 ) from error
         self.joining = False
         return step
 
-    def _hear(self, told: Mapping[str, Any]) -> None:
-        """What `_follow` of a member returned when this replica joined; nothing where that had just begun.
+    def _read_welcome(self, note: Mapping[str, Any]) -> None:
+        """Process the welcome note, which `_follow` of a member returned when this replica joined.
+
+        The note is empty if the run had just started.
 
         Raises:
-            ValueError: a field is missing or is not what it should be.
+            ValueError: if a field is missing or malformed.
         """
-        if members := set(Fields(told).ranks("gathers") if told else ()):
+        if members := set(Fields(note).ranks("gathers") if note else ()):
             self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
 
     def rejoin(self, patience_s: float) -> None:
-        """After the others were lost: find them, to join them, or found another view for those who look, too.
+        """Find the other replicas after losing them, or found another view for the replicas that also search.
 
         Raises:
-            TransportError: if nobody is found in time, or they refuse. It may be called again.
+            TransportError: if no replica is found in time, or the members refuse. The call may be repeated.
         """
         lost, state = self.transport, self.state_dict()
         last = lost.last_view or self._lost_view
         assert last is not None, "only a member can lose the others"
-        if self.gathering and self._lost_view is not None:  # nobody trained in the view that too few came to
+        if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
             last = dataclasses.replace(self._lost_view, id=last.id)
         self._lost_view, self.gathering = last, False
         self._connect(self._connect_again(self._lost_view, patience_s))
@@ -219,16 +225,16 @@ class PeerFleet(Fleet):
 
     @abc.abstractmethod
     def _connect_again(self, last: View, patience_s: float) -> Connected:
-        """Close the transport and find the others, or found the view after ``last`` with those who look, too.
+        """Close the transport and find the others, or found the view after ``last`` with replicas that also search.
 
-        A failure leaves nothing open but what the next try needs to be found where this process was.
+        After a failure, only what keeps this process reachable at its address stays open for the next attempt.
         """
 
     def gather(self, timeout_s: float) -> None:
-        """In a view that was founded after all were lost: wait until nobody else can be going on from the last one.
+        """Wait in a founded view until the replicas outside it are too few to continue from the lost view.
 
         Raises:
-            RendezvousError: if too few come in time.
+            RendezvousError: if too few replicas come in time.
         """
         if not self.gathering:
             return
@@ -236,34 +242,34 @@ class PeerFleet(Fleet):
         assert last is not None, "the others were lost"
 
         def awaited() -> str:
-            return f"enough of replicas {', '.join(map(str, last.members))} to be back"
+            return f"enough of replicas {', '.join(map(str, last.members))} to rejoin"
 
         with waiting_for(awaited, timeout_s), self._changed:
             self._changed.wait_for(lambda: self._enough(self.transport.view) or self.failure is not None, timeout_s)
         if not self._enough(self.transport.view):
             missing = ", ".join(str(each) for each in last.members if each not in self.transport.view.members)
             raise RendezvousError(
-                f"Too few of replicas {', '.join(map(str, last.members))} came back; missing: {missing}. They may "
-                "be training without this one, which takes no step until more are back. Start the missing ones."
+                f"Too few of replicas {', '.join(map(str, last.members))} rejoined; missing: {missing}. They may be "
+                "training without this one, which takes no step until more have rejoined. Start the missing replicas."
             )
         self.gathering = False
 
     def _enough(self, view: View) -> bool:
-        """Whether so many of the view that was lost are in ``view`` that the rest of them can't be going on."""
+        """Return whether ``view`` has so many members of the lost view that the rest can't continue without them."""
         last = self._lost_view
         return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.policies.quorum)
 
     def tell_finished(self) -> None:
-        """All steps are done: tell those who come back later. That may fail."""
+        """Announce that all steps are done, for replicas that rejoin later. A failure is only logged."""
         if not self._talks:
             return
         try:
             self.connected.finish()
-        except Exception:  # of the DHT, whose errors have no common root
-            logging.getLogger(__name__).debug("telling that the run is over failed", exc_info=True)
+        except Exception:  # errors of the DHT have no common base class
+            logging.getLogger(__name__).debug("announcing that the run has ended failed", exc_info=True)
 
     def _follow(self, following: NextView) -> Mapping[str, Any]:
-        """In the control thread: a view was adopted. Returns what those who join with it are told."""
+        """Record an adopted view, in the control thread, and return the welcome note for the replicas that join it."""
         with self._changed:
             lacks = self.gathering and following.view is not None and not self._enough(following.view)
             if following.view is not None:

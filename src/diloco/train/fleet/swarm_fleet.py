@@ -1,4 +1,4 @@
-"""One replica of a swarm: which data it draws, what it shows to people, and how it finds the others again."""
+"""The fleet of one replica of a swarm: its data assignments, its status for the user, and how it rejoins the others."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from diloco.waiting import waiting_for
 __all__ = ["SwarmFleet"]
 
 _STARTING = "it is starting"
-_CLOCK_OFF_S = 3.0  # worth telling
-_ROUND_MAY_TAKE_S = 4.0  # when somebody asks to stop, a round in flight has this long to end
+_CLOCK_OFF_S = 3.0  # smaller clock differences are not reported
+_ROUND_MAY_TAKE_S = 4.0  # time for a round in flight to end after the user asked to stop
 
 
 class SwarmFleet(PeerFleet):
-    """A replica of a run whose replicas come and go.
+    """A replica of a run whose replicas join and leave.
 
-    The constructor connects. A joiner then becomes a member by `join`, and a founder lets others in by
-    `wait_for_start`.
+    The constructor connects. A joiner then becomes a member by `join`; a founder admits others by `wait_for_start`.
 
     Args:
-        held: the checkpoint that it could go on from.
-        margin: inner steps within which every member has to wait for a round.
+        held: the checkpoint from which this replica could resume.
+        start_replicas: the number of replicas at which training starts.
+        margin: the number of inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
-        threads: its share of the cores, beside other peers on its machine.
+        threads: this replica's share of the cores of its machine.
     """
 
     elastic = True
@@ -67,7 +67,7 @@ class SwarmFleet(PeerFleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self.threads = threads
-        # what others type to take part, up to the addresses
+        # the command with which others join, up to the addresses
         self.others_type = f"diloco train --transport hivemind --run {place.admission.run} --join"
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -111,22 +111,22 @@ class SwarmFleet(PeerFleet):
             self._assignments, self._taken = self.shares.of_member(self.transport.replica), ()
         return step
 
-    def _hear(self, told: Mapping[str, Any]) -> None:
-        super()._hear(told)
-        self.begun = Fields(told).flag("begun")
-        self.shares = Shares.from_message(Fields(told).message("shares"))
+    def _read_welcome(self, note: Mapping[str, Any]) -> None:
+        super()._read_welcome(note)
+        self.begun = Fields(note).flag("begun")
+        self.shares = Shares.from_message(Fields(note).message("shares"))
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         self.transport.close_to_joiners("")
-        with waiting_for(self._lacking), self._changed:
+        with waiting_for(self._missing), self._changed:
             while not self.begun and not stopped() and self.failure is None:
                 self._changed.wait(0.2)
 
-    def _lacking(self) -> str:
+    def _missing(self) -> str:
         more = self._start_replicas - self.num_members
-        return f"{more} more replica{'s' if more > 1 else ''}, to begin with {self._start_replicas} (Ctrl-C leaves),"
+        return f"{more} more replica{'s' if more > 1 else ''}, to start with {self._start_replicas} (Ctrl-C leaves),"
 
-    # What the training loop asks at every step.
+    # Queries of the training loop at every step.
 
     @property
     def num_members(self) -> int:
@@ -138,8 +138,8 @@ class SwarmFleet(PeerFleet):
             self._taken = self._assignments
             return taken
 
-    def take_words(self) -> str:
-        return " ".join(filter(None, (self.threads.follow(), super().take_words())))
+    def take_notices(self) -> str:
+        return " ".join(filter(None, (self.threads.follow(), super().take_notices())))
 
     def note(self, **seen: Any) -> None:
         self._place.status.seen.update(seen)
@@ -149,7 +149,7 @@ class SwarmFleet(PeerFleet):
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
 
-    # The end. Each replica stops for itself; the others go on.
+    # The end. Each replica stops on its own, and the others continue.
 
     def leave_soon(self) -> None:
         self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
@@ -160,17 +160,17 @@ class SwarmFleet(PeerFleet):
         self.close()
 
     def close(self) -> None:
-        """Leave, so that the others need not find out that this replica is gone."""
+        """Leave the swarm explicitly, so that the others do not have to detect the loss of this replica."""
         if self._leaving is not None:
             self._leaving.cancel()
         self.threads.leave()
         self.transport.leave()
         self.transport.close()
 
-    # What people are told.
+    # Texts for the user.
 
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddresses that others can join at; those of this machine alone come last."""
+        """Return the multiaddresses at which others can join; loopback addresses come last."""
         found = self.transport.connections.call(self._streams.node.addresses())
         return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
 
@@ -179,25 +179,28 @@ class SwarmFleet(PeerFleet):
         return cast(PeerStreams, self.transport.connections.streams)
 
     def invitation(self) -> tuple[str, ...]:
-        """What to print for those who want to take part, line by line."""
+        """Return the lines that tell other operators how to join."""
         found = self.addresses()
         if not found:
-            return (f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} listens nowhere",)
-        return ("diloco: others take part by", *(f"  {self.others_type} {address}" for address in found))
+            return (
+                f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} does not listen at any "
+                "address",
+            )
+        return ("diloco: others join with", *(f"  {self.others_type} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
-        """What happens to the checkpoint that it could resume from; empty if there is none."""
+        """Return lines about the use of the checkpoint from which this replica could resume; none without one."""
         held, table = self._held, self.connected.table
         if held.step < 0:
             return ()
         if not self.joining:
-            nobody = "Nobody of the run was found" if self._place.node.join else "It knows of nobody else (no --join)"
-            return (f"{nobody}, so it founds the swarm anew, at step {held.step}. Whoever joins takes over its state.",)
-        lost = "what it had not shared by then is lost"
+            alone = "No other peer was found" if self._place.node.join else "It knows no other peer (no --join)"
+            return (f"{alone}, so it founds a new swarm at step {held.step}. Peers that join adopt its state.",)
+        lost = "the work that it had not shared by then is lost"
         if self.connected.swarm != held.swarm and table.founded_step < held.step:
-            lost = f"the others went on from step {table.founded_step}, and do not have the steps after that either"
+            lost = f"the others continued from step {table.founded_step} and do not have the later steps either"
         return (
-            f"It takes over the state of the others, who are at step {table.step}. Its own checkpoint of step "
+            f"It adopts the state of the others, which are at step {table.step}. Its own checkpoint of step "
             f"{held.step} is not used: {lost}.",
         )
 
@@ -206,17 +209,17 @@ class SwarmFleet(PeerFleet):
         clock, off_s = {}, self._streams.node.clock_off_s
         if abs(off_s) >= _CLOCK_OFF_S:
             side = "ahead of" if off_s > 0 else "behind"
-            clock = {"clock": f"this machine's is {abs(off_s):,.0f} s {side} that of the others, which harms nothing"}
-        join = f"{self.others_type} {addresses[0]}" if addresses else "(none can)"
+            clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
+        join = f"{self.others_type} {addresses[0]}" if addresses else "(not possible)"
         return {
             "replica": f"{transport.replica}, peer {transport.address}",
             "swarm": f"{self.connected.swarm} of run {run!r}, {self.num_members} replicas",
             "others join by": join,
-            "listens at": ", ".join(addresses) or "nowhere: it opens all connections itself",
+            "listens at": ", ".join(addresses) or "no address: it opens all connections itself",
             "payload links": self._streams.direct_words,
             **clock,
             "lost replicas": (
-                f"noticed when their connection ends, or after {transport.timing.silence_s:g} s of silence; "
+                f"detected when their connection ends, or after {transport.timing.silence_s:g} s of silence; "
                 f"{consequences(transport.policies.quorum, max(self._start_replicas, self.num_members))}"
             ),
         }
@@ -229,17 +232,17 @@ class SwarmFleet(PeerFleet):
             return {**super().state_dict(), "shares": shares, "begun": self.begun, "swarm": swarm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; this replica is the only member that is sure to be there."""
+        """Restore the state that `state_dict` returned, with this replica as the only member."""
         super().load_state_dict(state)
         with self._changed:
-            going_on = Shares.from_message(state["shares"]).following(
+            continued = Shares.from_message(state["shares"]).following(
                 self.transport.step, self.local, joined=(), left={}, margin=0, batch_size=self._batch_size
             )
-            self.shares = Shares(going_on.chain[-1:])  # what came before is over
+            self.shares = Shares(continued.chain[-1:])  # earlier assignments no longer matter
             self._assignments = self.shares.of_member(self.transport.replica)
 
     def _follow(self, following: NextView) -> Mapping[str, Any]:
-        """The base's, and who draws what from now on, which joiners are told."""
+        """Also reassign the data, and add the assignment to the welcome note."""
         with self._changed:
             if following.view is not None:
                 members, was_begun = following.view.members, self.begun
@@ -248,7 +251,7 @@ class SwarmFleet(PeerFleet):
                     members,
                     joined=following.joined,
                     left=dict(following.left),
-                    margin=self._margin if was_begun else 0,  # until it begins nobody takes a step
+                    margin=self._margin if was_begun else 0,  # no replica takes a step before the run begins
                     batch_size=self._batch_size,
                 )
                 self._note_members(len(members))

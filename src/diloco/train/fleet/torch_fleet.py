@@ -1,4 +1,4 @@
-"""One rank of a replica over torch.distributed."""
+"""The fleet of one rank of a replica over torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["TorchFleet"]
 
 
 class TorchFleet(PeerFleet):
-    """A replica of a run with a fixed number of them.
+    """A replica of a run with a fixed number of replicas.
 
     Args:
-        connected: the way to the others; None on a rank for which position 0 of its replica talks.
+        connected: the connection to the other replicas; None on a rank for which position 0 of its replica
+            communicates.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TorchFleet(PeerFleet):
     def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
         transport = self.transport
         if wanted and self.comes_back and (transport.failure is not None or transport.last_view is None):
-            return step  # there is nobody to agree with
+            return step  # no other replica is left to agree with
         if wanted:
             transport.ask_to_stop()
         return transport.stop_step()
@@ -69,15 +70,15 @@ class TorchFleet(PeerFleet):
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
         streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
-        others = "go on in a smaller view" if policies.go_on else "save and stop"
+        others = "continue in a smaller view" if policies.go_on else "save and stop"
         if self.comes_back:
-            others += ", and it comes back to them by itself"
+            others += ", and the lost replica rejoins them by itself"
         return {
-            "replica": f"{rules.replica}, in a process of its own; {len(entries)} processes in all",
+            "replica": f"{rules.replica}, in its own process; {len(entries)} processes in total",
             "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
             "payload links": f"{streams} TCP connections to each replica, pieces of {rules.piece_bytes:,} bytes",
             "lost replicas": (
-                f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
+                f"detected when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
                 f"others {others}"
             ),
         }

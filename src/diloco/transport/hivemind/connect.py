@@ -107,7 +107,7 @@ def _connect(
     routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=wire.pace, emulated=wire.link)
     me = Looker(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
-    with waiting_for(search.whom, search.patience_s):
+    with waiting_for(search.awaited, search.patience_s):
         view, found = connections.call(search.find())
     announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
     founded_step = found.founded_step if found else max(0, held_step)

@@ -110,7 +110,7 @@ class Search:
         self._run = place.admission.run
         self.patience_s = wire.rendezvous_timeout_s if place.patience_s is None else place.patience_s
 
-    def whom(self) -> str:
+    def awaited(self) -> str:
         """Return what the search waits for, as text."""
         if self._place.last is None:
             return f"a member of run {self._run!r}"

@@ -136,7 +136,7 @@ class Reconnection:
         """
         transport, registry = self._transport, self._registry
         serve_lookers(transport, registry, self._me)
-        with waiting_for(self._whom, self._patience_s):
+        with waiting_for(self._awaited, self._patience_s):
             view, step = self._connections.call(self._find())
         serve(self._connections, registry)
         founds = step is None
@@ -146,7 +146,7 @@ class Reconnection:
         table = Table(dict(registry.entries), not founds, step or 0)
         return TorchConnected(transport=transport, table=table, joining=not founds, reconnection=self)
 
-    def _whom(self) -> str:
+    def _awaited(self) -> str:
         members = () if self._me.last is None else self._me.last.members
         others = ", ".join(str(each) for each in members if each != self._me.number)
         return f"enough of replicas {others} to continue ({len(self._looking)} of them are also searching)"

@@ -1,4 +1,4 @@
-// The page of `diloco watch`. Whatever comes from a run may come from a stranger: it becomes text, never HTML.
+// The page of `diloco watch`. Data of a run may come from an untrusted peer, so it is shown as text, never as HTML.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -16,7 +16,7 @@ function make(tag, attributes = {}, ...children) {
 
 const fill = (node, ...children) => node.replaceChildren(...children);
 
-// Numbers for people, as diloco.units writes them.
+// Formatting of quantities, similar to diloco.units.
 
 function scaled(value, units) {
   let index = 0;
@@ -39,12 +39,12 @@ function duration(seconds) {
   return `${Math.floor(all / 86400)} d ${Math.floor((all % 86400) / 3600)} h`;
 }
 const known = (value) => value !== null && value !== undefined && value !== "";
-const part = (done, all) => `${Math.floor((100 * done) / Math.max(1, all))} %`;  // 100 % are all
+const part = (done, all) => `${Math.floor((100 * done) / Math.max(1, all))} %`;  // rounded down, so that 100 % means complete
 const fetched = (of) => `${part(of.received_bytes, of.expected_bytes)} of ${bytes(of.expected_bytes)}; `
   + `fragment ${of.fragment}: ${part(of.fragment_received_bytes, of.fragment_expected_bytes)}`;
 const shown = (value, format = String) => (known(value) ? format(value) : NO_DATA);
 
-// What the server sends.
+// Updates from the server.
 
 function merge(target, patch) {  // RFC 7396
   for (const [key, value] of Object.entries(patch)) {
@@ -81,13 +81,13 @@ const FIGURES = [
 
 const OUTER_FIGURES = [
   { id: "mean-norm", title: "Norm of the mean pseudo-gradient", unit: "", column: "mean_norm", log: true },
-  { id: "mean-cosine", title: "Cosine with the mean before", unit: "", column: "mean_cosine" },
+  { id: "mean-cosine", title: "Cosine with the previous mean", unit: "", column: "mean_cosine" },
   { id: "momentum-cosine", title: "Cosine with the outer momentum", unit: "", column: "momentum_cosine" },
-  { id: "gain", title: "Gain in effect", unit: "lengths of the mean", column: "gain" },
-  { id: "spread", title: "Spread of the contributions", unit: "lengths of the mean", column: "spread", log: true },
+  { id: "gain", title: "Effective gain", unit: "multiples of the mean's norm", column: "gain" },
+  { id: "spread", title: "Spread of the contributions", unit: "multiples of the mean's norm", column: "spread", log: true },
 ];
 
-// plotly reads some tags and entities in its texts
+// plotly interprets some tags and entities in its texts
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -114,20 +114,20 @@ function timeScale(all) {
   return longest > 7200 ? [3600, "hours"] : longest > 120 ? [60, "minutes"] : [1, "seconds"];
 }
 
-function withGaps(table) {  // where a replica was away, no line is drawn: a point without values comes between
+function withGaps(table) {  // insert an empty point wherever a replica was absent, so that no line is drawn across
   const steps = table.map((row, index) => (index ? row[0] - table[index - 1][0] : 0)).slice(1);
   const usual = [...steps].sort((a, b) => a - b)[Math.floor(steps.length / 2)];
   return table.flatMap((row, index) => (index && steps[index - 1] > 10 * usual
     ? [row.map((value, column) => (column < 3 ? value : null)), row] : [row]));
 }
 
-function stretches(table, column) {  // what lies between two gaps: a band would be filled across them
+function segments(table, column) {  // split the rows at gaps, because a band would be filled across them
   const found = [[]];
   for (const row of table) {
     if (row[column] === null) found.push([]);
     else found[found.length - 1].push(row);
   }
-  return found.filter((stretch) => stretch.length);
+  return found.filter((segment) => segment.length);
 }
 
 function traces(figure, all, divisor) {
@@ -141,9 +141,9 @@ function traces(figure, all, divisor) {
     const line = { color: colour(each.colour), width: 1.6, dash: each.dash };
     if (y.some((value) => value !== null)) {
       if (figure.band && each.line.stride > 1) {
-        for (const stretch of stretches(each.table, column)) {
+        for (const segment of segments(each.table, column)) {
           const side = (offset) => ({
-            x: stretch.map((row) => row[place] / divisor), y: stretch.map((row) => row[column + offset]),
+            x: segment.map((row) => row[place] / divisor), y: segment.map((row) => row[column + offset]),
             mode: "lines", line: { width: 0 }, hoverinfo: "skip",
           });
           found.push(side(1), { ...side(2), fill: "tonexty", fillcolor: line.color + "2e" });
@@ -211,20 +211,20 @@ function renderCurves() {
     return make("li", {}, mark, each.name);
   }));
   const undrawn = Object.values(state.data.runs).reduce((sum, run) => sum + run.undrawn, 0);
-  fill($("undrawn"), undrawn ? `${undrawn} more processes are not drawn; the table of peers has them.` : "");
+  fill($("undrawn"), undrawn ? `The curves of ${undrawn} more processes are not drawn; the table of peers lists them.` : "");
   draw($("curves"), FIGURES, (figure) => traces(figure, all, divisor), unit);
   const outer = all.map((each) => ({ ...each, ...each.outer }));
   $("outer-section").hidden = !outer.some((each) => each.table.length);
   if (!$("outer-section").hidden) draw($("outer"), OUTER_FIGURES, (figure) => traces(figure, outer, divisor), unit);
 }
 
-// The rest, of one run.
+// The other sections, which show one run.
 
 function renderNow(run) {
   const head = run.header;
   fill($("where"), `${run.name}: ${shown(head.algorithm)}, ${shown(head.replicas, (n) => `${n} replica${n === 1 ? "" : "s"}`)}, `
     + `${shown(head.parameters, (n) => `${count(n)} parameters`)}; ${run.where}`);
-  const behind = run.behind_bytes > 1048576 ? [`Still reading: ${bytes(run.behind_bytes)} of records are left.`] : [];
+  const behind = run.behind_bytes > 1048576 ? [`Still reading; ${bytes(run.behind_bytes)} of records are left.`] : [];
   fill($("problems"), ...[...behind, ...run.problems].map((words) => make("p", {}, words)));
   const done = known(head.step) && head.total_steps ? head.step / head.total_steps : 0;
   const bar = $("bar");
@@ -257,7 +257,7 @@ function renderAlerts() {
     make("strong", {}, alert.level === "error" ? "Error" : "Warning"), runs.length > 1 ? `${run.name}: ` : "",
     alert.words, known(alert.step) ? ` (step ${whole(alert.step)})` : ""));
   const key = JSON.stringify(found.map(([run, alert]) => [run.name, alert]));
-  if ($("alerts").dataset.key === key) return;  // what has not changed is not read out again
+  if ($("alerts").dataset.key === key) return;  // unchanged alerts must not be announced again
   $("alerts").dataset.key = key;
   fill($("alerts"), items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "None."));
 }
@@ -267,8 +267,8 @@ const COLUMNS = [
   ["state", "state", String],
   ["fetched", "state fetched", fetched],
   ["step", "step", whole],
-  ["way", "reached", String],
-  ["heard_s", "heard of", (value) => `${duration(value)} ago`],
+  ["way", "route", String],
+  ["heard_s", "last answer", (value) => `${duration(value)} ago`],
   ["round_trip_s", "round trip", duration],
   ["sent_bytes", "sent", bytes],
   ["received_bytes", "received", bytes],
@@ -278,7 +278,7 @@ const COLUMNS = [
   ["weight", "weight", short],
   ["late_s", "late by", duration],
   ["wait_s", "waited", duration],
-  ["counted_rounds", "counted", whole],
+  ["counted_rounds", "rounds counted", whole],
   ["missed", "missed in a row", whole],
   ["faults", "faults", String],
   ["digest", "digest", String],
@@ -289,7 +289,7 @@ const BAD = { state: ["no answer", "interrupted"], digest: ["differs"] }, SOME =
 
 function renderPeers(run) {
   const peers = Object.values(run.peers).sort((a, b) => a.replica - b.replica);
-  // a column that no peer of a folder can have says nothing; of a swarm it says "No data"
+  // a folder never has data for some columns, which are hidden; a swarm shows "No data" in them
   const used = COLUMNS.filter(([key]) => (run.swarm && key !== "fetched") || peers.some((peer) => known(peer[key])));
   const head = make("tr", {}, ...used.map(([, title]) => make("th", { scope: "col" }, title)));
   const body = peers.map((peer) => make("tr", {}, ...used.map(([key, , format], index) => {
@@ -300,20 +300,20 @@ function renderPeers(run) {
   fill($("peers"), ...(peers.length ? [make("thead", {}, head), make("tbody", {}, ...body)] : [make("caption", { class: "none" }, NO_DATA)]));
 }
 
-const listed = (replicas) => (replicas.length > 12 ? `${replicas.slice(0, 12).join(", ")} and ${replicas.length - 12} more` : replicas.join(", ") || "nobody");
+const listed = (replicas) => (replicas.length > 12 ? `${replicas.slice(0, 12).join(", ")} and ${replicas.length - 12} more` : replicas.join(", ") || "none");
 
 function roundWords(fragment, outerStep, cell) {
   if (!cell) return `Fragment ${fragment}, outer step ${outerStep}: ${NO_DATA}.`;
   return [
     `Fragment ${fragment}, outer step ${outerStep}, at step ${whole(cell.step)}: ${cell.state}.`,
-    `Sent by ${listed(cell.sent)}.`,
-    cell.state === "merged" ? `In the mean: ${listed(cell.by)}. Applied by ${listed(cell.merged)}.` : "",
+    `Sent by: ${listed(cell.sent)}.`,
+    cell.state === "merged" ? `In the mean: ${listed(cell.by)}. Applied by: ${listed(cell.merged)}.` : "",
     cell.absent.length ? `Not in the mean: ${listed(cell.absent)}.` : "",
-    cell.clipped.length ? `Scaled down: ${listed(cell.clipped)}.` : "",
-    cell.differ.length ? `Another digest: ${listed(cell.differ)}.` : "",
-    known(cell.last) ? `The last one was replica ${cell.last}, ${duration(cell.last_after_s)} after the first.` : "",
-    known(cell.wait_s) ? `The longest wait: ${duration(cell.wait_s)}.` : "",
-    cell.why ? `Why: ${cell.why}` : "",
+    cell.clipped.length ? `Clipped: ${listed(cell.clipped)}.` : "",
+    cell.differ.length ? `Different digest: ${listed(cell.differ)}.` : "",
+    known(cell.last) ? `Last to arrive: replica ${cell.last}, ${duration(cell.last_after_s)} after the first.` : "",
+    known(cell.wait_s) ? `Longest wait: ${duration(cell.wait_s)}.` : "",
+    cell.why ? `Reason: ${cell.why}` : "",
   ].filter(Boolean).join(" ");
 }
 
@@ -349,7 +349,7 @@ function moveInGrid(event) {
 }
 
 function renderViews(run) {
-  if (!run.views.length) { fill($("views"), make("p", { class: "quiet" }, "Nobody has come or gone.")); return; }
+  if (!run.views.length) { fill($("views"), make("p", { class: "quiet" }, "The view has not changed.")); return; }
   const last = Math.max(run.header.step || 0, ...run.views.map((view) => view.step)) || 1;
   const lanes = new Map();
   const first = run.views[0], before = first.members.filter((m) => !first.joined.includes(m)).concat(first.left);
@@ -418,7 +418,7 @@ function follow() {
   const source = new EventSource("events");
   source.addEventListener("all", (event) => { state.data = JSON.parse(event.data); fill($("live"), "live"); changed(); });
   source.addEventListener("patch", (event) => { merge(state.data, JSON.parse(event.data)); changed(); });
-  source.onerror = () => fill($("live"), "The connection is lost; trying again.");
+  source.onerror = () => fill($("live"), "Connection lost; reconnecting.");
 }
 
 const darkSystem = window.matchMedia("(prefers-color-scheme: dark)");
@@ -439,7 +439,7 @@ function start() {
   $("grid").addEventListener("mouseover", (event) => pointAt(event.target));
   $("grid").addEventListener("focusin", (event) => pointAt(event.target));
   $("grid").addEventListener("keydown", moveInGrid);
-  document.addEventListener("DOMContentLoaded", changed);  // plotly is there from then on
+  document.addEventListener("DOMContentLoaded", changed);  // plotly is loaded by then
   const held = $("data");
   if (held) {
     state.data = JSON.parse(held.textContent);
