@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decentralised.conduct import conduct
-from benchmarks.decentralised.network import Loopback
 from benchmarks.decentralised.phases import summarise
 from benchmarks.decentralised.plan import CASES, SETTINGS, Case, Job, Setting
-from benchmarks.decentralised.report import disturbance, write_report
+from benchmarks.decentralised.report import write_report
 from benchmarks.wan.counters import wait_for_quiet
-from benchmarks.wan.network import Network
+from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import Link
+from benchmarks.wan.report import disturbance, least_disturbed
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -117,16 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"left out for want of {'--wan' if setting.link else '--rivals-python'}: {setting.name} {case.name}")
         elif given.again or not same or max(map(disturbance, same)) > given.again_above:
             made = run_one(setting, case, given)
-            # of several runs of one kind, the one that others disturbed least says most
-            kept = made if given.again else min([*same, made], key=_worth)
+            kept = made if given.again else least_disturbed([*same, made])
             results = [row for row in results if row not in same] + [kept]
             path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if path == RESULTS:
         write_report(results, HERE / "README.md")
-
-
-def _worth(row: dict[str, Any]) -> tuple[bool, float]:
-    return row["outcome"] != "finished", disturbance(row)
 
 
 if __name__ == "__main__":

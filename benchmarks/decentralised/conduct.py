@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.wan.counters import busy_s, sessions_s
-from benchmarks.wan.run import Worker, answer_all, await_phase
+from benchmarks.wan.run import Worker, answer_all, await_phase, measure_cpu
 
 __all__ = ["conduct"]
 
@@ -27,18 +25,15 @@ def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
     await_phase(workers, "prepared", deadline_s)
     answer_all(workers, [worker.told["info"] for worker in workers])
     await_phase(workers, "warm", deadline_s)
-    sessions = [worker.process.pid for worker in workers]
-    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+    cpu_shares = measure_cpu(workers)
     answer_all(workers, None)
     turn = 1
     while await_phase(workers, f"ready-{turn}", deadline_s, or_phase="measured") != "measured":
         answer_all(workers, time.monotonic() + _LEAD_S)
         turn += 1
-    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
-    cpu_busy = (busy_s() - all_before_s) / cores_s
-    cpu_workers = (sessions_s(sessions) - ours_before_s) / cores_s
+    shares = cpu_shares()
     answer_all(workers, None)
     await_phase(workers, "counted", deadline_s)
     replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
     answer_all(workers, None)
-    return {"outcome": "finished", "replicas": replicas, "cpu_busy": cpu_busy, "cpu_workers": cpu_workers}
+    return {"outcome": "finished", "replicas": replicas, **shares}

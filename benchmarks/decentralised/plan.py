@@ -61,7 +61,7 @@ class Case:
 
 
 _ROUNDS = tuple(setting.name for setting in SETTINGS[:4])
-_VIEWS = _FOUR_PEERS = (SETTINGS[1].name, SETTINGS[3].name)
+_FOUR_PEERS = (SETTINGS[1].name, SETTINGS[3].name)
 _JOINERS = tuple(setting.name for setting in SETTINGS[4:])
 
 
@@ -88,7 +88,7 @@ CASES = (
     _hivemind("8 bits (uniform)", "Uniform8BitQuantization", 1),
     _gloo("float32", 4),
     _gloo("float16", 2),
-    Case("view", Method("come, leave, be killed", "views", {"times": 2}), _VIEWS),
+    Case("view", Method("come, leave, be killed", "views", {"times": 2}), _FOUR_PEERS),
     Case("joiner", Method("no limit", "joiner", {"state_bytes_per_s": None}), _JOINERS),
     Case("joiner", Method("4 MB/s from each", "joiner", {"state_bytes_per_s": 4e6}), _JOINERS),
 )

@@ -9,9 +9,10 @@ from typing import Any
 
 from benchmarks.decentralised.plan import CASES, SETTINGS, Case, Setting
 from benchmarks.decentralised.tables import joiner_table, view_table
+from benchmarks.markdown import write_below
 from benchmarks.wan.plan import Link
 
-__all__ = ["disturbance", "write_report"]
+__all__ = ["write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.decentralised -->"
@@ -23,14 +24,8 @@ HEAD = (
 
 
 def write_report(results: Sequence[Row], path: Path) -> None:
-    """Put the tables behind the mark in ``path``; the prose before it stays."""
-    prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(results), encoding="utf-8")
-
-
-def disturbance(row: Row) -> float:
-    """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
-    return float(row["cpu_busy"] - row["cpu_workers"]) if row["outcome"] == "finished" else 0.0
+    """Write the tables below the mark in ``path``."""
+    write_below(MARK, tables(results), path)
 
 
 def tables(results: Sequence[Row]) -> str:

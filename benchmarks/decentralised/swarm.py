@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decentralised.guest import Guest
-from benchmarks.decentralised.network import Loopback
 from benchmarks.decentralised.plan import Job
-from benchmarks.scale.__main__ import table
+from benchmarks.markdown import table
 from benchmarks.wan.counters import busy_s
-from benchmarks.wan.network import Network
+from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import Link, Method
 
 __all__: list[str] = []

@@ -6,9 +6,9 @@ Nothing here is trained: that is `study.toml`, for `diloco sweep`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.markdown import table, write_below
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -27,12 +27,6 @@ SHORT = {"all-gather": "AG", "reduce-scatter": "RS"}
 WORKLOAD = Workload(parameters=25_200_000, layers=8, step_time_s=0.254)
 SCHEDULE = SyncSchedule(inner_steps=60, num_fragments=4, overlap_steps=10)
 LINKS = {"100 Mbit/s, 100 ms": (1e8, 0.1), "50 Mbit/s, 300 ms": (5e7, 0.3), "20 Mbit/s, 150 ms": (2e7, 0.15)}
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
 
 
 def traffic() -> str:
@@ -64,8 +58,6 @@ def utilization() -> str:
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m benchmarks.means", description=__doc__).parse_args()
-    readme = Path(__file__).parent / "README.md"
-    before = readme.read_text(encoding="utf-8").partition(MARKER)[0]
     text = [
         "## What a round moves",
         "Bytes per parameter that the busiest replica moves each way in a round (AG: all-gather, where no mean is "
@@ -78,7 +70,7 @@ def main() -> None:
         "of 0.254 s on a CPU, latency one way, bbr, with what runs typically spend beside their payload.",
         utilization(),
     ]
-    readme.write_text(before + MARKER + "\n\n" + "\n\n".join(text) + "\n", encoding="utf-8")
+    write_below(MARKER, "\n\n".join(text) + "\n", Path(__file__).parent / "README.md")
 
 
 if __name__ == "__main__":

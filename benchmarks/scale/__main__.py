@@ -9,10 +9,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.markdown import table, write_below
 from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import sweep
@@ -35,12 +36,6 @@ FRAGMENT = 10**11 // 36
 SHORT = {"all-gather": "AG", "reduce-scatter": "RS"}
 
 Row = dict[str, Any]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
 
 
 def costs() -> tuple[list[Row], str]:
@@ -262,9 +257,7 @@ def main() -> None:
     took_s = time.perf_counter() - started_s
     text.append(f"All tables took {took_s:.0f} s, in one thread.")
     (HERE / "results.json").write_text(as_json({"took_s": round(took_s)}, results), encoding="utf-8")
-    readme = HERE / "README.md"
-    before = readme.read_text(encoding="utf-8").partition(MARKER)[0]
-    readme.write_text(before + MARKER + "\n\n" + "\n\n".join(text) + "\n", encoding="utf-8")
+    write_below(MARKER, "\n\n".join(text) + "\n", HERE / "README.md")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from benchmarks.scale.__main__ import table
+from benchmarks.markdown import table
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.actions import Action

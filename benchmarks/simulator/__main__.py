@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.markdown import write_below
 from benchmarks.simulator import real, virtual
 from benchmarks.simulator.rounds import Rounds, fit
 from diloco.cli.tables import columns
@@ -54,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "processes": processes,
     }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    readme = HERE / "README.md"
-    text = readme.read_text(encoding="utf-8").partition(MARK)[0]
-    readme.write_text(f"{text}{MARK}\n\n{report(results)}", encoding="utf-8")
+    write_below(MARK, report(results), HERE / "README.md")
     print(report(results))
     missed = real.missed(processes)
     for row in missed:

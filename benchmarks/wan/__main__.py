@@ -23,7 +23,7 @@ from benchmarks.wan.grid import grid_tables
 from benchmarks.wan.network import Network
 from benchmarks.wan.plan import GRID, LINKS, METHODS, Job, Link, Method, Work
 from benchmarks.wan.planned import planned
-from benchmarks.wan.report import baseline_s, write_report
+from benchmarks.wan.report import baseline_s, disturbance, least_disturbed, write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -126,10 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
             if method.rival and not given.rivals_python:
                 print(f"left out for want of --rivals-python: {method.name}")
-            elif given.again or not same or max(map(_disturbance, same)) > given.again_above:
+            elif given.again or not same or max(map(disturbance, same)) > given.again_above:
                 made = run_one(network, link, method, work, baseline_s(results), given)
-                # of several runs of one kind, the one that others disturbed least says most
-                kept = made if given.again else min([*same, made], key=_worth)
+                kept = made if given.again else least_disturbed([*same, made])
                 results = [row for row in results if row not in same] + [kept]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     rows, grid = _read(RESULTS), _read(GRID_RESULTS)
@@ -139,15 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _read(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
-
-
-def _disturbance(row: dict[str, Any]) -> float:
-    """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
-    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
-
-
-def _worth(row: dict[str, Any]) -> tuple[bool, float]:
-    return row["outcome"] != "finished", _disturbance(row)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

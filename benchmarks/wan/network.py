@@ -12,7 +12,7 @@ from benchmarks.wan.counters import DEVICE, interface_bytes
 from benchmarks.wan.plan import Link
 from diloco.errors import ConfigurationError
 
-__all__ = ["Network"]
+__all__ = ["Loopback", "Network"]
 
 
 class Network:
@@ -93,3 +93,26 @@ class Network:
                 f"{self.script} {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr} "
                 "It may need root. The benchmark stops here; finished runs are kept."
             )
+
+
+class Loopback(Network):
+    """The loopback interface instead of an emulated network: all nodes share this machine's address 127.0.0.1."""
+
+    device = "lo"
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+
+    @contextmanager
+    def up(self, link: Link) -> Iterator[None]:
+        yield
+
+    def address(self, node: int) -> str:
+        return "127.0.0.1"
+
+    def command(self, node: int, arguments: Sequence[str]) -> list[str]:
+        return list(arguments)
+
+    def sent_bytes(self, node: int) -> int:
+        """Return 0: the nodes share the interface, so its counters can't tell them apart."""
+        return 0

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import write_below
 from benchmarks.wan.plan import LINKS, METHODS, Link, Work
 
-__all__ = ["baseline_s", "round_times", "write_report"]
+__all__ = ["baseline_s", "disturbance", "least_disturbed", "round_times", "write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
@@ -21,9 +22,8 @@ HEAD = (
 
 
 def write_report(results: Sequence[Row], path: Path, more: str) -> None:
-    """Put the tables, and ``more``, behind the mark in ``path``; the prose before it stays."""
-    prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(results) + "\n" + more, encoding="utf-8")
+    """Write the tables, and ``more``, below the mark in ``path``."""
+    write_below(MARK, tables(results) + "\n" + more, path)
 
 
 def tables(results: Sequence[Row]) -> str:
@@ -55,6 +55,16 @@ def baseline_s(results: Sequence[Row]) -> float:
 def step_s(row: Row) -> float:
     """Seconds per inner step of the slowest replica."""
     return float(max(replica["wall_s"] / replica["steps"] for replica in row["replicas"]))
+
+
+def disturbance(row: Row) -> float:
+    """Return the share of the CPU used by anything but the workers: the emulated network and other programs."""
+    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
+
+
+def least_disturbed(rows: Sequence[Row]) -> Row:
+    """Return the finished run with the lowest `disturbance`, or an unfinished one if none has finished."""
+    return min(rows, key=lambda row: (row["outcome"] != "finished", disturbance(row)))
 
 
 def describe(name: str, row: Row, link: Link, base_s: float) -> str:

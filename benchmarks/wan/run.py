@@ -18,7 +18,7 @@ from benchmarks.wan.counters import busy_s, sessions_s
 from benchmarks.wan.network import Network
 from diloco.errors import TransportError
 
-__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "run_job"]
+__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "measure_cpu", "run_job"]
 
 
 class Runnable(Protocol):
@@ -147,17 +147,34 @@ def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
     answer_all(workers, known)
     await_phase(workers, "warm", deadline_s)
     answer_all(workers, time.monotonic() + 0.5)
-    sessions = [worker.process.pid for worker in workers]
-    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+    cpu_shares = measure_cpu(workers)
     await_phase(workers, "measured", deadline_s)
-    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
-    cpu_busy = (busy_s() - all_before_s) / cores_s
-    cpu_workers = (sessions_s(sessions) - ours_before_s) / cores_s
+    shares = cpu_shares()
     answer_all(workers, None)
     await_phase(workers, "counted", deadline_s)
     replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
     answer_all(workers, None)
-    return {"outcome": "finished", "replicas": replicas, "cpu_busy": cpu_busy, "cpu_workers": cpu_workers}
+    return {"outcome": "finished", "replicas": replicas, **shares}
+
+
+def measure_cpu(workers: Sequence[Worker]) -> Callable[[], dict[str, float]]:
+    """Start to measure the use of the CPU.
+
+    Returns:
+        A function that returns ``cpu_busy`` and ``cpu_workers``: the shares of all cores' time used since then by
+        everything, and by the workers.
+    """
+    sessions = [worker.process.pid for worker in workers]
+    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+
+    def shares() -> dict[str, float]:
+        cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
+        return {
+            "cpu_busy": (busy_s() - all_before_s) / cores_s,
+            "cpu_workers": (sessions_s(sessions) - ours_before_s) / cores_s,
+        }
+
+    return shares
 
 
 def answer_all(workers: Sequence[Worker], value: Any) -> None:

@@ -49,6 +49,10 @@ class Program(abc.ABC):
     def close(self) -> None:  # noqa: B027 - not every program has to
         """Let go of everything."""
 
+    def wire_bytes(self) -> tuple[int, int]:
+        """Return the bytes received and sent on this worker's interface so far; (0, 0) on the shared loopback."""
+        return interface_bytes() if self.job.wan else (0, 0)
+
 
 class Rounds(Program):
     """Averages the same values again and again; every peer has values of its own."""
@@ -71,14 +75,14 @@ class Rounds(Program):
         assert isinstance(total, Tensor)
         mean = total.div_(self.job.num_replicas)
         for number in range(self.job.rounds + 1):
-            before = interface_bytes() if self.job.wan else (0, 0)
+            before = self.wire_bytes()
             used_s = sessions_s([os.getsid(0)])
             said, got = self.average(number, begin)
             said["cpu_s"] = sessions_s([os.getsid(0)]) - used_s
             said["digest"] = digest([got])
             said["error"] = float((got - mean).norm() / mean.norm())
             begin()  # nobody sends any more
-            after = interface_bytes() if self.job.wan else (0, 0)
+            after = self.wire_bytes()
             said |= {"wire_received_bytes": after[0] - before[0], "wire_sent_bytes": after[1] - before[1]}
             if number:
                 self.rounds.append(said)

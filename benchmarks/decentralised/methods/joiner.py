@@ -15,7 +15,6 @@ from benchmarks.decentralised.methods import base
 from benchmarks.decentralised.peers import addresses_of, become_member, key_file, make_peer, wait_for_members
 from benchmarks.decentralised.plan import Job
 from benchmarks.decentralised.training import Trainer, work_of
-from benchmarks.wan.counters import interface_bytes
 from diloco.transport.hivemind.identity import load_identity
 
 __all__ = ["Program"]
@@ -56,12 +55,12 @@ class Program(base.Program):
             self._training.start()
             return
         time.sleep(_BEFORE_S)
-        before = interface_bytes() if self.job.wan else (0, 0)
+        before = self.wire_bytes()
         number = self.job.num_replicas - 1
         guest = Guest(self.job, number, self.address, self.known, "benchmarks.decentralised.joining")
         try:
             guest.wait_for("contributed everywhere")
-            after = interface_bytes() if self.job.wan else (0, 0)
+            after = self.wire_bytes()
             time.sleep(_AFTER_S)
             ended_s = time.monotonic()
         finally:
