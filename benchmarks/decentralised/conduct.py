@@ -23,7 +23,7 @@ def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
         time in use by anybody, or kept from this machine, and by the workers, from "warm" to "measured").
     """
     await_phase(workers, "prepared", deadline_s)
-    answer_all(workers, [worker.told["info"] for worker in workers])
+    answer_all(workers, [worker.reported["info"] for worker in workers])
     await_phase(workers, "warm", deadline_s)
     cpu_shares = measure_cpu(workers)
     answer_all(workers, None)

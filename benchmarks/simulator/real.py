@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.simulator.rounds import Rounds, link_named, rounds
 from benchmarks.wan.plan import METHODS, Work
-from benchmarks.wan.planned import congestion_control, ways
+from benchmarks.wan.planned import congestion_control, planner_links
 from benchmarks.wan.work import Layers
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -111,7 +111,7 @@ def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
         merge_s_per_value=sharing * MERGE_S_PER_VALUE,
     )
     pace = method.options.get("pace", 1.0)
-    links = [replace(way, bandwidth_bits_per_s=pace * way.bandwidth_bits_per_s) for way in ways(link)]
+    links = [replace(way, bandwidth_bits_per_s=pace * way.bandwidth_bits_per_s) for way in planner_links(link)]
     cluster = Cluster.of(links, step_s, overheads=conditions.overheads(link.replicas - 1))
     result = simulate_cycles(traffic, cluster, cycles=work.cycles)
     return float(result.wall_s) / result.steps

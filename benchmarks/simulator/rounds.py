@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.wan.plan import GRID, LINKS, METHODS, Link, Work
-from benchmarks.wan.planned import congestion_control, ways
+from benchmarks.wan.planned import congestion_control, planner_links
 from benchmarks.wan.report import round_times
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -81,7 +81,8 @@ class Rounds:
         schedule = SyncSchedule(inner_steps=1)
         codec, means = make_codec(self.options["codec"]), MeanEncoding.of(self.options.get("mean_codec", "auto"))
         traffic = outer_traffic(schedule, [self.values], [codec], self.link.replicas, mean=means)
-        result = simulate(traffic, Cluster.of(ways(self.link), 1.0, overheads=overheads), steps=2, measure_from=1)
+        cluster = Cluster.of(planner_links(self.link), 1.0, overheads=overheads)
+        result = simulate(traffic, cluster, steps=2, measure_from=1)
         return float(result.longest_wait_s.max())
 
 
