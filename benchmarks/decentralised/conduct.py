@@ -1,4 +1,4 @@
-"""The cues of one run: workers begin together whatever they begin, as often as they like."""
+"""Conducts one run: workers may wait for each other any number of times, and begin at the same moment each time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from benchmarks.wan.run import Worker, answer_all, await_phase, measure_cpu
 __all__ = ["conduct"]
 
 _LEAD_S = 0.3
-"""From the last worker's being ready to the beginning: more than any needs to hear of it."""
+"""The time from the last worker being ready to the beginning; every worker receives the time earlier."""
 
 
 def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
-    """prepared -> known -> warm -> (ready-1 -> begin at -> ready-2 ...) -> measured -> counted -> close.
+    """Conduct workers that report prepared, warm, (ready-1, ready-2, ...), measured and counted.
+
+    The answer to prepared is the information about all workers, that to ready-N is the time to begin.
 
     Returns:
-        ``outcome``, ``replicas`` (what each worker measured), ``cpu_busy`` and ``cpu_workers`` (share of all cores'
-        time in use by anybody, or kept from this machine, and by the workers, from "warm" to "measured").
+        ``outcome``, ``replicas`` (the measurements of each worker), and the values of `measure_cpu` from "warm" to
+        "measured".
     """
     await_phase(workers, "prepared", deadline_s)
     answer_all(workers, [worker.reported["info"] for worker in workers])

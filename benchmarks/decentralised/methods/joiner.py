@@ -1,6 +1,6 @@
-"""Replicas that train, and one more that takes over their state, becomes one of them and contributes.
+"""Replicas that train, and one more that fetches their state, joins and contributes.
 
-The last worker is no replica; it starts the joiner, a process of its own in the same node.
+The last worker is not a replica; it starts the joiner as a process of its own in the same node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AFTER_S = 8.0
 
 
 class Program(base.Program):
-    """``state_bytes_per_s``: what each member gives of its state at most, or None."""
+    """The option ``state_bytes_per_s`` limits the rate at which each member sends its state; None: no limit."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -41,7 +41,7 @@ class Program(base.Program):
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
         self.known: list[str] = known[0]["addresses"]
         if self.hosts:
-            load_identity(key_file(self.job, self.replica))  # making one takes seconds, once in a peer's life
+            load_identity(key_file(self.job, self.replica))  # making a key takes seconds, once per peer
             return
         if self.replica:
             self.transport = become_member(self._make(self.known), self.job.timeout_s)
@@ -66,7 +66,7 @@ class Program(base.Program):
         finally:
             guest.end()
         self._result = {
-            "guest": guest.said,
+            "guest": guest.events,
             "ended_s": ended_s,
             "wire_received_bytes": after[0] - before[0],
             "wire_sent_bytes": after[1] - before[1],
