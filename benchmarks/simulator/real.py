@@ -13,6 +13,8 @@ import torch
 from benchmarks.simulator.rounds import Rounds, link_named, rounds
 from benchmarks.wan.plan import METHODS, Work
 from benchmarks.wan.planned import congestion_control, planner_links
+from benchmarks.wan.report import baseline_s
+from benchmarks.wan.report import step_s as measured_step_s
 from benchmarks.wan.work import Layers
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -67,13 +69,8 @@ def _comparable(row: Mapping[str, Any]) -> bool:
 
 
 def bare_step_s() -> float:
-    """An inner step without communication, measured in the same series."""
-    walls: list[float] = [
-        max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
-        for row in _every()
-        if row["method"] == "no communication" and row["work"]["compute"] == "pause"
-    ]
-    return min(walls)
+    """Return the seconds of an inner step without communication, measured in the same series."""
+    return baseline_s(_every())
 
 
 def costs_per_value(codecs: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -121,7 +118,7 @@ def compare() -> Iterator[dict[str, Any]]:
     """One row for each run that can be compared."""
     step_s = bare_step_s()
     for row in rows():
-        measured_s = max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
+        measured_s = measured_step_s(row)
         predicted_s = predict_step_s(row, step_s)
         yield {
             "link": row["link"],
