@@ -57,7 +57,7 @@ def _measured(rows: dict[str, dict[str, Any]], bare_s: float) -> Iterator[str]:
     if errors:
         largest = max(errors, key=abs)
         yield f"The simulator's error in the wall-clock time: median {statistics.median(map(abs, errors)):.1%},"
-        yield f"largest {largest:+.1%}, mean {statistics.mean(errors):+.1%} (above 0: the prediction is too slow)."
+        yield f"largest {largest:+.1%}, mean {statistics.mean(errors):+.1%} (above 0: predicted too slow)."
     yield from ("", f"| link | CU predicted {HEAD}", "|---" * (HEAD.count("|") + 1) + "|")
     for link in GRID:
         if link.name in rows:
