@@ -1,6 +1,6 @@
-"""``python -m benchmarks.means``: what encoded means move, and what that buys on links; writes the tables of README.md.
+"""``python -m benchmarks.means``: write the tables of the bytes that encoded means move, and of their effect on links.
 
-Nothing here is trained: that is `study.toml`, for `diloco sweep`.
+This command trains nothing; `diloco sweep` does, with `study.toml` and `seeds.toml`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINKS = {"100 Mbit/s, 100 ms": (1e8, 0.1), "50 Mbit/s, 300 ms": (5e7, 0.3), "20 
 
 
 def traffic() -> str:
-    """Bytes per parameter and round of the busiest replica, by the trainer's own plan."""
+    """Return the table of the busiest replica's bytes per parameter and round, by the trainer's own plan."""
     numel = WORKLOAD.parameters // SCHEDULE.num_fragments
     rows = []
     for codec in CODECS:
@@ -41,7 +41,7 @@ def traffic() -> str:
 
 
 def utilization() -> str:
-    """Compute utilisation on links, with what real runs spend beside their payload."""
+    """Return the table of the compute utilisation on links, with the overheads of real runs."""
     rows = []
     for link, (rate, latency_s) in LINKS.items():
         for mean in ("float32", "int8", "fp4"):
@@ -62,12 +62,12 @@ def main() -> None:
         "## What a round moves",
         "Bytes per parameter that the busiest replica moves each way in a round (AG: all-gather, where no mean is "
         "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `transport.mean_codec`. "
-        "The default, `auto`, is the row of int8 from M = 8 on with contributions in int8 and fp4, else that of "
-        "float32.",
+        "The default, `auto`, is the int8 row from M = 8 on for contributions in int8 and fp4, and otherwise the "
+        "float32 row.",
         traffic(),
-        "## What that buys",
+        "## What it gains on a link",
         "Compute utilisation (%), simulated: 25.2M parameters, contributions in fp4, H = 60, P = 4, tau = 10, a step "
-        "of 0.254 s on a CPU, latency one way, bbr, with what runs typically spend beside their payload.",
+        "of 0.254 s on a CPU, one-way latency, bbr, with the typical overheads of real runs.",
         utilization(),
     ]
     write_below(MARKER, "\n\n".join(text) + "\n", Path(__file__).parent / "README.md")
