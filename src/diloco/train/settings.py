@@ -109,8 +109,8 @@ class InnerSettings:
     """The inner optimizer and its learning rate."""
 
     name: str = "AdamW"
-    """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, head and
-    vectors use AdamW."""
+    """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, head
+    and vectors use AdamW."""
     learning_rate: float = 4e-4
     """Peak learning rate. Muon: the rate of AdamW; hidden matrices use `arguments.matrix_lr_ratio` (10) times it."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
