@@ -1,4 +1,4 @@
-"""The settings of a training run. This module does not import torch."""
+"""The settings of a training run. This module works without torch."""
 
 from __future__ import annotations
 
