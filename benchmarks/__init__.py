@@ -1,1 +1,1 @@
-"""Measurements that take longer than tests. Each folder holds its command, and the results that it printed."""
+"""Measurements that take longer than tests. Each folder holds a command and the results that it printed."""

@@ -22,7 +22,7 @@ from benchmarks.chaos.paced import read_seconds, set_seconds, shift_clock
 from benchmarks.chaos.peers import Peers
 from benchmarks.chaos.plan import fewest_healthy, least_healthy, plan_events
 from benchmarks.chaos.processes import Life, Running, Tail, descendants
-from benchmarks.chaos.records import Left
+from benchmarks.chaos.records import RunRecords
 from benchmarks.chaos.report import tables, write_between
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
@@ -163,7 +163,7 @@ class TestProcesses:
         starts += "start_new_session=True); p.stdout.readline(); print('ready', flush=True); p.wait()"
         running = Running([sys.executable, "-c", starts], life(folder=str(tmp_path)), tmp_path / "said.txt")
         try:
-            while "ready" not in running.words():
+            while "ready" not in running.printed():
                 assert running.is_alive
             (daemon,) = descendants(running.process.pid)
         finally:
@@ -181,7 +181,7 @@ class TestProcesses:
         commands: list[list[str]] = []
 
         class Started:
-            def __init__(self, command: list[str], life: Life, said: Path) -> None:
+            def __init__(self, command: list[str], life: Life, output: Path) -> None:
                 commands.append(command)
                 self.life, self.is_alive = life, True
                 self.tail = Tail(tmp_path / "none")
@@ -238,7 +238,7 @@ def log(*records: dict[str, Any], **fields: Any) -> Log:
 class TestStandingStill:
     def test_a_long_step_is_a_fault_and_told_where(self) -> None:
         steps = [record(time_s, "StepFinished") for time_s in (0.5, 1.0, 5.0)]
-        longest, faults = checks.standing_still([log(committed(0.1), *steps)], {"StepFinished": 2.0}, 100)
+        longest, faults = checks.stalled([log(committed(0.1), *steps)], {"StepFinished": 2.0}, 100)
         assert longest == {"StepFinished": 4.0}
         assert len(faults) == 1
         assert "4.0 s from 1.0" in faults[0]
@@ -252,27 +252,27 @@ class TestStandingStill:
             committed(6),
         ]
         frozen = log(*records, disturbed=[(1.5, 4.5)])
-        longest, faults = checks.standing_still([frozen], {"StepFinished": 2.0}, 100)
+        longest, faults = checks.stalled([frozen], {"StepFinished": 2.0}, 100)
         assert longest == {"StepFinished": 0.5}
         assert faults == []
 
     def test_who_stood_still_when_it_was_killed_stood_still(self) -> None:
         records = [committed(0.1), record(0.5, "StepFinished")]
         killed = log(*records, ended_by="kill", code=-9)
-        assert len(checks.standing_still([killed], {"StepFinished": 2.0}, 100)[1]) == 1
+        assert len(checks.stalled([killed], {"StepFinished": 2.0}, 100)[1]) == 1
 
     def test_who_does_not_come_back_is_a_fault(self) -> None:
         records = [committed(0.1), *(record(t / 2, "StepFinished") for t in range(200))]
         frozen = log(*records, disturbed=[(1.0, 2.0)], ended_s=100.0)
-        assert "took no part" in checks.standing_still([frozen], {"StepFinished": 2.0}, 50)[1][0]
+        assert "took no part" in checks.stalled([frozen], {"StepFinished": 2.0}, 50)[1][0]
 
     def test_who_waited_in_vain_until_it_gave_up_stood_still(self) -> None:
         gave_up = log(committed(0.1), record(0.5, "StepFinished"), code=1)
-        assert len(checks.standing_still([gave_up], {"StepFinished": 2.0}, 100)[1]) == 1
+        assert len(checks.stalled([gave_up], {"StepFinished": 2.0}, 100)[1]) == 1
 
     def test_who_never_ended_hung(self) -> None:
         hung = log(committed(0.1), record(0.5, "StepFinished"), ended_s=None, code=None)
-        assert "had not ended" in checks.standing_still([hung], {"StepFinished": 2.0}, 100)[1][0]
+        assert "had not ended" in checks.stalled([hung], {"StepFinished": 2.0}, 100)[1][0]
 
 
 def test_the_pace_is_that_of_the_slowest_in_whose_way_nothing_was_put() -> None:
@@ -299,7 +299,7 @@ class TestRounds:
 
     def test_void_here_and_committed_there_is_a_fault_for_who_goes_on(self) -> None:
         gone_on = log(sent(0), void(1), sent(2, 1), committed(3, 1), name="b")
-        assert "just went on" in checks.half_applied([log(committed(1)), gone_on])[0]
+        assert "did not rejoin" in checks.half_applied([log(committed(1)), gone_on])[0]
 
     def test_not_for_who_ended(self) -> None:
         assert checks.half_applied([log(committed(1)), log(sent(0), void(1), name="b")]) == []
@@ -343,7 +343,7 @@ class TestPutOut:
     def found(self, says: dict[str, Any], about: Log) -> list[tuple[float, str]]:
         steps = [record(float(at_s), "StepFinished") for at_s in range(100)]
         who = log(sent(0), committed(0.5), says, *steps, ended_s=100.0)
-        return checks.put_out([who, about], self.BACK_S, self.NOTICED_S)
+        return checks.evicted([who, about], self.BACK_S, self.NOTICED_S)
 
     def about(self, *records: dict[str, Any], **fields: Any) -> Log:
         steps = [record(float(at_s), "StepFinished", replica=1) for at_s in range(int(fields.get("ended_s", 100)))]
@@ -353,7 +353,7 @@ class TestPutOut:
     def test_for_nothing(self) -> None:
         ((time_s, words),) = self.found(left(20, 1), self.about())
         assert time_s == 20
-        assert "replica 1 was put out" in words
+        assert "replica 1 was evicted" in words
 
     @pytest.mark.parametrize("words", [checks.LOOKS_FOR_OTHERS, f"{checks.GONE_ON} 1: it is late."])
     def test_once_where_it_says_so_itself(self, words: str) -> None:
@@ -364,7 +364,7 @@ class TestPutOut:
     def test_once_for_all_who_say_so(self) -> None:
         other = log(sent(0, replica=2), committed(0.5, replica=2), left(20.5, 1, replica=2), name="c", peer=2)
         both = [self.about(), log(sent(0), committed(0.5), left(20, 1)), other]
-        assert len(checks.put_out(both, self.BACK_S, self.NOTICED_S)) == 1
+        assert len(checks.evicted(both, self.BACK_S, self.NOTICED_S)) == 1
 
     @pytest.mark.parametrize(
         ("fields", "records"),
@@ -380,7 +380,7 @@ class TestPutOut:
 
     def test_what_is_said_by_one_that_was_cut_off_does_not_count(self) -> None:
         says = log(sent(0), committed(0.5), left(20, 1), disturbed=[(10.0, 30.0)], ended_s=40.0)
-        assert checks.put_out([says, self.about()], self.BACK_S, self.NOTICED_S) == []
+        assert checks.evicted([says, self.about()], self.BACK_S, self.NOTICED_S) == []
 
 
 class TestEnds:
@@ -430,8 +430,8 @@ def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
     row = {"ended_by_themselves": {"1": 1, "2": None}, "came_to_the_end": 2, "stood_still_s": 9.5, "pace": 0.25}
     row |= {"put_out": 0, "back_s": None, "faults": {"no process ended by itself": ["two"]}}
     case = CASES[0]
-    told = cases_table({"1.0": {case.key: row}, "2.0": {case.key: row | {"pace": None, "back_s": 2.5}}})
-    heads, _, first, second = told.splitlines()
+    shown = cases_table({"1.0": {case.key: row}, "2.0": {case.key: row | {"pace": None, "back_s": 2.5}}})
+    heads, _, first, second = shown.splitlines()
     assert first == f"| {case.key} | 1.0 | 1: 1, 2: hangs | 2 of 4 | 9.5 | 25% | 0 |  | no process ended by itself |"
     assert heads.count("|") == first.count("|") == second.count("|")
     assert "| 2.5 |" in second
@@ -442,9 +442,9 @@ class Forked(Running):
 
     processes: Processes
 
-    def __init__(self, command: Sequence[str], life: Life, said: Path) -> None:
-        self.life, self.said, self.tail = life, said, Tail(Path(life.folder) / "metrics.jsonl")
-        self.process = Command(self.processes, command[3:], said, module=command[2])  # type: ignore[assignment]
+    def __init__(self, command: Sequence[str], life: Life, output: Path) -> None:
+        self.life, self.output, self.tail = life, output, Tail(Path(life.folder) / "metrics.jsonl")
+        self.process = Command(self.processes, command[3:], output, module=command[2])  # type: ignore[assignment]
 
 
 def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,15 +461,15 @@ def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Event(1.5, "freeze", 1, 7.0, with_daemon=True),
         Event(3.0, "start bootstrap", BOOTSTRAP),
     )
-    said: list[str] = []
+    lines: list[str] = []
     with Processes() as processes:
         monkeypatch.setattr(Forked, "processes", processes, raising=False)
         monkeypatch.setattr("benchmarks.chaos.peers.Running", Forked)
-        Conductor(set_up, tmp_path, Loopback(), said.append).run(events)
-    left_behind = Left(tmp_path)
+        Conductor(set_up, tmp_path, Loopback(), lines.append).run(events)
+    left_behind = RunRecords(tmp_path)
     run = judge(left_behind, events, ())
-    told = tables([{"command": "in a test", **run}])
-    assert {name: faults for name, faults in run["faults"].items() if faults} == {}, told + "\n".join(said)
+    shown = tables([{"command": "in a test", **run}])
+    assert {name: faults for name, faults in run["faults"].items() if faults} == {}, shown + "\n".join(lines)
     assert len(run["happened"]) == len(events)
     assert run["ended_peers"] == 3
     assert dataclasses.asdict(set_up)["steps"] == run["steps"]

@@ -19,7 +19,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*common, "--parts", "1b", "--only", "at once"]) == 0
     assert main([*common, "--parts", "150m", "sharing"]) == 0
     results = json.loads(out.read_text())
-    assert results.keys() == {"about", "checks", "rounds", "1b", "150m", "sharing"}, "parts add up"
+    assert results.keys() == {"about", "checks", "rounds", "1b", "150m", "sharing"}, "the parts add to one file"
     checks = {row["name"]: row["ok"] for row in results["checks"]}
     assert checks.keys() == CHECKS.keys()
     assert [name for name, ok in checks.items() if ok is None] == [
@@ -37,16 +37,16 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureF
         assert row["share"] == pytest.approx(row["round_s"] / (4 * row["step_s"]))
     assert [row["name"] for row in results["sharing"]] == ["one process", "1 processes"]
     printed = capsys.readouterr().out
-    for words in ("| diloco |", "Goal of 45 %: **not reached**", "Goal of less than 0.5 %", "| codecs give"):
-        assert words in printed
+    for text in ("| diloco |", "Goal of 45 %: **not reached**", "Goal of less than 0.5 %", "| codecs give"):
+        assert text in printed
 
 
 def test_what_fails_is_said_and_the_exit_code_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> str:
-        raise AssertionError("fp4 encodes 3 bytes otherwise")
+        raise AssertionError("fp4 encodes 3 bytes differently")
 
     monkeypatch.setattr("benchmarks.gpu.checks.CHECKS", {"codecs": fails})
     out = tmp_path / "results.json"
     assert main(["--tiny", "--device", "cpu", "--out", str(out), "--parts", "checks"]) == 1
     (row,) = json.loads(out.read_text())["checks"]
-    assert row == {"name": "codecs", "ok": False, "detail": "AssertionError: fp4 encodes 3 bytes otherwise"}
+    assert row == {"name": "codecs", "ok": False, "detail": "AssertionError: fp4 encodes 3 bytes differently"}

@@ -1,4 +1,4 @@
-"""Simulated churn of many replicas, checked against the simulator without losses, against formulas, and by hand."""
+"""Replicas that fail and return: compared with the simulator (without losses), with formulas, and by hand."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_without_losses_it_is_the_simulator(number: int, jitter: float, schedule
 
 
 def test_a_loss_by_hand() -> None:
-    """Rounds of three take 5.53 s. Replica 2 ends at 12 s; this is noticed at 27 s, so step 10 is merged at 27.5 s."""
+    """Rounds of three take 5.53 s. Replica 2 ends at 12 s, which is noticed at 27 s, so step 10 is merged at 27.5 s."""
     churn = Churn(silence_s=15.0, silent_share=1.0, view_change_s=0.5, away_s=1e9)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 30)
     simulated.membership.expect(12.0, "fail", 2)
     for step in BLOCKING.busy_steps(20):
-        simulated.come_and_go(step)
+        simulated.change_members(step)
         simulated.send(0, step)
         simulated.merge(0, step)
         if step == 10:
@@ -69,28 +69,28 @@ def test_a_loss_by_hand() -> None:
             assert (simulated.counts["void_rounds"], simulated.sums["kept"]) == (1, 0)
     assert simulated.present.tolist() == [True, True, False]
     assert simulated.counts == {"rounds": 2, "void_rounds": 1, "losses": 1, "joins": 0}
-    assert simulated.sums["kept"] == 2 * 20  # the work of the void round arrived with the next one
-    assert simulated.now_s(20)[0] == pytest.approx(37.5 + 4.0 + 0.2)  # two replicas, 4 MB each, payload and vote
-    assert simulated.waited_s[2] == 2.0  # no replica waits after its end
+    assert simulated.sums["kept"] == 2 * 20  # the next round contains the work of the void one
+    assert simulated.now_s(20)[0] == pytest.approx(37.5 + 4.0 + 0.2)  # two replicas, 4 MB each way, payload and vote
+    assert simulated.waited_s[2] == 2.0  # a replica does not wait after its end
 
 
 @pytest.mark.parametrize(("ends_s", "void"), [(9.9, True), (10.1, True), (14.1, True), (14.3, False)])
 def test_only_a_loss_before_the_commit_makes_a_round_void(ends_s: float, void: bool) -> None:
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(2), Churn(away_s=1e9, silent_share=1.0), 10)
     simulated.membership.expect(ends_s, "fail", 1)
-    simulated.come_and_go(10)
+    simulated.change_members(10)
     simulated.send(0, 10)
     simulated.merge(0, 10)
     assert simulated.counts["void_rounds"] == void
 
 
 def test_a_joiner_by_hand() -> None:
-    """A replica fails and restarts soon: it is in the view when it has the state, and in the mean two rounds later."""
+    """A lost replica that returns at once joins the view when it has the state, and contributes two rounds later."""
     churn = Churn(silent_share=0.0, away_s=0.0, state_share=0.95, view_change_s=0.0)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(2), churn, 60)
-    simulated.membership.expect(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: it has joined at 9.4 s, before the first round
+    simulated.membership.expect(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: it joins at 9.4 s, before the first round
     for step in BLOCKING.busy_steps(40):
-        simulated.come_and_go(step)
+        simulated.change_members(step)
         simulated.send(0, step)
         contributes = simulated.in_flight[0].contributes.tolist()
         simulated.merge(0, step)
@@ -101,7 +101,7 @@ def test_a_joiner_by_hand() -> None:
 
 
 def test_what_has_changed_since_the_download_is_fetched_in_the_joiners_merge() -> None:
-    """The download lasts from 21 s to 37 s, so a round merged at 33.7 s makes the joiner's next merge 16 s longer."""
+    """The download takes from 21 s to 37 s, a round is merged at 33.7 s, so the joiner's merge takes 16 s more."""
     for refetch in (True, False):
         churn = Churn(silent_share=0.0, away_s=0.0, view_change_s=0.0, refetch=refetch)
         simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 60)
@@ -109,14 +109,14 @@ def test_what_has_changed_since_the_download_is_fetched_in_the_joiners_merge() -
         simulated.membership.serves_until_s[0] = 21.0
         merged_s = []
         for step in BLOCKING.busy_steps(50):
-            simulated.come_and_go(step)
+            simulated.change_members(step)
             simulated.send(0, step)
             simulated.merge(0, step)
             merged_s.append(simulated.now_s(step)[simulated.present].tolist())
         assert simulated.counts["joins"] == 1
         late_s = [max(each) - min(each) for each in merged_s]
         assert sum(each == pytest.approx(16.0) for each in late_s) == refetch
-        # the following round waits for the joiner
+        # and the next round waits for the joiner
         assert len([each for each in late_s if each < 1e-9]) == 5 - refetch
 
 
@@ -160,7 +160,7 @@ def test_more_failures_never_raise_goodput() -> None:
 def test_one_replica_alone_goes_on_when_it_is_back() -> None:
     done = run(1, Churn(mtbf_s=500.0, away_s=500.0), cycles=2000)
     assert done.void_rounds == 0
-    assert done.compute_utilization > 0.99  # half a second for every rejoin
+    assert done.compute_utilization > 0.99  # half a second per return
     assert done.losses > 15
     assert 0.3 < done.goodput < 0.7
 
@@ -217,8 +217,8 @@ def test_connections_messages_and_room() -> None:
     [("round", 2, 2), ("join", 2, 4), ("leave", 3, 3), ("kill", 3, 4), ("start, all at once", 14, 17)],
 )
 def test_what_a_member_says_to_another_does_not_grow_with_their_number(phase: str, messages: int, trips: int) -> None:
-    """Nor do the round trips. For a kill, the first one is the detection of the end. At the start, several replicas
-    join in one view change."""
+    """The number of trips does not grow either. The first trip of a kill is its detection. At a start several replicas
+    join by one view change."""
     network = counted(phase, 8)
     assert network.messages <= messages * 8 * 7
     assert network.trips == trips
@@ -256,7 +256,7 @@ def test_a_sweep_has_a_row_for_every_scenario() -> None:
     ],
 )
 def test_what_is_no_churn_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match="would work"):
+    with pytest.raises(ConfigurationError, match="Times must be at least 0 s"):
         Churn(**wrong)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The table of the grid of benchmarks/wan: measured values, predicted values, and runs that did not end."""
+"""The table of benchmarks/wan's grid: measurements, predictions, and runs that did not finish."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_links_that_fall_short_are_listed_beside_what_was_predicted() -> None:
 
     table = grid_tables(rows, STEP_S)
 
-    assert "3 of 36 links. 1 runs did not end, 0 rounds were void." in table
-    assert "Below 95 %, the lowest first: 100 Mbit/s, 300 ms, 4 replicas: 50.0%." in table
+    assert "3 of 36 links. 1 runs did not finish, 0 rounds were void." in table
+    assert "Below 95 %, lowest first: 100 Mbit/s, 300 ms, 4 replicas: 50.0%." in table
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     header = next(line for line in lines if line.startswith("| link | CU predicted |"))
     ours = [line for line in lines if line.count(" ms, ") and "replicas |" in line and "model" not in line]

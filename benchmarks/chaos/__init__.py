@@ -1,1 +1,1 @@
-"""Does the decentralised mode survive? Real peers that are killed, frozen, cut off and started again at random."""
+"""Fault injection: real peers are killed, frozen, cut off and restarted at random while they train."""

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.chaos``: disturb real peers at random, and check what became of them.
+"""``python -m benchmarks.chaos``: disturb real peers at random and check the outcome.
 
-Ends with exit code 1 where a check found a fault. ``--report`` looks at what an earlier run left behind. With
-``--publish`` the run takes its place in results.json and the tables of the README.
+The exit code is 1 if a check found a fault. ``--report`` checks the files of an earlier run instead. ``--publish`` adds
+the run to results.json and to the tables of the README.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.chaos.events import Rates
 from benchmarks.chaos.network import Loopback, Wan
 from benchmarks.chaos.plan import plan_events
 from benchmarks.chaos.processes import python
-from benchmarks.chaos.records import Left
+from benchmarks.chaos.records import RunRecords
 from benchmarks.chaos.report import publish, tables
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import COMMON, Settings
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 def undisturbed_losses(out: Path, settings: Settings, tokens: int, seeds: int) -> list[float]:
-    """Held-out losses of runs in one process with as many tokens; what has a summary is not run again."""
+    """Return the held-out losses of single-process runs on as many tokens; reuse runs that have a summary."""
     losses = []
     for seed in range(seeds):
         folder = out / f"undisturbed-{seed}"
@@ -46,36 +46,40 @@ def undisturbed_losses(out: Path, settings: Settings, tokens: int, seeds: int) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=7, help="of the events")
-    parser.add_argument("--minutes", type=float, default=15.0, help="in which they happen")
-    parser.add_argument("--transport", default="hivemind", choices=("hivemind", "torch"), help="between them")
-    parser.add_argument("--peers", type=int, default=5, choices=(4, 5, 6), help="that train")
-    parser.add_argument("--step-s", type=float, default=0.2, help="an inner step takes at least so long")
-    parser.add_argument("--out", type=Path, required=True, help="folder for everything")
-    parser.add_argument("--wan", type=Path, help="script that makes a network in which peers can be cut off; as root")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the events")
+    parser.add_argument("--minutes", type=float, default=15.0, help="how long events happen")
+    parser.add_argument("--transport", default="hivemind", choices=("hivemind", "torch"), help="transport of the peers")
+    parser.add_argument("--peers", type=int, default=5, choices=(4, 5, 6), help="number of peers that train")
+    parser.add_argument("--step-s", type=float, default=0.2, help="least duration of an inner step")
+    parser.add_argument("--out", type=Path, required=True, help="folder for all files of the run")
+    parser.add_argument("--wan", type=Path, help="script that makes a network whose links can be cut; needs root")
     parser.add_argument(
-        "--undisturbed", type=int, default=3, metavar="SEEDS", help="runs without events to compare with"
+        "--undisturbed",
+        type=int,
+        default=3,
+        metavar="SEEDS",
+        help="number of undisturbed runs to compare the loss with",
     )
-    parser.add_argument("--report", action="store_true", help="only look at what is in --out")
-    parser.add_argument("--publish", action="store_true", help="write README.md and results.json")
+    parser.add_argument("--report", action="store_true", help="only check the files in --out")
+    parser.add_argument("--publish", action="store_true", help="update README.md and results.json")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all peers are ended, too
     network = Wan(given.wan, os.environ.get("WAN_PREFIX", "c")) if given.wan else Loopback()
-    # so the run is over no sooner than the events, of which some wait, and the last peers to come are back by then
+    # the run must outlast the events, some of which are postponed, and the recovery of the last peers
     steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
     settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)
     rates = Rates(transport=given.transport, silence_s=settings.silence_s, can_cut=network.can_cut)
     events = plan_events(given.seed, given.minutes, given.peers, rates)
     if not given.report:
         Conductor(settings, given.out, network, say=lambda text: print(text, flush=True)).run(events)
-    left = Left(given.out)
-    tokens = max((each["tokens"] for each in left.summaries.values()), default=0)
-    undisturbed = undisturbed_losses(given.out, left.settings, tokens, given.undisturbed) if tokens else []
+    records = RunRecords(given.out)
+    tokens = max((each["tokens"] for each in records.summaries.values()), default=0)
+    undisturbed = undisturbed_losses(given.out, records.settings, tokens, given.undisturbed) if tokens else []
     words = f"--transport {given.transport} --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}"
     run: dict[str, Any] = {
         "command": words + (" --wan SCRIPT" if given.wan else ""),
-        **judge(left, events, undisturbed),
+        **judge(records, events, undisturbed),
     }
     print(tables([run]))
     if given.publish:

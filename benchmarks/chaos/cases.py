@@ -1,7 +1,7 @@
 """``python -m benchmarks.chaos.cases --wan SCRIPT``: one disturbance at a time, each of which once ended a run.
 
-Each case is a run of its own, of about two minutes. With ``--publish LABEL`` the figures are put into cases.json under
-that label, and into the table of the README. Ends with exit code 1 where a check found a fault.
+Each case is a separate run of about two minutes. ``--publish LABEL`` adds the figures to cases.json under that label,
+and to the table of the README. The exit code is 1 if a check found a fault.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.chaos import checks
 from benchmarks.chaos.events import BOOTSTRAP, Event
 from benchmarks.chaos.network import Loopback, Wan
-from benchmarks.chaos.records import Left
-from benchmarks.chaos.report import table, write_between
+from benchmarks.chaos.records import RunRecords
+from benchmarks.chaos.report import CHECKS, table, write_between
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
 from benchmarks.chaos.verdict import judge
@@ -32,21 +32,21 @@ HERE = Path(__file__).parent
 MARK = "<!-- python -m benchmarks.chaos.cases writes what follows -->"
 
 _BEGIN_S = 10.0
-_OBSERVED_S = 60.0  # after the last event is over
+_OBSERVED_S = 60.0  # of training after the last event
 _STEP_S = 0.2
 _HEARTBEAT_S = 0.25
-"""Often: of a link that is mute one way, the deaf end notices first, as its TCP still sends a little."""
+"""Short, so that on a link that is mute in one direction the receiver notices first: its TCP still sends a little."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run in which one thing happens.
+    """A run with one disturbance.
 
     Attributes:
-        name: of the case, the same for all transports.
+        name: name of the case, the same for all transports.
         transport: ``hivemind`` or ``torch``.
-        peers: that train; replica m is the peer m.
-        events: what happens.
+        peers: number of peers that train; peer m is replica m.
+        events: the events of the disturbance.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """To be chosen by."""
+        """The name by which ``--case`` selects it."""
         return f"{self.transport}-{self.peers}-{self.name}"
 
     @property
     def settings(self) -> Settings:
-        """Of its run, which goes on for a while after the last event."""
+        """The settings of its run, which outlasts the last event."""
         lasts_s = max(event.at_s + event.seconds for event in self.events) + _OBSERVED_S
         return Settings(
             transport=self.transport,
@@ -101,16 +101,18 @@ CASES = (
 )
 
 
-def found(case: Case, left: Left) -> dict[str, Any]:
-    """The figures of a case, as JSON."""
-    run = judge(left, case.events, ())
+def found(case: Case, records: RunRecords) -> dict[str, Any]:
+    """Return the figures of a case, as JSON."""
+    run = judge(records, case.events, ())
     checked = run["faults"] | {"nobody was put out to whom nothing was done": run["put_out"]}
     paces = {}
-    for record, event in zip(left.happened, case.events, strict=False):
+    for record, event in zip(records.happened, case.events, strict=False):
         if event.timetable:
             until_s = record["time_s"] + event.seconds
-            paces[event.kind] = checks.pace(left.logs, event.stalls, record["time_s"], until_s, left.settings.step_s)
-    lives = [life for life in left.lives if life.peer != BOOTSTRAP]
+            paces[event.kind] = checks.pace(
+                records.logs, event.stalls, record["time_s"], until_s, records.settings.step_s
+            )
+    lives = [life for life in records.lives if life.peer != BOOTSTRAP]
     codes = {
         str(life.peer): life.code if life.code is not None and life.code >= 0 else None
         for life in lives
@@ -119,7 +121,7 @@ def found(case: Case, left: Left) -> dict[str, Any]:
     return {
         "what": "; ".join(f"{event.peer}: {event.text}" for event in case.events),
         "ended_by_themselves": codes,
-        "came_to_the_end": len(left.summaries),
+        "came_to_the_end": len(records.summaries),
         "stood_still_s": run["longest_s"]["StepFinished"],
         "bound_s": run["limits_s"]["StepFinished"],
         "pace": round(min(paces.values()), 2) if paces else None,
@@ -131,7 +133,7 @@ def found(case: Case, left: Left) -> dict[str, Any]:
 
 
 def publish(label: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Put figures into cases.json under ``label``, beside those of other cases, and all into the README."""
+    """Add the figures of some cases to cases.json under ``label``, and write all figures into the README."""
     path = HERE / "cases.json"
     held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     held[label] = held.get(label, {}) | rows
@@ -140,7 +142,7 @@ def publish(label: str, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A row for each case and label.
+    """Return the table, with a row for each case and label.
 
     Args:
         held: label -> key of a case -> its figures.
@@ -150,11 +152,11 @@ def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
             "case",
             "code",
             "ended by themselves (peer: exit code)",
-            "came to the end",
-            "longest step of one to which nothing was done (s)",
-            "steps that the others took meanwhile",
-            "put out for nothing",
-            "takes part again after (s)",
+            "finished",
+            "longest step of an undisturbed peer (s)",
+            "pace of the others meanwhile",
+            "undisturbed peers evicted",
+            "in a round again after (s)",
             "checks that failed",
         )
     ]
@@ -167,7 +169,7 @@ def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
             codes = ", ".join(f"{peer}: {'hangs' if code is None else code}" for peer, code in ended.items())
             back = "" if row["back_s"] is None else row["back_s"]
             reached = f"{row['came_to_the_end']} of {case.peers}"
-            failed = "; ".join(row["faults"]) or "none"
+            failed = "; ".join(CHECKS.get(name, name) for name in row["faults"]) or "none"
             pace = "" if row["pace"] is None else f"{row['pace']:.0%}"
             still = row["stood_still_s"]
             rows.append((case.key, label, codes or "none", reached, still, pace, row["put_out"], back, failed))
@@ -176,12 +178,14 @@ def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.cases", description=__doc__)
-    parser.add_argument("--wan", type=Path, required=True, help="script that makes a network; as root")
-    parser.add_argument("--case", action="append", choices=[case.key for case in CASES], help="default: all")
-    parser.add_argument("--transport", choices=("hivemind", "torch"), help="only those of a transport")
-    parser.add_argument("--out", type=Path, help="folder for what the runs leave behind; default: a temporary one")
-    parser.add_argument("--report", action="store_true", help="only look at what is in --out")
-    parser.add_argument("--publish", metavar="LABEL", help="write README.md and cases.json")
+    parser.add_argument("--wan", type=Path, required=True, help="script that makes a network; needs root")
+    parser.add_argument(
+        "--case", action="append", choices=[case.key for case in CASES], help="case to run; default: all"
+    )
+    parser.add_argument("--transport", choices=("hivemind", "torch"), help="run only the cases of one transport")
+    parser.add_argument("--out", type=Path, help="folder for the files of the runs; default: a temporary folder")
+    parser.add_argument("--report", action="store_true", help="only check the files in --out")
+    parser.add_argument("--publish", metavar="LABEL", help="update README.md and cases.json under this label")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -195,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         network: Loopback = Wan(given.wan, os.environ.get("WAN_PREFIX", "k"))
         if not given.report:
             Conductor(case.settings, out / case.key, network, lambda text: print(text, flush=True)).run(case.events)
-        rows[case.key] = found(case, Left(out / case.key))
+        rows[case.key] = found(case, RunRecords(out / case.key))
         print(json.dumps(rows[case.key], indent=1), flush=True)
     if given.publish:
         publish(given.publish, rows)

@@ -1,4 +1,4 @@
-"""What must be true of a run afterwards: pure functions of what its peers wrote; each gives the faults it finds."""
+"""Checks of a finished run. Each is a pure function of the peers' records and returns the faults that it finds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from benchmarks.chaos.processes import Life
 
 __all__ = [
     "Log",
-    "came_back",
+    "evicted",
     "gaps",
     "half_applied",
     "pace",
-    "put_out",
+    "recoveries",
     "repaired",
-    "standing_still",
+    "stalled",
 ]
 
 Record = Mapping[str, Any]
 Round = tuple[int, int]
 
+# Parts of the notes and reasons that the package records.
 LOOKS_FOR_OTHERS = "It is searching for the other replicas"
 GONE_ON = "the others continued without replica"
 IS_BACK = "has rejoined"
@@ -33,11 +34,11 @@ DIFFERS = "global parameters or outer state of replica"
 
 @dataclass(frozen=True)
 class Log:
-    """What one process of a peer wrote, in order.
+    """The records of one process of a peer, in order.
 
     Attributes:
-        life: of the process.
-        records: of its metrics.jsonl, each with ``time_s``.
+        life: the process.
+        records: the records of its metrics.jsonl, each with ``time_s``.
     """
 
     life: Life
@@ -45,26 +46,26 @@ class Log:
 
     @property
     def name(self) -> str:
-        """To be told apart by."""
+        """A name that is unique among the processes of a run."""
         return f"{self.life.name} from {self.life.started_s:.0f}"
 
     @property
     def replica(self) -> int | None:
-        """Its number among the replicas; None where it has not had a part in any round."""
+        """Its replica number, or None if it has not sent a contribution."""
         return next((record["replica"] for record in self.records if record["event"] == "RoundSent"), None)
 
     def of(self, *events: str) -> list[Record]:
-        """The records of some events."""
+        """Return the records of the given events."""
         return [record for record in self.records if record["event"] in events]
 
     def together(self) -> list[Record]:
-        """Rounds that it committed with others, and contributed to."""
+        """Return the records of rounds that it committed with others and contributed to."""
         committed = self.of("RoundCommitted")
         return [each for each in committed if len(each["contributors"]) > 1 and each["replica"] in each["contributors"]]
 
 
 def gaps(times_s: Sequence[float], excluded: Iterable[tuple[float, float]] = ()) -> list[tuple[float, float]]:
-    """Times between successive ones, and when each began, longest first; those that touch ``excluded`` are left out.
+    """Return (length, begin) of the gaps between successive times, longest first, except those that touch ``excluded``.
 
     >>> gaps([0.0, 1.0, 4.0, 9.0], [(3.0, 3.5)])
     [(5.0, 4.0), (1.0, 0.0)]
@@ -75,12 +76,13 @@ def gaps(times_s: Sequence[float], excluded: Iterable[tuple[float, float]] = ())
     return sorted(((b - a, a) for a, b in kept), reverse=True)
 
 
-def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str]]:
-    """How long a process needed to take part again, after its start and after everything that befell it.
+def recoveries(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[str]]:
+    """Return how long a process took to contribute to a round after its start and after each disturbance.
 
     Returns:
-        (when it began, seconds from its end until a round had its part); the times in which it was disturbed or
-        coming back; and the faults: what took longer than ``back_s``, or had not happened by the end.
+        A list of (begin of the disturbance, seconds from its end to the next committed round with a contribution of the
+        process); the spans in which the process was disturbed or recovering; and the faults: recoveries that took
+        longer than ``back_s``, or had not happened by the end.
     """
     committed_s = [record["time_s"] for record in log.together()]
     end_s = log.life.ended_s if log.life.ended_s is not None else max(committed_s, default=log.life.started_s)
@@ -94,33 +96,33 @@ def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[
         if back is not None:
             times.append((begin_s, back - freed_s))
         if until_s - freed_s > back_s:
-            what = "took part only" if back is not None else "took no part, though there were"
-            faults.append(f"{log.name}: {what} {until_s - freed_s:.0f} s after it could (from {freed_s:.1f})")
+            what = "was in a round only after" if back is not None else "took no part in any round for"
+            faults.append(f"{log.name}: {what} {until_s - freed_s:.0f} s, counted from {freed_s:.1f}")
     return times, busy, faults
 
 
-def standing_still(
-    logs: Sequence[Log], limits_s: Mapping[str, float], back_s: float
-) -> tuple[dict[str, float], list[str]]:
-    """The longest gap between two records of an event in a process that nothing befell meanwhile, and the faults.
+def stalled(logs: Sequence[Log], limits_s: Mapping[str, float], back_s: float) -> tuple[dict[str, float], list[str]]:
+    """Return the longest gap between two records of an event in an undisturbed process, and the faults.
 
     Args:
-        logs: of all processes.
-        limits_s: event -> the longest gap there may be.
-        back_s: see `came_back`.
+        logs: the logs of all processes.
+        limits_s: event -> the longest gap allowed.
+        back_s: see `recoveries`.
     """
     longest = dict.fromkeys(limits_s, 0.0)
     faults: list[str] = []
     for log in logs:
-        _, busy, late = came_back(log, back_s)
+        _, busy, late = recoveries(log, back_s)
         faults.extend(late)
         for event, limit_s in limits_s.items():
             times_s = [record["time_s"] for record in log.of(event)]
             by_itself = log.life.code and not log.life.ended_by
-            if times_s and (log.life.ended_by == "kill" or by_itself):  # what it was waiting for when it ended
+            if times_s and (log.life.ended_by == "kill" or by_itself):  # the gap up to its end counts
                 times_s.append(log.life.ended_s or times_s[-1])
             elif times_s and log.life.ended_s is None:  # it hung
-                faults.append(f"{log.name}: no {event} after {times_s[-1]:.1f}, and it had not ended when all was over")
+                faults.append(
+                    f"{log.name}: no {event} after {times_s[-1]:.1f}, and it had not ended at the end of the run"
+                )
             for seconds, since_s in gaps(times_s, busy):
                 longest[event] = max(longest[event], seconds)
                 if seconds > limit_s:
@@ -129,13 +131,13 @@ def standing_still(
 
 
 def pace(logs: Sequence[Log], stalls: Sequence[int], since_s: float, until_s: float, step_s: float) -> float:
-    """The fraction of its steps that the slowest one took between two times, of those in whose way nothing was put.
+    """Return the fraction of the possible steps that the slowest undisturbed peer took between two times.
 
     Args:
-        logs: of all processes.
-        stalls: peers that do not count.
-        since_s, until_s: the times.
-        step_s: what a step takes at least.
+        logs: the logs of all processes.
+        stalls: the disturbed peers, which do not count.
+        since_s, until_s: the two times.
+        step_s: the least duration of a step.
     """
     others = [log for log in logs if log.life.peer not in stalls and log.life.started_s < since_s]
     taken = [sum(since_s < each["time_s"] <= until_s for each in log.of("StepFinished")) for log in others]
@@ -143,10 +145,10 @@ def pace(logs: Sequence[Log], stalls: Sequence[int], since_s: float, until_s: fl
 
 
 def half_applied(logs: Sequence[Log]) -> list[str]:
-    """Rounds that some applied and others did not, or not in the same way.
+    """Return a fault for each round that some processes applied and others did not, or applied differently.
 
-    A process whose round is void while others committed it must have found that they went on without it, and come back,
-    before it takes part again; or be one that was still taking over their state.
+    A process may find a round void that others committed only if it was still adopting their state, or if it notices
+    that they continued without it and rejoins before it contributes again.
     """
     faults: list[str] = []
     committed: dict[Round, dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -158,16 +160,16 @@ def half_applied(logs: Sequence[Log]) -> list[str]:
             committed[_round(record)][tuple(record["contributors"])].append(log.name)
     for key, ways in sorted(committed.items()):
         if len(ways) > 1:
-            told = "; ".join(f"{contributors} says {', '.join(names)}" for contributors, names in sorted(ways.items()))
-            faults.append(f"round {key} was committed in {len(ways)} ways: {told}")
+            each = "; ".join(f"{contributors} by {', '.join(names)}" for contributors, names in sorted(ways.items()))
+            faults.append(f"round {key} was committed in {len(ways)} ways, with the contributors {each}")
         for contributors in ways:
             states = {digests[key][m] for m in contributors if m in digests[key]}
             if len(states) > 1:
-                faults.append(f"round {key}: its contributors {contributors} came from {len(states)} states")
+                faults.append(f"round {key}: its contributors {contributors} started from {len(states)} states")
     for log in logs:
         faults.extend(
-            f"{log.name}: round {key} is void here ({reason}) and committed elsewhere, and it just went on"
-            for key, reason in _gone_on_after_void(log)
+            f"{log.name}: round {key} is void here ({reason}) and committed elsewhere, but it did not rejoin"
+            for key, reason in _continued_after_void(log)
             if key in committed
         )
     return faults
@@ -177,74 +179,77 @@ def _round(record: Record) -> Round:
     return record["fragment"], record["outer_step"]
 
 
-def _gone_on_after_void(log: Log) -> list[tuple[Round, str]]:
-    """Void rounds after which a process committed a round that it sent later, without coming back between.
+def _continued_after_void(log: Log) -> list[tuple[Round, str]]:
+    """Return (round, reason) of the void rounds after which a process committed a round sent later without rejoining.
 
-    Those that are void because it comes back are told of while it does.
+    Rounds that are void because the process rejoins are recorded while it does, and do not count.
     """
     waiting: dict[Round, tuple[str, set[Round]]] = {}
-    comes_back = False
+    rejoining = False
     found: list[tuple[Round, str]] = []
     for record in log.records:
         event = record["event"]
-        if event == "RoundVoid" and not comes_back and TAKING_OVER not in record["reason"]:
+        if event == "RoundVoid" and not rejoining and TAKING_OVER not in record["reason"]:
             waiting[_round(record)] = (record["reason"], set())
         elif event == "Note" and LOOKS_FOR_OTHERS in record["text"]:
-            comes_back = True
+            rejoining = True
             waiting.clear()
         elif event == "Note" and IS_BACK in record["text"]:
-            comes_back = False
+            rejoining = False
         elif event == "RoundSent":
             for _, sent in waiting.values():
                 sent.add(_round(record))
         elif event == "RoundCommitted":
-            gone_on = [key for key, (_, sent) in waiting.items() if _round(record) in sent]
-            found.extend((key, waiting.pop(key)[0]) for key in gone_on)
+            continued = [key for key, (_, sent) in waiting.items() if _round(record) in sent]
+            found.extend((key, waiting.pop(key)[0]) for key in continued)
     return found
 
 
 def repaired(logs: Sequence[Log]) -> list[str]:
-    """Members whose state was found to differ from the others': none should ever, so each is a fault."""
+    """Return a fault for each member whose state was found to differ from that of the others."""
     return [
-        f"{log.name}: round {_round(record)} was void at {record['time_s']:.1f}, as {record['reason']}"
+        f"{log.name}: round {_round(record)} was void at {record['time_s']:.1f}: {record['reason']}"
         for log in logs
         for record in log.of("RoundVoid")
         if DIFFERS in record["reason"]
     ]
 
 
-def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
-    """Members that the others went on without though nothing was done to them; when, and who, in order.
+def evicted(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
+    """Return the time and a description of each eviction of an undisturbed member, in order.
 
     Args:
-        logs: of all processes; what those say that were disturbed themselves, or had not come back, does not count.
-        back_s: see `came_back`.
-        noticed_s: what is true may be said so much later; what is said twice within it is counted once.
+        logs: the logs of all processes. Records of a process that was disturbed or recovering do not count.
+        back_s: see `recoveries`.
+        noticed_s: how much later than the disturbance an eviction may be recorded. Records of the same eviction within
+            this time count once.
     """
     explained: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
-    busy = {log.name: came_back(log, back_s)[1] for log in logs}
+    busy = {log.name: recoveries(log, back_s)[1] for log in logs}
     for log in logs:
         last_s = max((record["time_s"] for record in log.of("StepFinished")), default=log.life.started_s)
         explained[log.replica] += [(since, until + noticed_s) for since, until in busy[log.name]]
         explained[log.replica].append((last_s, last_s + back_s))
-    said: list[tuple[float, int, str]] = []
+    reports: list[tuple[float, int, str]] = []
     for log in logs:
         for record in log.of("ViewChanged", "Note"):
             if _within(record["time_s"], busy[log.name]):
                 continue
-            said.extend((record["time_s"], replica, f"{log.name}: {why}") for replica, why in _out(log, record))
+            reports.extend(
+                (record["time_s"], replica, f"{log.name}: {why}") for replica, why in _evictions(log, record)
+            )
     found: list[tuple[float, str]] = []
     counted: dict[int, float] = {}
-    for time_s, replica, words in sorted(said):
+    for time_s, replica, words in sorted(reports):
         alone = time_s - counted.get(replica, -noticed_s) >= noticed_s
         if alone and not _within(time_s, explained[replica]):
             counted[replica] = time_s
-            found.append((time_s, f"replica {replica} was put out at {time_s:.1f}, says {words}"))
+            found.append((time_s, f"replica {replica} was evicted at {time_s:.1f}, according to {words}"))
     return found
 
 
-def _out(log: Log, record: Record) -> list[tuple[int, str]]:
-    """Whom a record says to be out of the view, and why."""
+def _evictions(log: Log, record: Record) -> list[tuple[int, str]]:
+    """Return the replicas that, according to a record, are out of the view, each with the reason."""
     if record["event"] == "ViewChanged":
         return [(replica, record["reason"]) for replica in record["left"] if replica != record["replica"]]
     alone = LOOKS_FOR_OTHERS in record["text"] or GONE_ON in record["text"]

@@ -1,4 +1,4 @@
-"""What can befall a peer, and what is done to it when."""
+"""The disturbances of a peer, and what is done to it at which time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 __all__ = ["BOOTSTRAP", "ENDS", "RETURNS", "Event", "Rates"]
 
 BOOTSTRAP = -1
-"""In the place of a peer's number: the standing peer that trains nothing."""
+"""The number of the bootstrap peer (``diloco dht``), which does not train."""
 
 ENDS = ("kill", "leave", "group SIGINT", "group SIGTERM")
-"""What ends a process."""
+"""The kinds of events that end a process."""
 
 RETURNS = ("resume", "join")
-"""What starts one."""
+"""The kinds of events that start one."""
 
 _OF_LINKS = ("cut", "mute", "accused", "pair", "flap")
 _OF_A_SWARM = ("leave", "group SIGINT", "group SIGTERM", "kill bootstrap")
@@ -44,25 +44,25 @@ _VERBS = {
     "pair": ("silence", "hear"),
     "clock": ("shift", "set right"),
 }
-_PULSES_S = {"slow": (0.4, 0.1), "flap": (3.0, 3.0)}  # begun and let be, in turns
+_PULSES_S = {"slow": (0.4, 0.1), "flap": (3.0, 3.0)}  # seconds on and off, alternating
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How often what happens, and how long it takes.
+    """How frequent events are and how long they last.
 
     Attributes:
-        transport: of the run, ``hivemind`` or ``torch``; on the latter a signal to one replica stops all, so there are
-            none, and no peer with another identity.
-        silence_s: of the peers; they are frozen and cut off for shorter and for longer than this.
-        gap_s: mean time between two events, where there is anybody to be disturbed.
-        quiet_s: without events at the end, so that all who come back are there.
-        start_s: after its start a process does not count as healthy for so long.
-        recovery_s: nor does a peer that the others may have gone on without.
-        hiccup_s: nor one that was frozen too shortly for that.
-        accused_s: two peers are not heard by a third for so long.
-        flap_s: the longest that a link flaps; no longer than a fifth of the run.
-        can_cut: whether peers have a network of their own.
+        transport: ``hivemind`` or ``torch``. On the latter a signal to one replica stops all, so there are no signals,
+            and no peer joins with a new identity.
+        silence_s: ``transport.silence_s`` of the peers. They are frozen and cut off for shorter and longer than this.
+        gap_s: the mean time between two events while a peer may be disturbed.
+        quiet_s: the time without events at the end, in which all peers recover.
+        start_s: how long after its start a process does not count as healthy.
+        recovery_s: the same for a peer that the others may have continued without.
+        hiccup_s: the same for a peer that was disturbed too briefly for that.
+        accused_s: how long a third peer receives nothing from two others.
+        flap_s: the longest time that a link flaps; at most a fifth of the run.
+        can_cut: whether each peer has its own network, so that links can be cut.
     """
 
     transport: str = "hivemind"
@@ -78,7 +78,7 @@ class Rates:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The kinds of events that there can be, and how often they are relative to each other."""
+        """The kinds of events that are possible, and their relative frequencies."""
         missing = (*(() if self.can_cut else _OF_LINKS), *(_OF_A_SWARM if self.transport == "torch" else ()))
         return {kind: weight for kind, weight in _WEIGHTS.items() if kind not in missing}
 
@@ -88,19 +88,19 @@ class Event:
     """One disturbance, or the return of a peer.
 
     Attributes:
-        at_s: since all peers train.
+        at_s: seconds since all peers train.
         kind: ``kill`` (SIGKILL), ``leave`` (SIGINT), ``group SIGINT``, ``group SIGTERM`` (to its process group),
-            ``freeze`` (SIGSTOP), ``slow`` (frozen most of the time), ``cut`` (no packet gets to it or from it),
-            ``mute`` (no packet gets from it to another one), ``accused`` (none gets to it from two others), ``pair``
-            (none gets through between it and another one), ``flap`` (cut off for 3 s, reached for 3 s, in turns),
-            ``clock`` (its clock is wrong); ``resume`` (started again in its folder), ``join`` (another one in its
-            place); ``kill bootstrap``, ``start bootstrap``; ``thaw at the end`` (frozen shortly before the others end,
-            and let run as they do).
-        peer: its place, from 0; `BOOTSTRAP`.
-        seconds: until it is thawed, let run or reached again.
-        with_daemon: a freeze or kill that its network daemon shares, as when a whole machine goes.
-        others: with whom it can't speak.
-        clock_s: what its clock is off by; of a ``join``, that of the one who comes, until it ends.
+            ``freeze`` (SIGSTOP), ``slow`` (frozen most of the time), ``cut`` (no packet reaches or leaves it), ``mute``
+            (its packets don't reach one other peer), ``accused`` (the packets of two others don't reach it), ``pair``
+            (no packet passes between it and one other peer), ``flap`` (cut off for 3 s, connected for 3 s,
+            alternating), ``clock`` (its clock is wrong); ``resume`` (restarted in its folder), ``join`` (replaced by a
+            new peer); ``kill bootstrap``, ``start bootstrap``; ``thaw at the end`` (frozen shortly before the others
+            finish, and thawed as they do).
+        peer: the number of its place, from 0, or `BOOTSTRAP`.
+        seconds: how long the disturbance lasts.
+        with_daemon: whether a freeze or kill includes its network daemon, as when a whole machine fails.
+        others: the peers at the other end of the disturbed links.
+        clock_s: the offset of its clock; of a ``join``, the offset of the new peer's clock until it ends.
     """
 
     at_s: float
@@ -113,17 +113,17 @@ class Event:
 
     @property
     def text(self) -> str:
-        """In words.
+        """A description of the event.
 
         >>> Event(1.0, "freeze", 2, 3.5, True).text
         'freeze for 3.5 s, with its daemon'
         >>> Event(1.0, "accused", 3, 14.0, others=(0, 1)).text
-        'accused: 0 and 1 are not heard, for 14.0 s'
+        'accused: receives nothing from 0 and 1 for 14.0 s'
         """
         named = " and ".join(map(str, self.others))
         words = {
-            "mute": f"mute towards {named},",
-            "accused": f"accused: {named} are not heard,",
+            "mute": f"mute towards {named}",
+            "accused": f"accused: receives nothing from {named}",
             "pair": f"pair with {named}",
         }.get(self.kind, self.kind)
         if self.clock_s:
@@ -133,10 +133,10 @@ class Event:
 
     @property
     def stalls(self) -> tuple[int, ...]:
-        """Whom it may keep from training: nobody else.
+        """The peers that it may stall or evict; no other peer may be affected.
 
-        Of a pair that can't speak either one may be the one to go; who does not hear two others goes itself, and they
-        stay. A clock that is wrong keeps nobody from anything.
+        If a pair can't communicate, either of the two may be evicted. A peer that does not receive from two others is
+        evicted itself, and they stay. A wrong clock may affect no peer.
 
         >>> Event(1.0, "mute", 2, 3.5, others=(4,)).stalls, Event(1.0, "accused", 3, 14.0, others=(0, 1)).stalls
         ((2, 4), (3,))
@@ -147,7 +147,7 @@ class Event:
 
     @property
     def silenced(self) -> tuple[tuple[int, int], ...]:
-        """The ways that no packet gets through: from, to.
+        """The links on which all packets are lost, as (from, to).
 
         >>> Event(1.0, "pair", 0, 3.5, others=(4,)).silenced
         ((0, 4), (4, 0))
@@ -158,7 +158,7 @@ class Event:
 
     @property
     def timetable(self) -> tuple[tuple[float, str], ...]:
-        """What is done, and how many seconds after the event begins; empty for what is done once.
+        """The actions and their times in seconds after the begin of the event; empty for an event that is one action.
 
         >>> Event(1.0, "flap", 0, 8.0).timetable
         ((0.0, 'off'), (3.0, 'on'), (6.0, 'off'), (8.0, 'on'))
@@ -173,7 +173,7 @@ class Event:
         return tuple(done)
 
     def healthy_again_s(self, rates: Rates) -> float | None:
-        """When those that it may stall count as healthy again; None: not before another event."""
+        """Return when the peers it may stall count as healthy again, or None if that needs another event."""
         if self.kind in ENDS or self.kind == "thaw at the end":
             return None
         if self.kind in RETURNS:

@@ -1,4 +1,4 @@
-"""Where the peers are: on this machine's loopback, or in network namespaces that a script makes."""
+"""The networks of the peers: this machine's loopback, or network namespaces that a script makes."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ __all__ = ["Loopback", "Wan"]
 
 
 class Loopback:
-    """All on 127.0.0.1; nobody can be cut off."""
+    """All peers are on 127.0.0.1, and links can't be cut."""
 
     can_cut = False
 
     @contextmanager
     def up(self, nodes: int) -> Iterator[None]:
-        """Nothing to do."""
+        """Do nothing."""
         yield
 
     def address(self, node: int) -> str:
-        """IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return "127.0.0.1"
 
     def command(self, node: int, arguments: Sequence[str]) -> list[str]:
-        """What runs ``arguments`` in a node."""
+        """Return the command that runs ``arguments`` in a node."""
         return list(arguments)
 
     def free_port(self) -> int:
-        """A port that nobody uses for now."""
+        """Return a port that is free at present."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             return int(found.getsockname()[1])
 
     def cut(self, node: int) -> None:
-        """Not here."""
-        raise NotImplementedError("peers on loopback can't be cut off; --wan SCRIPT makes a network where they can")
+        """Raise `NotImplementedError`."""
+        raise NotImplementedError("Peers on loopback can't be cut off. Use a network made by --wan SCRIPT.")
 
     heal = cut
 
     def silence(self, source: int, target: int) -> None:
-        """Not here either."""
-        raise NotImplementedError("peers on loopback always hear each other; --wan SCRIPT makes a network for that")
+        """Raise `NotImplementedError`."""
+        raise NotImplementedError("Links on loopback can't be cut. Use a network made by --wan SCRIPT.")
 
     hear = silence
 
@@ -54,13 +54,13 @@ class Loopback:
 class Wan(Loopback):
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1).
 
-    The script must know ``up N rate=..mbit rtt=..ms``, ``exec I COMMAND...`` (in the place of the script's own
+    The script must support ``up N rate=..mbit rtt=..ms``, ``exec I COMMAND...`` (which replaces the script's own
     process), ``set I dead=0|1`` and ``down``, and keep networks of different ``WAN_PREFIX`` apart.
 
     Args:
         script: the script.
         prefix: ``WAN_PREFIX``.
-        link: the links' rate and round trip, in the script's words.
+        link: rate and round-trip time of the links, as arguments of the script.
     """
 
     can_cut = True
@@ -68,8 +68,8 @@ class Wan(Loopback):
     def __init__(self, script: Path, prefix: str, link: Sequence[str] = ("rate=100mbit", "rtt=40ms")) -> None:
         if not os.access(script, os.X_OK):
             raise ConfigurationError(
-                f"--wan {script} was given, which is no executable file; a script that makes network namespaces joined "
-                "by emulated links (see README.md) would work. Nothing was started."
+                f"--wan needs an executable script that makes network namespaces and links, got {script}. README.md "
+                "says what the script must do. Nothing was started."
             )
         self._script = script
         self._environment = os.environ | {"WAN_PREFIX": prefix}
@@ -77,7 +77,7 @@ class Wan(Loopback):
 
     @contextmanager
     def up(self, nodes: int) -> Iterator[None]:
-        """Inside, there are ``nodes`` nodes."""
+        """Provide ``nodes`` nodes inside the context."""
         try:
             self._do("up", str(nodes), *self._link)
             yield
@@ -95,19 +95,19 @@ class Wan(Loopback):
         return 31330
 
     def cut(self, node: int) -> None:
-        """No packet gets to a node or from it, from now on."""
+        """Drop all packets to and from a node from now on."""
         self._do("set", str(node), "dead=1")
 
     def heal(self, node: int) -> None:
-        """A node is reached again."""
+        """Let packets reach and leave a node again."""
         self._do("set", str(node), "dead=0")
 
     def silence(self, source: int, target: int) -> None:
-        """No packet gets from ``source`` to ``target``, from now on; those the other way do."""
+        """Drop packets from ``source`` to ``target`` from now on, but not those in the other direction."""
         self._do("exec", str(source), "ip", "route", "add", "blackhole", f"{self.address(target)}/32")
 
     def hear(self, source: int, target: int) -> None:
-        """Packets get through again."""
+        """Let packets from ``source`` to ``target`` through again."""
         self._do("exec", str(source), "ip", "route", "del", "blackhole", f"{self.address(target)}/32")
 
     def _do(self, *arguments: str) -> None:
@@ -115,5 +115,6 @@ class Wan(Loopback):
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ConfigurationError(
-                f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr} It may need root."
+                f"{' '.join(command)} ended with exit code {done.returncode}: {done.stdout}{done.stderr} "
+                "It may need root."
             )

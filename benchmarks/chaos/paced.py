@@ -1,8 +1,9 @@
-"""``python -m benchmarks.chaos.paced PACE CLOCK train ...``: ``diloco``, with inner steps that take at least so long.
+"""``python -m benchmarks.chaos.paced PACE CLOCK train ...``: ``diloco`` with a least step duration and a clock offset.
 
-The time stands for an accelerator's work: many peers fit on few cores, and a run lasts as long as its events. The clock
-of the process is off by as many seconds as the file CLOCK holds; the machine's clock is nobody's to change. Both files
-hold a float64, in seconds, that may be written at any time. SIGUSR1 prints where all threads are.
+An inner step takes at least as many seconds as the file PACE holds. The time stands for the work of an accelerator, so
+that many peers fit on few cores and a run lasts as long as its events. The clock of the process is off by as many
+seconds as the file CLOCK holds; the clock of the machine stays as it is. Each file holds a float64 that may be written
+at any time. SIGUSR1 prints the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ __all__ = ["read_seconds", "set_seconds", "shift_clock"]
 
 
 def set_seconds(path: Path, seconds: float) -> None:
-    """Let the processes that were given ``path`` go by another value, from now on."""
+    """Write the value of ``path``; processes that read the file use it from now on."""
     path.touch()
     with path.open("r+b") as file:
         file.write(struct.pack("d", seconds))
 
 
 def read_seconds(path: Path) -> Callable[[], float]:
-    """Tells what ``path`` holds, now or later."""
+    """Return a function that returns the current value of ``path``."""
     with path.open("rb") as file:
         held = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
     return lambda: float(struct.unpack("d", held)[0])
 
 
 def shift_clock(off_s: Callable[[], float]) -> None:
-    """Let ``time.time`` of this process, and of those that it forks, be off by so much.
+    """Shift ``time.time`` of this process, and of the processes that it forks, by ``off_s()``.
 
-    It is to be called before anything keeps ``time.time`` for itself, as Hivemind does. The daemon, a program of its
-    own, keeps the machine's clock. So do the records in metrics.jsonl, by which the run is judged.
+    Call it before any module keeps a reference to ``time.time``, as Hivemind does. The daemon is a separate program and
+    keeps the machine's clock. So do the records in metrics.jsonl, by which the run is judged.
     """
     true = time.time
     time.time = lambda: true() + off_s()
@@ -49,7 +50,7 @@ def shift_clock(off_s: Callable[[], float]) -> None:
 
 
 def pace(step_s: Callable[[], float]) -> None:
-    """Let no batch be drawn sooner than so long after the one before."""
+    """Delay each batch until ``step_s()`` seconds after the previous one."""
     from torch import Tensor
 
     from diloco.data.sampler import Sampler

@@ -1,4 +1,4 @@
-"""The peers of a run: how each transport's are started, and which there are."""
+"""The peers of a run: how those of each transport are started, and which of them are alive or training."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from benchmarks.chaos.settings import Settings, write_text
 
 __all__ = ["Peers"]
 
-_TRAINS_S = 6.0  # a peer that has finished a step within so long trains
+_TRAINS_S = 6.0  # a peer trains if it finished a step within this time
 
 
 class Peers:
-    """All processes of a run, those that have ended as well.
+    """All processes of a run, including those that have ended.
 
     Args:
-        settings: of the run.
-        folder: for everything; made.
-        network: where they are; peer p is in node p + 1, and node 0 is the standing peer's.
+        settings: the settings of the run.
+        folder: the folder for all files; created if missing.
+        network: the network of the peers. Peer p is in node p + 1, the bootstrap peer in node 0.
     """
 
     def __init__(self, settings: Settings, folder: Path, network: Loopback) -> None:
@@ -42,25 +42,25 @@ class Peers:
         self._data = write_text(folder)
         self._port = network.free_port()
 
-    # Starting them.
+    # Starting peers.
 
     def start_bootstrap(self) -> None:
-        """The standing peer of a swarm, always with the same key and port."""
+        """Start the bootstrap peer of a swarm, always with the same key and port."""
         listen = f"/ip4/{self.network.address(0)}/tcp/{self._port}"
         options = ["--listen", listen, "--identity", str(self.folder / "dht.key"), "--no-map-ports"]
         self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "dht", *options))
 
     def start(self, peer: int, folder: Path | None = None) -> None:
-        """A peer in ``peer``'s place, in a folder of its own; or what goes on in a folder."""
+        """Start a peer in place ``peer``, in a new folder, or resume the run in ``folder``."""
         command = self._torch(peer) if self.settings.transport == "torch" else self._hivemind(peer, folder)
         home = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
-        of_torch = self.settings.transport == "torch" and peer  # all but the first have a folder in the one given
+        of_torch = self.settings.transport == "torch" and peer  # all but the first write into a subfolder
         paced = python("benchmarks.chaos.paced", str(self.pace), str(self.clock(peer)), *command)
         self._start(peer, home / f"replica-{peer}" if of_torch else home, paced)
 
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
-        joins += [other.address() for other in self._somebody(peer)]
+        joins += [other.address() for other in self._one_training(peer)]
         where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0", "--join", *filter(None, joins)]
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
@@ -69,26 +69,26 @@ class Peers:
         return ["train", *self.settings.arguments(), *numbered, "--data", str(self._data), "--out", str(folder), *where]
 
     def _torch(self, peer: int) -> list[str]:
-        """The same command whenever it is started, but for the rendezvous: any replica that lives and has trained."""
-        meeting = f"{self.network.address(1)}:{self._port}"
-        for other in self._somebody(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
-            told = other.tail.facts["control addresses"]
-            meeting = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", told)[0]
-        place = ["--replica", str(peer), "--rendezvous", meeting, "--out", str(self.folder / f"peer-{peer}")]
+        """Return the command. It is the same at each start but for the rendezvous, which is any live replica."""
+        rendezvous = f"{self.network.address(1)}:{self._port}"
+        for other in self._one_training(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
+            addresses = other.tail.facts["control addresses"]
+            rendezvous = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", addresses)[0]
+        place = ["--replica", str(peer), "--rendezvous", rendezvous, "--out", str(self.folder / f"peer-{peer}")]
         return ["train", *self.settings.arguments(), "--data", str(self._data), *place]
 
-    def _somebody(self, peer: int) -> list[Running]:
-        """One of the others that train, if any does."""
+    def _one_training(self, peer: int) -> list[Running]:
+        """Return one of the others that train, in a list; empty if none does."""
         training = [each for each in self.others(peer) if self.trains(each.life.peer)]
         return [self._rng.choice(training)] if training else []
 
     @property
     def pace(self) -> Path:
-        """The file that says how long a step takes at least."""
+        """The file with the least duration of a step."""
         return self._seconds("pace", self.settings.step_s)
 
     def clock(self, peer: int) -> Path:
-        """The file that says what the clock in a peer's place is off by."""
+        """Return the file with the clock offset of the peer in a place."""
         return self._seconds(f"clock-{peer}", 0.0)
 
     def _seconds(self, name: str, first_s: float) -> Path:
@@ -103,34 +103,35 @@ class Peers:
         before = self.running.pop(peer, None)
         if before is not None:
             self._left.append(before)
-        said = self.folder / f"{len(self.lives)}-{'dht' if peer == BOOTSTRAP else f'peer-{peer}'}.said.txt"
-        self.running[peer] = Running(self.network.command(peer + 1, command), life, said)
+        output = self.folder / f"{len(self.lives)}-{'dht' if peer == BOOTSTRAP else f'peer-{peer}'}.said.txt"
+        self.running[peer] = Running(self.network.command(peer + 1, command), life, output)
 
-    # Which there are.
+    # Looking at peers.
 
     def training(self) -> list[Running]:
-        """Those that train, or did; not the standing peer."""
+        """Return the latest process of each place, without the bootstrap peer."""
         return [process for peer, process in self.running.items() if peer != BOOTSTRAP]
 
     def others(self, peer: int) -> list[Running]:
-        """Those that live, without one and the standing peer."""
+        """Return the live processes except ``peer`` and the bootstrap peer."""
         return [each for number, each in self.running.items() if number not in (BOOTSTRAP, peer) and each.is_alive]
 
-    def anybody(self) -> bool:
+    def any_alive(self) -> bool:
+        """Return whether a peer other than the bootstrap peer is alive."""
         return any(process.is_alive for process in self.training())
 
     def trains(self, peer: int) -> bool:
-        """Whether it has just finished a step, and had its part in a round."""
+        """Return whether it has just finished a step and committed a round with others."""
         process = self.running[peer]
         return process.is_alive and min(process.tail.steps_s, process.tail.committed_s) > time.time() - _TRAINS_S
 
     def read(self) -> None:
-        """Go on reading what they write."""
+        """Read the new records of all live processes."""
         for process in (*self.running.values(), *self._left):
             if process.is_alive:
                 process.tail.read()
 
     def end(self) -> None:
-        """All that is left of them."""
+        """Kill all that is left of the processes."""
         for process in (*self.running.values(), *self._left):
             process.end()

@@ -1,4 +1,4 @@
-"""What befalls whom, and when: a pure function of a seed."""
+"""The plan of events, a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from benchmarks.chaos.events import BOOTSTRAP, ENDS, Event, Rates
 
 __all__ = ["fewest_healthy", "least_healthy", "plan_events"]
 
-_NEW = 4.0  # a kind that has not happened yet is drawn so much more often
+_NEW = 4.0  # a kind that has not happened yet is this many times as likely
 _HOUR_S = 3600.0
 _CLOCK_S = (30.0, 90.0)
 
 
 @dataclass
 class _Place:
-    """One peer's place while planning."""
+    """The state of one peer's place while planning."""
 
     healthy_s: float | None = 0.0
     down_until_s: float = 0.0
@@ -48,7 +48,7 @@ class _Planner:
                 place.down_until_s = event.at_s + self.rng.uniform(1, 1.5 * self.rates.silence_s)
 
     def disturb(self, at_s: float, end_s: float) -> None:
-        """Something that befalls healthy peers, if so many more may be disturbed."""
+        """Add a random event for healthy peers, unless it would disturb too many at once."""
         weights, happened = self.rates.weights, {event.kind for event in self.events}
         kinds = list(weights)
         kind = self.rng.choices(kinds, [weights[each] * (1 if each in happened else _NEW) for each in kinds])[0]
@@ -69,7 +69,7 @@ class _Planner:
             self.add(event)
 
     def draw(self, event: Event, end_s: float) -> Event:
-        """The same, with what is drawn for its kind: how long it takes, and the like."""
+        """Return the event with random values for its duration, daemon and clock, according to its kind."""
         rng, rates, kind = self.rng, self.rates, event.kind
         with_daemon = kind in ("kill", "freeze") and rng.random() < 0.5
         shorter = rng.random() < 0.4
@@ -85,7 +85,7 @@ class _Planner:
         return Event(event.at_s, kind, event.peer, seconds, with_daemon, event.others, clock_s)
 
     def bring_back(self, at_s: float) -> bool:
-        """Start what was down for long enough; whether there was anything."""
+        """Restart one process that has been down for long enough, and return whether there was one."""
         if self.bootstrap_down_until_s is not None and self.bootstrap_down_until_s <= at_s:
             self.bootstrap_down_until_s = None
             self.add(Event(at_s, "start bootstrap", BOOTSTRAP))
@@ -101,7 +101,7 @@ class _Planner:
 
 
 def least_healthy(peers: int) -> int:
-    """How many of ``peers`` are alive and healthy at any time: at least three, and always more than half.
+    """Return how many of ``peers`` stay alive and healthy at any time: at least three, and always more than half.
 
     >>> [least_healthy(peers) for peers in (4, 5, 6)]
     [3, 3, 4]
@@ -110,10 +110,10 @@ def least_healthy(peers: int) -> int:
 
 
 def plan_events(seed: int, minutes: float, peers: int, rates: Rates | None = None) -> tuple[Event, ...]:
-    """What happens in ``minutes`` to ``peers`` peers, in order.
+    """Return the events of ``minutes`` minutes with ``peers`` peers, in order.
 
-    Never are fewer than `least_healthy` alive and healthy, and all are by the end: there, one is frozen, and thawed as
-    the others end.
+    At least `least_healthy` peers are alive and healthy at any time, and all of them are before the last event, which
+    freezes one and thaws it as the others finish.
 
     >>> plan_events(7, 15, 5) == plan_events(7, 15, 5)
     True
@@ -136,7 +136,7 @@ def plan_events(seed: int, minutes: float, peers: int, rates: Rates | None = Non
 
 
 def fewest_healthy(events: Sequence[Event], peers: int, rates: Rates) -> int:
-    """The least number of peers that are alive and healthy at once, as planned."""
+    """Return the least number of peers that are alive and healthy at the same time according to the plan."""
     healthy: dict[int, float | None] = dict.fromkeys(range(peers), 0.0)
     fewest = peers
     for event in events:

@@ -1,4 +1,4 @@
-"""The processes that are disturbed, and what is remembered of each."""
+"""The processes that are disturbed, and the record that is kept of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
@@ -23,12 +23,12 @@ class Life:
     """One process of a peer, from its start to its end.
 
     Attributes:
-        peer: its place; `BOOTSTRAP` for the standing peer.
-        folder: of its run.
-        started_s, ended_s: seconds since 1970; it still ran when all was over where there is no end.
+        peer: the number of its place, or `BOOTSTRAP`.
+        folder: the folder of its run.
+        started_s, ended_s: seconds since 1970. ``ended_s`` is None if it was still running at the end of the run.
         code: its exit code, negative for a signal.
-        ended_by: the kind of the event that made it end, else empty.
-        disturbed: when it was frozen, slowed, cut off or could not speak with all: from, until.
+        ended_by: the kind of the event that ended it, or empty.
+        disturbed: the spans (from, until) in which it was frozen or slowed, or in which its links were disturbed.
         words: what it printed.
     """
 
@@ -43,37 +43,33 @@ class Life:
 
     @property
     def name(self) -> str:
-        """The last part of its folder."""
+        """The last part of its folder's path."""
         return self.folder.rpartition("/")[2]
-
-    def to_record(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Life:
-        """What `to_record` gave."""
+        """Return the life from the JSON of its `asdict`."""
         return cls(**record | {"disturbed": [(begin, end) for begin, end in record["disturbed"]]})
 
 
 class Tail:
-    """What a metrics.jsonl that grows has said so far."""
+    """Follows a growing metrics.jsonl and keeps its latest facts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self.steps_s: float = 0.0
-        """When the last step was finished."""
+        """Time of the last finished step."""
         self.committed_s: float = 0.0
-        """When the last round of several replicas was committed."""
+        """Time of the last committed round with several contributors."""
         self.step = 0
         self.finished = False
-        """Whether it came to its end."""
+        """Whether the run has finished."""
         self.facts: dict[str, str] = {}
-        """What it told at its start."""
+        """The facts that the process recorded at its start."""
 
     def read(self) -> None:
-        """Go on reading."""
+        """Process the complete lines added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -94,38 +90,38 @@ class Tail:
 
 
 class Running:
-    """A ``diloco`` and what it started, such as its network daemon.
+    """A running ``diloco`` process and its children, such as its network daemon.
 
     Args:
-        command: what to run.
-        life: its record, begun here.
-        said: file for what it prints.
+        command: the command to run.
+        life: the record of the process, which is kept up to date.
+        output: the file for everything that it prints.
     """
 
-    def __init__(self, command: Sequence[str], life: Life, said: Path) -> None:
+    def __init__(self, command: Sequence[str], life: Life, output: Path) -> None:
         self.life = life
-        self.said = said
+        self.output = output
         self.tail = Tail(Path(life.folder) / "metrics.jsonl")
-        with said.open("wb") as output:
+        with output.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
             )
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs; notes its end otherwise."""
+        """Whether it is still running. Its end is recorded when this is read."""
         code = self.process.poll()
         if code is not None and self.life.ended_s is None:
             self.life.ended_s, self.life.code = time.time(), code
         return code is None
 
     def signal(self, number: Signals, *, with_daemon: bool = False) -> None:
-        """Send a signal, to all that it started as well or not."""
+        """Send it a signal, with ``with_daemon`` also to all of its descendants."""
         for process in descendants(self.process.pid) if with_daemon else ():
             _send(process, number)
         _send(self.process.pid, number)
@@ -136,25 +132,25 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        """Whatever of it is left."""
+        """Kill it and its descendants, and record what it printed."""
         self.signal(SIGKILL, with_daemon=True)
         self.signal_group(SIGKILL)
         self.process.wait()
         _ = self.is_alive
-        self.life.words = self.words()
+        self.life.words = self.printed()
 
     def address(self) -> str:
-        """What others join a swarm by; empty where it has not said so."""
-        found = re.findall(r"--join (/ip4/\S+)", self.words())
+        """Return the address at which others join a swarm, or an empty string if it has not printed one yet."""
+        found = re.findall(r"--join (/ip4/\S+)", self.printed())
         return str(found[-1]) if found else ""
 
-    def words(self) -> str:
-        """What it printed so far."""
-        return self.said.read_text(encoding="utf-8", errors="replace")
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that they did; in no order."""
+    """Return the ids of all descendants of a process, in no particular order."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with suppress(OSError):
@@ -168,5 +164,5 @@ def _send(pid: int, number: Signals) -> None:
 
 
 def python(*arguments: str) -> list[str]:
-    """A command of this interpreter."""
+    """Return a command that runs a module with this interpreter."""
     return [sys.executable, "-m", *arguments]

@@ -1,4 +1,4 @@
-"""Reading what a chaos run left behind."""
+"""Reads the files that a chaos run has written."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from benchmarks.chaos.processes import Life
 from benchmarks.chaos.run import HAPPENED, LIVES
 from benchmarks.chaos.settings import Settings
 
-__all__ = ["Left", "read"]
+__all__ = ["RunRecords", "read"]
 
 
-class Left:
-    """What a run left behind.
+class RunRecords:
+    """The records of a run.
 
     Attributes:
-        settings: of the swarm.
-        began_s: when all trained, in seconds since 1970.
-        happened: the events, as they were carried out.
-        lives: of all processes.
-        logs: of those that train.
-        summaries: folder -> summary.json of the peers that came to the end.
+        settings: the settings of the run.
+        began_s: when all peers trained, in seconds since 1970.
+        happened: the events as they were carried out.
+        lives: the records of all processes.
+        logs: the logs of the processes that train.
+        summaries: name of the folder -> summary.json, for the peers that finished.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Left:
 
 
 def _logs(lives: list[Life]) -> list[Log]:
-    """One for each process; those that went on in the same folder share a file."""
+    """Return a log for each process. Processes that resumed in the same folder share a file, which is split by time."""
     logs = []
     for life in lives:
         path = Path(life.folder) / "metrics.jsonl"
@@ -55,7 +55,7 @@ def _logs(lives: list[Life]) -> list[Log]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON objects."""
+    """Return the complete lines of a file of JSON objects."""
     found = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):

@@ -8,13 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARK", "publish", "table", "tables", "write_between"]
+__all__ = ["CHECKS", "MARK", "publish", "table", "tables", "write_between"]
 
 MARK = "<!-- python -m benchmarks.chaos writes what follows -->"
 
+CHECKS = {
+    "nobody stood still for longer": "no undisturbed peer stalled beyond a bound, and all recovered in time",
+    "all ended with the same parameters": "all peers that finished have the same parameters",
+    "the loss is that of an undisturbed run": "the final loss matches that of undisturbed runs",
+    "the loss was found at the end (and compared with nothing)": "the final loss was evaluated (not compared)",
+    "a link that flaps costs the others at most its own peer": "a flapping link evicts no other peer",
+    "what is said is said in a few sentences": "no process printed a traceback or more than 50 lines",
+    "nobody was put out to whom nothing was done": "no undisturbed peer was evicted",
+}
+"""Name of a check in the results -> its wording in the tables, where that differs."""
+
 
 def publish(run: dict[str, Any], folder: Path) -> None:
-    """Put a run into results.json, in the place of an earlier one of the same command, and all into the README."""
+    """Add a run to results.json, replacing an earlier run of the same command, and write all runs into the README."""
     path = folder / "results.json"
     runs = {each["command"]: each for each in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
     runs[run["command"]] = run
@@ -23,14 +34,14 @@ def publish(run: dict[str, Any], folder: Path) -> None:
 
 
 def write_between(mark: str, text: str, path: Path) -> None:
-    """Put ``text`` between ``mark`` and the next comment, or the end; everything else stays."""
+    """Replace the text between ``mark`` and the next comment, or the end of the file, by ``text``."""
     before, rest = path.read_text(encoding="utf-8").split(mark)
     _, *after = rest.split("<!-- ", 1)
     path.write_text("<!-- ".join([f"{before}{mark}\n\n{text}\n", *after]), encoding="utf-8")
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """The first row is the heads.
+    """Return a Markdown table whose first row is the header.
 
     >>> print(table([["a", "b"], [1, 2]]))
     | a | b |
@@ -42,13 +53,14 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
-    """Of each run what came of it, what was checked, and what followed the events of each kind."""
+    """Return the tables of each run: its figures, its checks, and the effects of each kind of event."""
     return "\n".join(_of_one(run) for run in runs)
 
 
 def _of_one(run: dict[str, Any]) -> str:
     checked = [
-        (name, "yes" if not faults else f"**no**: {'; '.join(faults)}") for name, faults in run["faults"].items()
+        (CHECKS.get(name, name), "yes" if not faults else f"**no**: {'; '.join(faults)}")
+        for name, faults in run["faults"].items()
     ]
     parts = (table([("", ""), *_facts(run)]), table([("check", ""), *checked]), table(_kinds(run)))
     return f"### `{run['command']}`\n\n" + "\n\n".join(parts) + "\n"
@@ -61,32 +73,32 @@ def _facts(run: dict[str, Any]) -> list[tuple[str, str]]:
     undisturbed = ", ".join(f"{each:.4f}" for each in run["undisturbed"]) or "not run"
     return [
         ("events", f"{len(run['happened'])} of {run['planned']} planned"),
-        ("processes that trained", f"{run['processes']}, of which {run['ended_peers']} came to the end"),
+        ("processes that trained", f"{run['processes']}, of which {run['ended_peers']} finished"),
         ("steps, tokens", f"{run['steps']:,}, {run['tokens']:,}"),
         ("views", f"{run['views']:,}"),
-        ("rounds", f"{run['rounds']:,} committed, {run['void']} void for somebody"),
-        ("members put out though nothing was done to them", f"{len(run['put_out'])}"),
+        ("rounds", f"{run['rounds']:,} committed, {run['void']} void for at least one replica"),
+        ("undisturbed members evicted", f"{len(run['put_out'])}"),
         (
-            "longest step of one to which nothing was done",
+            "longest step of an undisturbed peer",
             f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)",
         ),
         (
-            "longest time without a round of such a one",
+            "longest time of an undisturbed peer without a round",
             f"{longest['RoundCommitted']} s (bound: {limits['RoundCommitted']:g} s)",
         ),
         (
-            "from start, thaw or healing to a round with the peer's part",
+            "from start, thaw or healing to a round with the peer's contribution",
             f"median {statistics.median(back):.1f} s, longest {max(back):.1f} s (bound: {run['back_limit_s']:g} s)",
         ),
         ("digests at the end", ", ".join(run["digests"]) or "none"),
-        ("held-out loss, and undisturbed", f"{loss}; {undisturbed}"),
+        ("held-out loss; undisturbed", f"{loss}; {undisturbed}"),
     ]
 
 
 def _kinds(run: dict[str, Any]) -> list[tuple[object, ...]]:
-    """One row for each kind of event."""
+    """Return the rows of the table of events, one for each kind."""
     rows: list[tuple[object, ...]] = [
-        ("event", "how often", "longest step of the others (s)", "takes part again after (s): median", "longest")
+        ("event", "number", "longest step of the others (s)", "in a round again after (s): median", "longest")
     ]
     for kind, number in run["kinds"].items():
         of_kind = [each for each in run["happened"] if each["kind"] == kind]

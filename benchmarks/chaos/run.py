@@ -1,4 +1,4 @@
-"""Carry out a plan on real peers, and leave behind what happened."""
+"""Carries out a plan on real peers and records what happened."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ LIVES, HAPPENED = "lives.json", "happened.jsonl"
 
 _TICK_S = 0.1
 _START_LIMIT_S = 180.0
-_BEFORE_THE_END_S = 4.0  # whoever is thawed at the end is frozen for so long, at most
+_BEFORE_THE_END_S = 4.0  # how long before the end of the run a peer is frozen at most
 _SIGNALS = {"group SIGINT": signal.SIGINT, "group SIGTERM": signal.SIGTERM}
 
 
 class Conductor:
-    """Starts the peers, does to them what is planned, and waits for their end.
+    """Starts the peers, carries out the planned events, and waits until all peers have ended.
 
-    A disturbance that would leave too few peers that really train waits until others are back, and all that follows
-    waits as long.
+    A disturbance that would leave too few training peers is postponed until others have recovered, and all later events
+    with it.
 
     Args:
-        settings: of the run.
-        folder: for everything; made.
-        network: where the peers are.
-        say: told what happens.
+        settings: the settings of the run.
+        folder: the folder for all files; created if missing.
+        network: the network of the peers.
+        say: receives a line of text about each event.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Conductor:
         self._began_s = 0.0
 
     def run(self, events: Sequence[Event]) -> None:
-        """All of it; what is left of the processes is ended whatever happens."""
+        """Carry out the whole run. All processes are ended, also on an error."""
         try:
             with self.network.up(self.settings.peers + 1):
                 self._start_all()
                 delay_s = 0.0
                 for number, event in enumerate(events):
                     self._until(self._began_s + event.at_s + delay_s)
-                    if not self.peers.anybody():
-                        self.say("the run is over, and not all was done to it")
+                    if not self.peers.any_alive():
+                        self.say("All peers have ended before the last event.")
                         break
                     waited_s = self._until_enough(event)
                     delay_s += waited_s
                     self._happens(number, event, waited_s)
                 if self.settings.hurries:
-                    self._await(self._all_train, self.settings.back_s)
+                    self._await(self._all_train, self.settings.recovery_limit_s)
                     set_seconds(self.peers.pace, 0.0)
                 self._finish()
         finally:
@@ -82,12 +82,12 @@ class Conductor:
         if self.settings.transport == "hivemind":
             self.peers.start_bootstrap()
             standing = self.peers.running[BOOTSTRAP]
-            self._wait_for(lambda: bool(standing.address()), limit_s, "the standing peer")
+            self._wait_for(lambda: bool(standing.address()), limit_s, "the address of the bootstrap peer")
         for peer in range(self.settings.peers):
             self.peers.start(peer)
         self._wait_for(lambda: all(each.tail.committed_s for each in self.peers.training()), limit_s, "a first round")
         self._began_s = time.time()
-        self.say(f"all {self.settings.peers} train")
+        self.say(f"All {self.settings.peers} peers train.")
 
     # Time.
 
@@ -109,10 +109,10 @@ class Conductor:
         while not holds():
             self._tick()
             if time.time() > limit_s or not all(process.is_alive for process in self.peers.running.values()):
-                raise SystemExit(f"{what} was not there in time, or a peer ended; see {self.peers.folder}/*.said.txt")
+                raise SystemExit(f"A peer ended, or {what} did not appear in time. See {self.peers.folder}/*.said.txt.")
 
     def _until_enough(self, event: Event) -> float:
-        """Wait until enough of the others train, and those that it may stall do; how long that took."""
+        """Wait until the affected peers and enough of the others train, and return the seconds waited."""
         began_s = time.time()
         if event.kind in RETURNS or not event.stalls:
             return 0.0
@@ -123,22 +123,22 @@ class Conductor:
             others = training - set(event.stalls)
             return len(others) >= self._needed(event) and training >= set(event.stalls)
 
-        while not enough() and time.time() < began_s + self.settings.back_s and self.peers.anybody():
+        while not enough() and time.time() < began_s + self.settings.recovery_limit_s and self.peers.any_alive():
             self._tick()
         return time.time() - began_s
 
     def _start_again(self) -> None:
-        """Start by hand who ended by itself: a fault, and the rest of the plan is to be carried out all the same."""
+        """Restart peers that ended by themselves. The checks report the fault; the rest of the plan is carried out."""
         for peer, process in list(self.peers.running.items()):
             if peer != BOOTSTRAP and not process.is_alive and not process.life.ended_by and process.life.code:
-                self.say(f"  (peer {peer} ended by itself with {process.life.code}, and is started again)")
+                self.say(f"  (peer {peer} ended by itself with exit code {process.life.code} and is restarted)")
                 self.peers.start(peer, Path(process.life.folder))
 
     def _needed(self, event: Event) -> int:
-        """How many others are to be well; in a case made up for few peers, all of them."""
+        """Return how many others must train; in a case with few peers, all of them."""
         return min(least_healthy(self.settings.peers), self.settings.peers - len(event.stalls))
 
-    # What is done to them.
+    # Events.
 
     def _happens(self, number: int, event: Event, waited_s: float) -> None:
         if event.kind == "thaw at the end":
@@ -172,13 +172,13 @@ class Conductor:
         self._later(self.settings.leaves_s, partial(self._make_end, process))
 
     def _make_end(self, process: Running) -> None:
-        """What should have ended and has not is made to, which its exit code tells of."""
+        """Kill a process that has not ended in time. Its exit code then shows the fault."""
         if process.is_alive:
-            self.say(f"  (peer {process.life.peer} has not ended within {self.settings.leaves_s:g} s)")
+            self.say(f"  (peer {process.life.peer} has not ended within {self.settings.leaves_s:g} s and is killed)")
             process.end()
 
     def _bring_back(self, process: Running, event: Event) -> None:
-        """Start a peer again, or another one in its place, when the one before has ended."""
+        """Restart a peer, or start a new one in its place, once the previous process has ended."""
         while process.is_alive:
             self._tick()
         set_seconds(self.peers.clock(event.peer), event.clock_s)
@@ -218,12 +218,12 @@ class Conductor:
         record: dict[str, Any] = {**asdict(event), "time_s": time.time(), "waited_s": round(waited_s, 1)}
         with (self.peers.folder / HAPPENED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        who = "the standing peer" if event.peer == BOOTSTRAP else f"peer {event.peer}"
+        name = "bootstrap peer" if event.peer == BOOTSTRAP else f"peer {event.peer}"
         waited = f" (waited {waited_s:.1f} s)" if waited_s > 1 else ""
         alive = sum(process.is_alive for process in self.peers.training())
         step = max(process.tail.step for process in self.peers.training())
         now_s = time.time() - self._began_s
-        self.say(f"{now_s:6.1f} s  {number + 1:3}  {who}: {event.text}{waited}; {alive} alive, step {step}")
+        self.say(f"{now_s:6.1f} s  {number + 1:3}  {name}: {event.text}{waited}; {alive} alive, step {step}")
 
     # The end.
 
@@ -233,9 +233,9 @@ class Conductor:
             self._tick()
 
     def _until_the_end(self, event: Event) -> None:
-        """Until the others have few steps left."""
+        """Wait until the others have few steps left."""
         last = self.settings.steps - _BEFORE_THE_END_S / self.settings.step_s
-        while self._goes_on() and max((each.tail.step for each in self.peers.others(event.peer)), default=last) < last:
+        while self._active() and max((each.tail.step for each in self.peers.others(event.peer)), default=last) < last:
             self._tick()
 
     def _thaw_at_the_end(self, process: Running) -> None:
@@ -243,7 +243,7 @@ class Conductor:
         process.life.disturbed.append((time.time(), time.time()))
         process.signal(signal.SIGSTOP, with_daemon=True)
         others = self.peers.others(process.life.peer)
-        while self._goes_on() and not any(each.tail.finished for each in others):
+        while self._active() and not any(each.tail.finished for each in others):
             self._tick()
         process.signal(signal.SIGCONT, with_daemon=True)
         process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
@@ -252,25 +252,25 @@ class Conductor:
     def _all_train(self) -> bool:
         return not self._due and all(self.peers.trains(peer) for peer in range(self.settings.peers))
 
-    def _goes_on(self) -> bool:
-        """Whether anybody has finished a step for so long that all must be over otherwise."""
+    def _active(self) -> bool:
+        """Return whether a peer is alive and any has finished a step recently; otherwise the run hangs."""
         latest_s = max(process.tail.steps_s for process in self.peers.training())
-        return self.peers.anybody() and time.time() < latest_s + 2 * self.settings.back_s
+        return self.peers.any_alive() and time.time() < latest_s + 2 * self.settings.recovery_limit_s
 
     def _finish(self) -> None:
-        """Wait for all to be through, and for those who do not get there."""
-        settled_s = time.time() + 3 * self.settings.back_s
-        while self.peers.anybody():
+        """Wait until all peers have ended, or until no peer makes progress any more."""
+        settled_s = time.time() + 3 * self.settings.recovery_limit_s
+        while self.peers.any_alive():
             self._tick()
-            if time.time() > settled_s and self.peers.anybody() and not self._goes_on():
-                self.say("nobody finishes a step any more, and not all have ended")
+            if time.time() > settled_s and self.peers.any_alive() and not self._active():
+                self.say("No peer finishes steps any more, but not all have ended.")
                 for process in self.peers.training():
                     process.signal(signal.SIGUSR1)
                 time.sleep(1.0)
                 break
         if BOOTSTRAP in self.peers.running and self.peers.running[BOOTSTRAP].is_alive:
             self.peers.running[BOOTSTRAP].life.ended_by = "kill"
-        self.say("over")
+        self.say("The run has ended.")
 
     def _save(self) -> None:
         for process in self.peers.running.values():
@@ -278,6 +278,6 @@ class Conductor:
         records = {
             "began_s": self._began_s,
             "settings": asdict(self.settings),
-            "lives": [life.to_record() for life in self.peers.lives],
+            "lives": [asdict(life) for life in self.peers.lives],
         }
         (self.peers.folder / LIVES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

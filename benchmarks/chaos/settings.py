@@ -1,4 +1,4 @@
-"""The run that is disturbed: its text, its command line, and how long its peers may stand still."""
+"""The run that is disturbed: its training text, its command line and its time limits."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ COMMON = (
     "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
     "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet --monitor.no-tensorboard"
 )
-"""Of the peers and of the undisturbed run: 2 layers of width 32 on bytes; Streaming, H = 15, P = 3, tau = 3."""
+"""Arguments of all runs, also of the undisturbed ones: 2 layers of width 32 on bytes; H = 15, P = 3, tau = 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the run is set up.
+    """The settings of the run.
 
     Attributes:
         transport: ``hivemind`` or ``torch``.
-        peers: that train.
-        steps: inner steps of the run.
-        step_s: an inner step takes at least so long.
-        checkpoint_steps: between two checkpoints.
-        heartbeat_s, silence_s, round_timeout_s, join_window_s: as ``diloco train`` knows them.
-        rendezvous_timeout_s: the longest that they wait for each other at the start.
-        straggler: whether a late peer of a swarm is waited for, as ``diloco train`` knows it.
-        leaves_s: the longest that a peer may need to end when it is told to.
-        hurries: whether steps are taken as fast as can be once all is done and all are back.
-        slack_s: what a busy machine may add to anything.
-        numbered: whether replica numbers of a swarm are those of the peers' places; else their keys say.
+        peers: the number of peers that train.
+        steps: the inner steps of the run.
+        step_s: the least duration of an inner step.
+        checkpoint_steps: the number of steps between two checkpoints.
+        heartbeat_s, silence_s, round_timeout_s, join_window_s, straggler: settings of ``diloco train``.
+        rendezvous_timeout_s: another one, the longest time that the peers wait for each other at the start.
+        leaves_s: the longest time that a peer may take to end after a signal.
+        hurries: whether steps are taken without delay once all events are over and all peers have recovered.
+        slack_s: the time that a busy machine may add to any limit.
+        numbered: whether the replica numbers of a swarm are those of the places; otherwise they follow from the keys.
     """
 
     transport: str = "hivemind"
@@ -54,31 +53,31 @@ class Settings:
     numbered: bool = False
 
     @property
-    def stands_still_s(self) -> float:
-        """The longest that a peer to which nothing happens may need for a step.
+    def stall_limit_s(self) -> float:
+        """The longest time that an undisturbed peer may take for a step.
 
-        It waits for one round. Whoever is late is noticed after `join_window_s`; who is silent, after `silence_s`. Then
-        the members agree on the next view, in which another one may turn out to be silent. Whatever goes wrong, the
-        round is void `round_timeout_s` after it was begun, unless the members are just agreeing on a view.
+        It waits for one round. A late peer is noticed after `join_window_s`, a silent one after `silence_s`. Then the
+        members agree on the next view, in which another member may turn out to be silent. In any case the round is void
+        `round_timeout_s` after its begin, unless a view change is in progress.
         """
         return self.round_timeout_s + self.silence_s + self.slack_s
 
     @property
-    def without_round_s(self) -> float:
-        """The longest between two committed rounds: one may be void, and the next one late as well."""
-        return 2 * self.stands_still_s
+    def round_gap_limit_s(self) -> float:
+        """The longest time between two committed rounds: one may be void, and the next one late as well."""
+        return 2 * self.stall_limit_s
 
     @property
-    def back_s(self) -> float:
-        """The longest that a peer may need to take part in a round after it was started or let run.
+    def recovery_limit_s(self) -> float:
+        """The longest time that a peer may take to contribute to a round after it was started, thawed or healed.
 
-        It hears that it was left behind, or notices within `silence_s`; its old place may be silent for as long; it
-        connects, takes over the state, and waits for others that join before it; then for a round.
+        It is told that it was excluded, or notices it within `silence_s`. Its previous process may be silent for as
+        long. Then it connects, adopts the state, waits for others that join before it, and waits for a round.
         """
-        return 2 * self.silence_s + self.round_timeout_s + self.stands_still_s
+        return 2 * self.silence_s + self.round_timeout_s + self.stall_limit_s
 
     def arguments(self) -> list[str]:
-        """Of every peer, beside which it is, where it listens, joins and writes."""
+        """Return the arguments that all peers share: all but its number, addresses and folder."""
         where = (
             f"--transport torch --replicas {self.peers} --on-failure continue"
             if self.transport == "torch"
@@ -96,7 +95,7 @@ class Settings:
 
 
 def write_text(folder: Path, *, documents: int = 1500, seed: int = 0) -> Path:
-    """A .jsonl of short documents, drawn from a small chain of made-up words: there is something to learn in it."""
+    """Write a .jsonl of short documents, drawn from a Markov chain of made-up words, from which a model can learn."""
     rng = random.Random(seed)
     words = ["".join(rng.choice("aeiou" if place % 2 else "bdfgklmnprst") for place in range(4)) for _ in range(120)]
     follows = {word: rng.sample(words, 6) for word in words}

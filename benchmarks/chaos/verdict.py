@@ -1,4 +1,4 @@
-"""All checks of one run, as data for the tables."""
+"""Runs all checks on one run and returns the data of the tables."""
 
 from __future__ import annotations
 
@@ -8,88 +8,87 @@ from typing import Any
 
 from benchmarks.chaos import checks, ends
 from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
-from benchmarks.chaos.records import Left
+from benchmarks.chaos.records import RunRecords
 
-__all__ = ["FLAP_COSTS", "judge"]
+__all__ = ["judge"]
 
-_SEEN_S = 45.0  # what others did within so long of an event is put down to it
-_STARTED_S = 35.0  # a process is started so long after the event at most: the one before may have to end first
+_SEEN_S = 45.0  # stalls of others up to this long after an event are attributed to it
+_STARTED_S = 35.0  # the longest time from an event to its process start: the previous process may have to end first
 
-FLAP_COSTS = "a link that flaps costs the others at most its own peer"
 _LOSS = "the loss is that of an undisturbed run"
 _EVALUATED = "the loss was found at the end (and compared with nothing)"
 
 
-def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) -> dict[str, Any]:
-    """What happened in a run, and which faults it shows.
+def judge(records: RunRecords, planned: Sequence[Event], undisturbed: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of a run and the faults that the checks found.
 
     Args:
-        left: by the run.
-        planned: what was to happen.
-        undisturbed: held-out losses without disturbance; none where that was not tried.
+        records: the records of the run.
+        planned: the planned events.
+        undisturbed: the held-out losses of undisturbed runs; empty if there were none.
     """
-    settings, logs, lives = left.settings, left.logs, left.lives
-    limits_s = {"StepFinished": settings.stands_still_s, "RoundCommitted": settings.without_round_s}
-    longest_s, still = checks.standing_still(logs, limits_s, settings.back_s)
-    # of whoever found it: one that was frozen at the end may be the one that evaluates
+    settings, logs, lives = records.settings, records.logs, records.lives
+    limits_s = {"StepFinished": settings.stall_limit_s, "RoundCommitted": settings.round_gap_limit_s}
+    longest_s, still = checks.stalled(logs, limits_s, settings.recovery_limit_s)
+    # any peer may evaluate, also the one that was frozen at the end
     found = [record for log in logs for record in log.of("Evaluated") if record["final"]]
     losses = [record["heldout_loss"] for record in found if record["step"] == settings.steps]
-    back = [seconds for log in logs for _, seconds in checks.came_back(log, settings.back_s)[0]]
+    back = [seconds for log in logs for _, seconds in checks.recoveries(log, settings.recovery_limit_s)[0]]
     void = [record for log in logs for record in log.of("RoundVoid")]
-    put_out = checks.put_out(logs, settings.back_s, settings.silence_s)
+    put_out = checks.evicted(logs, settings.recovery_limit_s, settings.silence_s)
     faults = {
         "nobody stood still for longer": still,
-        "all ended with the same parameters": ends.unequal_ends(left.summaries),
+        "all ended with the same parameters": ends.unequal_ends(records.summaries),
         "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
         _LOSS if undisturbed else _EVALUATED: _loss_faults(losses, undisturbed),
         "no process ended by itself": ends.unexpected_ends(lives),
-        FLAP_COSTS: _while_flapping(put_out, left),
+        "a link that flaps costs the others at most its own peer": _while_flapping(put_out, records),
         "what is said is said in a few sentences": ends.tracebacks(lives),
     }
     return {
         "limits_s": limits_s,
-        "back_limit_s": settings.back_s,
+        "back_limit_s": settings.recovery_limit_s,
         "longest_s": {event: round(seconds, 1) for event, seconds in longest_s.items()},
         "back_s": sorted(round(seconds, 1) for seconds in back),
         "processes": len([life for life in lives if life.peer != BOOTSTRAP]),
-        "ended_peers": len(left.summaries),
+        "ended_peers": len(records.summaries),
         "steps": settings.steps,
-        "tokens": max((each["tokens"] for each in left.summaries.values()), default=0),
-        "digests": sorted({each["global_params_digest"] for each in left.summaries.values()}),
+        "tokens": max((each["tokens"] for each in records.summaries.values()), default=0),
+        "digests": sorted({each["global_params_digest"] for each in records.summaries.values()}),
         "rounds": len({(r["fragment"], r["outer_step"]) for log in logs for r in log.of("RoundCommitted")}),
         "void": len({(record["fragment"], record["outer_step"]) for record in void}),
         "views": max((record["view"] for log in logs for record in log.of("ViewChanged")), default=0),
         "put_out": [words for _, words in put_out],
         "heldout_loss": losses[0] if losses else None,
         "undisturbed": list(undisturbed),
-        "kinds": dict(sorted(Counter(record["kind"] for record in left.happened).items())),
+        "kinds": dict(sorted(Counter(record["kind"] for record in records.happened).items())),
         "planned": len(planned),
-        "happened": _seen(left),
+        "happened": _seen(records),
         "faults": faults,
     }
 
 
 def _loss_faults(losses: Sequence[float], undisturbed: Sequence[float]) -> list[str]:
     if not losses:
-        return ["nobody evaluated at the end"]
+        return ["no peer evaluated at the end"]
     return ends.loss_differs(losses[0], undisturbed) if undisturbed else []
 
 
-def _while_flapping(put_out: Sequence[tuple[float, str]], left: Left) -> list[str]:
-    flaps = [(each["time_s"], each["time_s"] + each["seconds"]) for each in left.happened if each["kind"] == "flap"]
+def _while_flapping(put_out: Sequence[tuple[float, str]], records: RunRecords) -> list[str]:
+    flaps = [(each["time_s"], each["time_s"] + each["seconds"]) for each in records.happened if each["kind"] == "flap"]
     return [words for time_s, words in put_out if any(since <= time_s <= until for since, until in flaps)]
 
 
-def _seen(left: Left) -> list[dict[str, Any]]:
-    """The events with what followed: how long the others stood still, and when their peers took part again."""
-    came = [(log, *checks.came_back(log, left.settings.back_s)[:2]) for log in left.logs]
+def _seen(records: RunRecords) -> list[dict[str, Any]]:
+    """Return the events with their effects: the longest step of the others, and the time until recovery."""
+    came = [(log, *checks.recoveries(log, records.settings.recovery_limit_s)[:2]) for log in records.logs]
     still = [
         (log.life.peer, gap, since_s)
         for log, _, busy in came
         for gap, since_s in checks.gaps([record["time_s"] for record in log.of("StepFinished")], busy)
     ]
     seen = []
-    for record in left.happened:
+    for record in records.happened:
         event, at_s = _event(record), float(record["time_s"])
         nearby = [
             gap
@@ -105,7 +104,7 @@ def _seen(left: Left) -> list[dict[str, Any]]:
         returns = event.timetable or event.kind in RETURNS
         seen.append(
             {
-                "at_s": round(at_s - left.began_s, 1),
+                "at_s": round(at_s - records.began_s, 1),
                 "kind": event.kind,
                 "peer": event.peer,
                 "what": event.text,

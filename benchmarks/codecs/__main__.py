@@ -1,11 +1,11 @@
-"""Throughput of every codec against a plain copy of the same float32 values, measured in turns in the same run.
+"""Throughput of every codec compared with a plain copy of the same float32 values, measured in alternation.
 
     python -m benchmarks.codecs [--values N] [--repeats N] [--threads N] [--device cpu|cuda] [--block-size N]
                                 [--codec NAME ...]
 
 Prints a Markdown table. ``encode`` includes the allocation of its payload, as in training; ``decode`` and
-``accumulate`` write to a tensor that exists. Every operation is timed right after a copy, and the ratio is the median
-over these pairs: a busy machine slows both.
+``accumulate`` write to an existing tensor. Every operation is timed right after a copy, and the ratio is the median
+over these pairs, because a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MOST_COPIES = {
     ("int2", "native (C)"): 4.0,
     ("topk2", "native (C)"): 4.0,
 }
-"""The aim: at most this many times the time of a copy."""
+"""(codec, implementation) -> the aim: at most this many times the duration of a copy."""
 
 
 @dataclass
 class Case:
-    """One operation of one codec, and what it took."""
+    """One operation of one codec, and its timings."""
 
     codec: Codec
     implementation: str
@@ -48,7 +48,7 @@ class Case:
     copies: list[float] = field(default_factory=list)
 
     def row(self, float32_bytes: int) -> str:
-        """The case as a line of the table."""
+        """Return the case as a line of the table."""
         median_s, ratio = statistics.median(self.times_s), statistics.median(self.copies)
         aim = MOST_COPIES.get((self.codec.name, self.implementation))
         verdict = "" if aim is None else f"{aim:g} {'met' if ratio <= aim else 'missed'}"
@@ -61,7 +61,7 @@ class Case:
 
 
 def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
-    """Every codec, the block-wise ones in each implementation that can run on ``device``."""
+    """Yield every codec, those with C kernels in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
     kernels = device.type == "cpu" and native_kernels.available()
     for codec in (Int8, FP4, Int2):
@@ -74,7 +74,7 @@ def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
 
 
 def make_cases(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Iterator[Case]:
-    """Encode, decode and accumulate of one codec; they share a payload."""
+    """Yield encode, decode and accumulate of one codec, which share a payload."""
     payload = codec.encode(values)
     codec.validate(payload, values.numel())
     implementation = codec.implementation if values.device.type == "cpu" else "torch"
@@ -84,7 +84,7 @@ def make_cases(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Iterato
 
 
 def timed(operation: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``operation`` takes, what it starts on the device included."""
+    """Return the seconds that ``operation`` takes, including the work that it starts on the device."""
     start = time.perf_counter()
     operation()
     if device.type == "cuda":
@@ -93,7 +93,7 @@ def timed(operation: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(cases: list[Case], copy: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
-    """Fill the cases; returns the times of all copies. The first turn warms up and is not kept."""
+    """Time all cases, and return the times of all copies. The first turn is a warm-up and not kept."""
     copies = []
     for turn in range(repeats + 1):
         for case in cases:
@@ -107,7 +107,7 @@ def measure(cases: list[Case], copy: Callable[[], object], repeats: int, device:
 
 
 def processor_name(device: torch.device) -> str:
-    """What the figures belong to."""
+    """Return the name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -117,14 +117,15 @@ def processor_name(device: torch.device) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description="Throughput of the codecs against a copy.")
-    parser.add_argument("--values", type=int, default=100_000_000, help="float32 values (default: 100 million)")
+    parser = argparse.ArgumentParser(description="Throughput of the codecs compared with a copy.")
+    parser.add_argument(
+        "--values", type=int, default=100_000_000, help="number of float32 values (default: 100 million)"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timings of each operation (default: 7)")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: chosen by torch)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--block-size", type=int, default=256, help="values that share a scale")
-    parser.add_argument("--codec", nargs="*", default=[], help="only these (default: all)")
+    parser.add_argument("--codec", nargs="*", default=[], help="measure only these codecs (default: all)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -1,11 +1,11 @@
-"""``python -m benchmarks.cores``: one process and several on the cores of one machine, alone and beside a busy process.
+"""``python -m benchmarks.cores``: one process or several on the cores of one machine, alone and next to a busy process.
 
-``waiting``: the quick start's inner step with different waiting policies of OpenMP, a process for each. They take turns
-of a few steps, in an order that rotates, so that whatever else the machine does befalls all alike; each is compared
-with libgomp's own policy turn by turn.
+``waiting``: the quick start's inner step with different waiting policies of OpenMP, one process each. The processes
+take turns of a few steps in a rotating order, so that other load on the machine affects all of them equally. Each
+policy is compared with libgomp's default turn by turn.
 
-``replicas``: the command of the README that starts four replicas, as it is and with what every process would do by
-itself (a thread for each core, libgomp's own policy), in turns.
+``replicas``: ``diloco train`` with four replicas, in turns with its own settings and with the defaults that every
+process would have otherwise (one thread per core, libgomp's waiting policy).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-BY_ITSELF = {"GOMP_SPINCOUNT": "300000"}
-"""What libgomp does where nothing is said."""
+LIBGOMP_DEFAULT = {"GOMP_SPINCOUNT": "300000"}
+"""The default of libgomp."""
 POLICIES: dict[str, Mapping[str, str]] = {
-    "libgomp's own, 300,000 spins": BY_ITSELF,
+    "libgomp's own, 300,000 spins": LIBGOMP_DEFAULT,
     "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
     "1,000 spins (chosen)": {"GOMP_SPINCOUNT": "1000"},
     "100 spins": {"GOMP_SPINCOUNT": "100"},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-LOADS = ("nothing else runs", "beside one busy process")
+LOADS = ("nothing else runs", "next to one busy process")
 TRAIN = (
     "train --transport torch --replicas 4 --evaluation.every-steps 0 --evaluation.sequences 4 "
     "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard"
@@ -44,8 +44,8 @@ TRAIN = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__)
     parser.add_argument("part", choices=("waiting", "replicas", "worker"))
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each")
-    parser.add_argument("--steps", type=int, default=20, help="replicas: of a run")
+    parser.add_argument("--rounds", type=int, default=24, help="number of turns of each")
+    parser.add_argument("--steps", type=int, default=20, help="replicas: steps per run")
     given = parser.parse_args(arguments)
     if given.part == "worker":
         work()
@@ -82,15 +82,15 @@ def print_waiting(rounds: int) -> None:
 
 def print_replicas(rounds: int, steps: int) -> None:
     cores = len(os.sched_getaffinity(0))
-    before = {"OMP_NUM_THREADS": str(cores), **BY_ITSELF}
+    before = {"OMP_NUM_THREADS": str(cores), **LIBGOMP_DEFAULT}
     print(f"`diloco train --transport torch --replicas 4 --steps {steps}`, tokens/s, {cores} cores:\n")
-    print("| | each process by itself | as it is | times |\n|---|---|---|---|")
+    print("| | default settings | `diloco train` | times as fast |\n|---|---|---|---|")
     with busy_process() as load:
-        for loaded, words in zip((False, True), LOADS, strict=True):
+        for loaded, name in zip((False, True), LOADS, strict=True):
             load(loaded)
             for _ in range(rounds):
-                alone, shared = tokens_per_s(before, steps), tokens_per_s({}, steps)
-                print(f"| {words} | {alone:,.0f} | {shared:,.0f} | {shared / alone:.1f} |", flush=True)
+                default, shared = tokens_per_s(before, steps), tokens_per_s({}, steps)
+                print(f"| {name} | {default:,.0f} | {shared:,.0f} | {shared / default:.1f} |", flush=True)
 
 
 def tokens_per_s(changes: Mapping[str, str], steps: int) -> float:
@@ -107,7 +107,7 @@ def clean_environment() -> dict[str, str]:
 
 @contextmanager
 def busy_process() -> Iterator[Switch]:
-    """Something that computes without end, when it is switched on."""
+    """Provide a process that uses one core while it is switched on."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     process.send_signal(signal.SIGSTOP)
     try:
@@ -118,7 +118,7 @@ def busy_process() -> Iterator[Switch]:
 
 
 class Switch:
-    """Lets a process run, or stops it."""
+    """Switches a process on or off."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -136,7 +136,7 @@ def start_worker(changes: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def take_turn(worker: subprocess.Popen[str], steps: int) -> float:
-    """Seconds of one of so many steps."""
+    """Let the worker take steps, and return the seconds per step."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     print(steps, file=worker.stdin, flush=True)
@@ -144,7 +144,7 @@ def take_turn(worker: subprocess.Popen[str], steps: int) -> float:
 
 
 def work() -> None:
-    """Take as many inner steps as a line of the input says, and tell how long one took."""
+    """For each number on standard input, take this many inner steps and print the seconds per step."""
     import torch
 
     from diloco.model.presets import get_preset

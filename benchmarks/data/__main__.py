@@ -1,16 +1,17 @@
-"""How fast text becomes tokens, a folder of tokens opens, and batches are gathered, beside a plain copy of the bytes.
+"""Speed of tokenising text, of opening a folder of tokens, and of gathering batches, compared with a plain copy.
 
     python -m benchmarks.data [--megabytes N] [--tokens N] [--repeats N] [--folder PATH]
 
-Prints Markdown tables. Gathering is timed right after a copy of as many bytes as the batch has, and the ratio is the
-median over these pairs: a busy machine slows both. The folder of tokens is made of random tokens, so that it can be
-larger than the text at hand; it is read warm, from the page cache, after a first pass. Start-up is timed in a process
-of its own each, from its first line of Python to the first batch.
+Prints Markdown tables. Each batch is timed right after a copy of as many bytes as it has, and the ratio is the median
+over these pairs, because a busy machine slows both. The folder contains random tokens, so that it can be larger than
+the available text. It is read from the page cache, after a first pass. Start-up is timed in a new process each time,
+from the end of the imports to the first batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import subprocess
@@ -44,15 +45,17 @@ print(time.perf_counter() - imported_s, time.process_time() - computed_s)
 """
 
 SHAPES = ((8, 128), (16, 1024), (64, 1024), (32, 4096))
-"""(batch size, sequence length)."""
+"""Pairs of (batch size, sequence length)."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=16, help="of text to tokenise")
-    parser.add_argument("--tokens", type=int, default=200_000_000, help="of the folder that batches are gathered from")
-    parser.add_argument("--repeats", type=int, default=200, help="batches of each shape")
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; default: a temporary folder")
+    parser.add_argument("--megabytes", type=int, default=16, help="megabytes of text to tokenise")
+    parser.add_argument("--tokens", type=int, default=200_000_000, help="tokens in the folder of the batches")
+    parser.add_argument("--repeats", type=int, default=200, help="number of batches of each shape")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder for a temporary folder; default: the system's"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
@@ -66,9 +69,7 @@ def main() -> None:
 
 
 def write_text(path: Path, size_bytes: int) -> Path:
-    """The standard library over and over, a document a line, each copy told from the others."""
-    import json
-
+    """Write the standard library repeatedly, one document per line, with the number of the copy in each document."""
     written, copy = 0, 0
     with path.open("w", encoding="utf-8") as file:
         while written < size_bytes:
@@ -81,7 +82,7 @@ def write_text(path: Path, size_bytes: int) -> Path:
 
 
 def tokenising(folder: Path, text: Path) -> None:
-    """MB of text a second, with everything from the file to the folder of tokens."""
+    """Print the MB of text tokenised per second, from the file to the folder of tokens."""
     print("| tokenizer | text, MB | tokens | seconds | MB/s | MB per second of one core |\n|---|---|---|---|---|---|")
     bpe = folder / "bpe"
     tokenize(DataSettings(tokenizer="bpe", bpe_vocab_size=8192, bpe_documents=100), bpe)
@@ -102,26 +103,26 @@ def tokenising(folder: Path, text: Path) -> None:
 
 
 class Watch:
-    """Seconds that pass, and those that this process computes, on all cores."""
+    """Measures wall-clock time, and the processor time of this process on all cores."""
 
     def __init__(self) -> None:
         self.seconds, self.computed_s = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
-        """Nothing is counted from now on."""
+        """Stop both clocks."""
         self.seconds, self.computed_s = time.perf_counter() - self.seconds, time.process_time() - self.computed_s
 
     def row(self, name: str, size: int, tokens: int) -> str:
-        """A line of the table for so many bytes of text."""
+        """Return a line of the table for ``size`` bytes of text."""
         rates = f"{size / 1e6 / self.seconds:.1f} | {size / 1e6 / self.computed_s:.1f}"
         return f"| {name} | {size / 1e6:.1f} | {tokens:,} | {self.seconds:.2f} | {rates} |"
 
 
 def write_tokens(path: Path, count: int) -> TokenFolder:
-    """A folder of random tokens, as the writer makes it."""
+    """Write a folder of random tokens."""
 
     class Random(ByteTokenizer):
-        """Documents of which only the length is used."""
+        """Ignores the documents and returns a fixed number of random tokens."""
 
         def encode_documents(self, documents: object) -> np.ndarray:
             tokens = rng.integers(0, 256, chunk, dtype=np.uint16)
@@ -139,12 +140,12 @@ def write_tokens(path: Path, count: int) -> TokenFolder:
 
 
 def gathering(folder: TokenFolder, repeats: int) -> None:
-    """Tokens a second of batches drawn at random, beside copies of the bytes that a batch has."""
+    """Print the tokens per second of random batches, compared with copies of as many bytes."""
     tokens = folder.tokens("train")
-    assert sum(int(piece[::2048].sum()) for piece in tokens.pieces) > 0, "a first pass through the page cache"
+    assert sum(int(piece[::2048].sum()) for piece in tokens.pieces) > 0, "first pass, which fills the page cache"
     in_memory = np.concatenate(tokens.pieces)
     print(f"{len(tokens):,} tokens in {len(tokens.pieces)} files, {len(tokens) * 2 / 1e6:,.0f} MB\n")
-    print("| batch | from | tokens/s, millions | batch, ms | copies of its bytes | spread |\n|---|---|---|---|---|---|")
+    print("| batch | from | tokens/s, millions | batch, ms | times a copy | spread |\n|---|---|---|---|---|---|")
     for batch_size, length in SHAPES:
         for name, array in (("memory", in_memory), ("files", tokens)):
             sampler = Sampler(array, sequence_length=length, batch_size=batch_size, replica=0, num_replicas=1, seed=0)
@@ -161,7 +162,7 @@ def gathering(folder: TokenFolder, repeats: int) -> None:
 
 
 def paired(one: Callable[[], object], other: Callable[[], object], repeats: int) -> Iterator[tuple[float, float]]:
-    """Seconds of each, in turns."""
+    """Yield the seconds of each of two alternating functions."""
     for _ in range(repeats):
         started_s = time.perf_counter()
         other()
@@ -171,8 +172,8 @@ def paired(one: Callable[[], object], other: Callable[[], object], repeats: int)
 
 
 def start_up(folder: Path, text: Path) -> None:
-    """Seconds until the first batch, after the imports."""
-    print("| start with | seconds to the first batch | computing |\n|---|---|---|")
+    """Print the seconds from the end of the imports to the first batch."""
+    print("| start with | seconds to the first batch | processor time |\n|---|---|---|")
     bpe = str(folder / "bpe")
     rows = (
         ("text, bytes", text, "bytes"),

@@ -1,1 +1,1 @@
-"""What does it cost that nobody is in charge? Rounds, views and joiners over libp2p, and rivals' rounds."""
+"""What training without a coordinator costs: rounds, views and joiners over libp2p, and rivals' rounds."""

@@ -1,6 +1,6 @@
-"""A peer that comes and goes: `Guest` is its host's handle, and ``python -m benchmarks.decentralised.guest`` the peer.
+"""A peer that joins and leaves: `Guest` is the host's handle, ``python -m benchmarks.decentralised.guest`` the peer.
 
-It says what happens to it, a line of JSON each with the clock's time, and hears one word at a time.
+The peer reports events as lines of JSON with the time of each, and receives commands of one word.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import IO, Any
 
 from benchmarks.decentralised.plan import Job
 
-__all__ = ["Guest", "Voice", "first_round"]
+__all__ = ["Guest", "HostConnection", "first_round"]
 
 _TINY = 256
 
 
 class Guest:
-    """The peer as its host sees it.
+    """The host's handle of the peer.
 
     Args:
-        in_node: what a command begins with that is to run where the peer is; empty: where its host is.
+        in_node: the beginning of a command that runs in the peer's node; empty: in the host's.
 
     Attributes:
-        said: what happened -> when on the clock `time.monotonic`, and what it said beside.
+        events: the time of each event on the clock `time.monotonic`, and the values reported with it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Guest:
         in_node: Sequence[str] = (),
     ) -> None:
         given = {"job": job.to_record(), "number": number, "address": address, "known": list(known)}
-        self.said: dict[str, Any] = {"number": number, "started": time.monotonic()}
+        self.events: dict[str, Any] = {"number": number, "started": time.monotonic()}
         self._limit_s = job.timeout_s
         self._buffered = b""
         self._process = subprocess.Popen(
@@ -51,48 +51,48 @@ class Guest:
         )
 
     def wait_for(self, event: str) -> None:
-        """Until it has said that ``event`` has happened.
+        """Wait until the peer has reported ``event``.
 
         Raises:
-            TimeoutError: if that takes too long.
-            RuntimeError: if it ends before.
+            TimeoutError: if that takes longer than the job's time-out.
+            RuntimeError: if the peer ends first.
         """
         deadline_s = time.monotonic() + self._limit_s
-        while event not in self.said:
-            if not self.hear(max(0.0, deadline_s - time.monotonic())):
-                raise TimeoutError(f"the peer that comes and goes did not say {event!r}; it said {self.said}")
+        while event not in self.events:
+            if not self.receive(max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError(f"The guest did not report {event!r} in time. It reported {self.events}")
 
-    def hear(self, within_s: float) -> bool:
-        """Take in what it says next; whether it says anything so soon.
+    def receive(self, within_s: float) -> bool:
+        """Record the peer's next events; return False if there are none within ``within_s``.
 
         Raises:
-            RuntimeError: if it has ended.
+            RuntimeError: if the peer has ended.
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], within_s)[0]:
             return False
         chunk = os.read(self._process.stdout.fileno(), 65536)
         if not chunk:
-            raise RuntimeError(f"the peer that comes and goes has ended; it said {self.said}")
+            raise RuntimeError(f"The guest has ended. It reported {self.events}")
         *lines, self._buffered = (self._buffered + chunk).split(b"\n")
         for line in lines:
-            self.said |= json.loads(line)
+            self.events |= json.loads(line)
         return True
 
-    def ask(self, word: str) -> None:
-        """Have it do something."""
+    def command(self, word: str) -> None:
+        """Send a command."""
         assert self._process.stdin is not None
         os.write(self._process.stdin.fileno(), word.encode() + b"\n")
 
     def kill(self) -> None:
-        """Without a word to anybody."""
-        self.said["killed"] = time.monotonic()
+        """Kill the peer with SIGKILL."""
+        self.events["killed"] = time.monotonic()
         self._process.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """Let it end, or end it."""
+        """Tell the peer to end, and kill it if it does not."""
         with contextlib.suppress(BrokenPipeError):
-            self.ask("end")
+            self.command("end")
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -100,27 +100,27 @@ class Guest:
             self._process.wait()
 
 
-class Voice:
-    """The guest's side of the conversation. What libraries print goes to standard error instead."""
+class HostConnection:
+    """The peer's connection to its host. Whatever libraries print goes to standard error instead."""
 
     def __init__(self) -> None:
         self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
-    def say(self, event: str, **more: Any) -> None:
-        """``event`` happens now."""
+    def report(self, event: str, **more: Any) -> None:
+        """Report that ``event`` happens now."""
         line = json.dumps({event: time.monotonic(), **more})
         print(line, file=sys.stderr, flush=True)
         self._out.write(line + "\n")
         self._out.flush()
 
-    def hear(self) -> str:
-        """The next word; "end" if the host has gone."""
+    def receive(self) -> str:
+        """Return the next command; "end" if the host has ended."""
         return sys.stdin.readline().strip() or "end"
 
 
 def first_round(transport: Any, from_step: int) -> None:
-    """A round of a few values among the members of the present view, at its first step."""
+    """Run a round of a few values among the members of the current view, at its first step."""
     from diloco.algorithm.averaging import Contribution, RoundId
     from diloco.algorithm.codec import make_codec
     from diloco.errors import TransportError
@@ -143,22 +143,22 @@ def first_round(transport: Any, from_step: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     given = json.loads(arguments[0])
-    voice, job = Voice(), Job.from_record(given["job"])
+    host, job = HostConnection(), Job.from_record(given["job"])
 
-    from benchmarks.decentralised.peers import become_member, make_peer  # the time this takes is told, too
+    from benchmarks.decentralised.peers import become_member, make_peer  # the time of this import is reported, too
 
-    voice.say("imported")
+    host.report("imported")
     connected = make_peer(job, given["number"], given["address"], given["known"])
-    voice.say("introduced")
+    host.report("introduced")
     transport = become_member(connected, job.timeout_s)
-    voice.say("member", members=list(transport.view.members))
+    host.report("member", members=list(transport.view.members))
     first_round(transport, transport.step + 1)
-    voice.say("round")
-    while (word := voice.hear()) != "end":
+    host.report("round")
+    while (word := host.receive()) != "end":
         if word == "leave":
-            voice.say("leaving")
+            host.report("leaving")
             transport.leave()
-            voice.say("left")
+            host.report("left")
     transport.close()
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.decentralised.joining``: the joiner, started by its host; see `guest`."""
+"""``python -m benchmarks.decentralised.joining``: a joiner that trains, started by its host as in `guest`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.decentralised.guest import Voice
+from benchmarks.decentralised.guest import HostConnection
 from benchmarks.decentralised.plan import Job
 
 __all__: list[str] = []
 
 _NICENESS = 10
-"""It stands for another machine, so it stands back on this one."""
+"""It stands for another machine, so it must not take the CPU from the members."""
 
 
 def main(arguments: Sequence[str]) -> None:
     os.nice(_NICENESS)
     given = json.loads(arguments[0])
-    voice, job = Voice(), Job.from_record(given["job"])
-    import torch  # the time all this takes is told, too
+    host, job = HostConnection(), Job.from_record(given["job"])
+    import torch  # the time of these imports is reported, too
 
     from benchmarks.decentralised.peers import make_peer
     from benchmarks.decentralised.training import NUM_FRAGMENTS, Trainer, work_of
@@ -32,10 +32,10 @@ def main(arguments: Sequence[str]) -> None:
     from diloco.transport.peers.connected import join
 
     torch.set_num_threads(1)
-    voice.say("imported")
+    host.report("imported")
     connected = make_peer(job, given["number"], given["address"], given["known"])
     transport = connected.transport
-    voice.say("introduced")
+    host.report("introduced")
 
     fetched = {"bytes": 0, "fetches": 0, "seconds": 0.0}
     fetch, fetch_in_background = transport.fetch, transport.fetch_in_background
@@ -57,34 +57,34 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=lambda: count(fetching.result(), began_s), daemon=True).start()
         return fetching
 
-    transport.fetch = counted  # type: ignore[method-assign]  # counts
-    transport.fetch_in_background = counted_beside  # type: ignore[method-assign]  # counts
+    transport.fetch = counted  # type: ignore[method-assign]
+    transport.fetch_in_background = counted_beside  # type: ignore[method-assign]
     contributed: set[int] = set()
 
     def note(event: Event) -> None:
         if isinstance(event, RoundCommitted) and transport.replica in event.contributors:
             if not contributed:
-                voice.say("contributed", fetched_then=dict(fetched))
+                host.report("contributed", fetched_then=dict(fetched))
             contributed.add(event.fragment)
 
     trainer = Trainer(work_of(job.values), transport, computes=False, on_event=note)
-    voice.say("built")
+    host.report("built")
     trainer.diloco.take_over(transport.view.members)
-    voice.say("has state", fetched_first=dict(fetched))
+    host.report("has state", fetched_first=dict(fetched))
     trainer.diloco.steps = join(connected, job.timeout_s)
-    voice.say("member", members=list(transport.view.members))
-    hung_up = threading.Event()
+    host.report("member", members=list(transport.view.members))
+    ended = threading.Event()
 
     def listen() -> None:
-        voice.hear()
-        hung_up.set()
+        host.receive()
+        ended.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    while not hung_up.is_set():
+    while not ended.is_set():
         everywhere = len(contributed) == NUM_FRAGMENTS
         trainer.step()
         if len(contributed) == NUM_FRAGMENTS and not everywhere:
-            voice.say("contributed everywhere", fetched=dict(fetched))
+            host.report("contributed everywhere", fetched=dict(fetched))
     transport.leave()
     transport.close()
 

@@ -1,6 +1,7 @@
-"""``python -m benchmarks.decentralised.member``: one replica of a swarm of many, started by `swarm`; see `guest`.
+"""``python -m benchmarks.decentralised.member``: one replica of a large swarm, started by `swarm` as in `guest`.
 
-Its inner steps are pauses. It counts what it says to others and when it votes, and tells all of it when it is asked.
+Its inner steps are pauses. It counts the messages that it sends and notes when it votes, and reports all of it on
+command.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.processes import descendants
-from benchmarks.decentralised.guest import Voice
+from benchmarks.decentralised.guest import HostConnection
 from benchmarks.decentralised.plan import Job
 
 __all__: list[str] = []
@@ -28,19 +29,19 @@ _PAUSE_S = 0.2
 
 
 class Counts:
-    """What a transport does from now on."""
+    """Counts what a transport does."""
 
     def __init__(self, transport: Any) -> None:
         from diloco.membership.reports import NextView
         from diloco.protocol import actions, events
 
-        self.messages: Counter[str] = Counter()  # by kind; heartbeats, packed once, are not among them
+        self.messages: Counter[str] = Counter()  # by kind; without heartbeats, which are packed only once
         self.bytes: Counter[str] = Counter()
-        self.views: list[dict[str, Any]] = []  # when adopted, and the members
-        self.rounds: dict[str, dict[str, float]] = {}  # when handed in, voted for and committed, by the clock
+        self.views: list[dict[str, Any]] = []  # the time of adoption and the members
+        self.rounds: dict[str, dict[str, float]] = {}  # the times of submission, vote and commit
         self.void = 0
         manager: Any = importlib.import_module("diloco.transport.connections.connection_manager")
-        machine: Any = importlib.import_module("diloco.protocol.machine").Machine  # this process has one
+        machine: Any = importlib.import_module("diloco.protocol.machine").Machine  # this process has only one
         pack, handle, adopt = manager.pack, machine.handle, transport.on_change
 
         def packed(message: Mapping[str, Any], *blob: bytes) -> bytes:
@@ -51,7 +52,7 @@ class Counts:
 
         def handled(itself: Any, event: events.Event, now_s: float) -> list[actions.Action]:
             if isinstance(event, events.Submitted):
-                self.rounds[str(event.contribution.round)] = {"handed_in": now_s}
+                self.rounds[str(event.contribution.round)] = {"submitted": now_s}
             elif isinstance(event, events.Computed):
                 self.rounds[str(event.round)]["voted"] = now_s
             wanted: list[actions.Action] = handle(itself, event, now_s)
@@ -68,8 +69,8 @@ class Counts:
 
         manager.pack, machine.handle, transport.on_change = packed, handled, adopted
 
-    def told(self) -> dict[str, Any]:
-        """All of it so far, as JSON, with what the process and its libp2p daemon have used."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return all counts as JSON values, with the CPU time and memory of the process and its libp2p daemon."""
         used, daemons = resource.getrusage(resource.RUSAGE_SELF), descendants(os.getpid())
         return {
             "messages": dict(self.messages),
@@ -95,7 +96,7 @@ def _memory_bytes(pid: int) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     given = json.loads(arguments[0])
-    voice, job = Voice(), Job.from_record(given["job"])
+    host, job = HostConnection(), Job.from_record(given["job"])
     import torch
 
     from benchmarks.decentralised.peers import addresses_of, make_peer, wait_for_members
@@ -104,17 +105,17 @@ def main(arguments: Sequence[str]) -> None:
     from diloco.transport.peers.connected import join
 
     torch.set_num_threads(1)
-    voice.say("imported")
+    host.report("imported")
     connected = make_peer(job, given["number"], given["address"], given["known"])
     transport, at_start = connected.transport, given["number"] < job.num_replicas
     counts = Counts(transport)
-    voice.say("introduced", addresses=addresses_of(transport))
+    host.report("introduced", addresses=addresses_of(transport))
 
     def note(event: Event) -> None:
         if isinstance(event, RoundVoid):
             counts.void += 1
         elif isinstance(event, RoundCommitted) and transport.replica in event.contributors:
-            voice.say(f"contributed with {len(event.contributors)}")
+            host.report(f"contributed with {len(event.contributors)}")
 
     def trainer() -> Trainer:
         return Trainer(work_of(job.values), transport, computes=False, pause_s=_PAUSE_S, on_event=note)
@@ -127,29 +128,29 @@ def main(arguments: Sequence[str]) -> None:
     else:
         trains = trainer()
         trains.diloco.take_over(transport.view.members)
-        voice.say("asks")
+        host.report("asks")
         trains.diloco.steps = join(connected, job.timeout_s)
-    voice.say("member")
-    words: queue.SimpleQueue[str] = queue.SimpleQueue()
+    host.report("member")
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
         while True:
-            words.put(voice.hear())
+            commands.put(host.receive())
 
     threading.Thread(target=listen, daemon=True).start()
     if at_start:
-        words.get()  # all begin together
+        commands.get()  # all members begin together
     while True:
-        word = words.get() if not words.empty() else ""
-        if word == "end":
+        command = commands.get() if not commands.empty() else ""
+        if command == "end":
             break
-        if word == "leave":
-            voice.say("leaving")
+        if command == "leave":
+            host.report("leaving")
             transport.leave()
-            voice.say("left")
+            host.report("left")
             break
-        if word:
-            voice.say(word, counts=counts.told())
+        if command:
+            host.report(command, counts=counts.snapshot())
         trains.step()
     transport.close()
 

@@ -1,4 +1,4 @@
-"""Peers of this package's swarm, made as ``diloco train --transport hivemind`` makes them."""
+"""Makes peers of a swarm in the same way as ``diloco train --transport hivemind``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["addresses_of", "become_member", "key_file", "make_peer", "wait_for_m
 def make_peer(
     job: Job, number: int, address: str, known: Sequence[str], state_bytes_per_s: float | None = None
 ) -> Connected:
-    """A peer that listens at ``address`` and knows peers at ``known``; without any it founds the swarm."""
+    """Return a peer that listens at ``address`` and contacts ``known`` peers; without any, it founds the swarm."""
     place = SwarmPlace(
         identity=key_file(job, number),
         admission=Admission("benchmark"),
@@ -37,26 +37,30 @@ def make_peer(
 
 
 def key_file(job: Job, number: int) -> Path:
-    """Where peer ``number`` has its key."""
+    """Return the path of the key of peer ``number``."""
     return Path(job.folder) / f"{number}.key"
 
 
 def become_member(connected: Connected, timeout_s: float) -> PeerTransport:
-    """Join unless this peer has founded the swarm."""
+    """Join, unless this peer has founded the swarm, and return its transport."""
     if connected.joining:
         join(connected, timeout_s)
     return connected.transport
 
 
 def addresses_of(transport: PeerTransport) -> list[str]:
-    """Where a peer can be reached."""
+    """Return the addresses at which a peer can be reached."""
     streams = transport.connections.streams
     assert isinstance(streams, PeerStreams)
     return list(transport.connections.call(streams.node.addresses()))
 
 
 def wait_for_members(transport: PeerTransport, number: int, timeout_s: float) -> None:
-    """Until the view has so many members; takes ``on_change`` for its own and gives it back."""
+    """Wait until the view has ``number`` members. Replaces ``transport.on_change`` meanwhile.
+
+    Raises:
+        TimeoutError: if that takes longer than ``timeout_s``.
+    """
     changed = threading.Condition()
     before: Callable[[NextView], object] = transport.on_change
 
@@ -67,7 +71,7 @@ def wait_for_members(transport: PeerTransport, number: int, timeout_s: float) ->
 
     transport.on_change = note
     with changed:
-        there = changed.wait_for(lambda: len(transport.view.members) >= number, timeout_s)
-    transport.on_change = before  # type: ignore[assignment] # as it was
-    if not there:
-        raise TimeoutError(f"{number} members were awaited, and the view is {transport.view}")
+        reached = changed.wait_for(lambda: len(transport.view.members) >= number, timeout_s)
+    transport.on_change = before  # type: ignore[assignment]
+    if not reached:
+        raise TimeoutError(f"The view does not have {number} members after {timeout_s:g} s. It is {transport.view}")

@@ -1,4 +1,4 @@
-"""What the members' inner steps took while a joiner came: thousands of steps as a few numbers. Pure."""
+"""Summarises the durations of the members' inner steps before, while and after a replica joins."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PHASES = (
     ("it becomes a member and catches up", "has state", "contributed everywhere"),
     ("after", "contributed everywhere", ""),
 )
-"""Names, and between which of the joiner's events."""
+"""The names of the phases, and the joiner's events at which each begins and ends."""
 
 _WARM_S = 3.0
-"""At the beginning, which does not count: first rounds make memory and connections."""
+"""The time at the beginning that is not counted: the first rounds allocate memory and open connections."""
 
 
 def summarise(replicas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What workers measured, with each member's steps summed up by phase.
+    """Return the workers' measurements with the steps of each member summarised by phase.
 
     Args:
-        replicas: of members ``steps`` as `Trainer.steps`; of the host, which is the last, ``guest``.
+        replicas: ``steps`` of each member, as in `Trainer.steps`, and last ``guest`` of the joiner's host.
     """
     *members, host = replicas
     guest = host["guest"]
@@ -43,7 +43,7 @@ def summarise(replicas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_phase(steps: Sequence[Sequence[float]], since_s: float, until_s: float) -> dict[str, float]:
-    """Of the steps that begin in that time: how many, and their times in seconds.
+    """Return the number of the steps that begin in this time, and their durations in seconds.
 
     >>> _of_phase([[0.0, 1.0, 0.5], [2.0, 1.0, 0.0], [3.0, 1.5, 0.0]], 0.0, 3.0)
     {'steps': 2, 'mean_s': 1.5, 'longest_s': 2.0, 'products_s': 1.0, 'longest_wait_s': 0.5}

@@ -1,4 +1,4 @@
-"""What is measured, and where, as data. The rivals' workers import this, so nothing of ``diloco`` is imported here."""
+"""Cases and settings as data. The rivals' workers import this module, so it must not import ``diloco``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["CASES", "SETTINGS", "Case", "Job", "Setting"]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where peers are.
+    """The number of the peers, and their links.
 
     Attributes:
-        name: as the command line and the tables call it.
-        peers: how many take part; in the cases "view" and "joiner" the last one comes and goes.
-        link: of each peer; None: all are on this machine's loopback interface.
+        name: its name on the command line and in the tables.
+        peers: the number of peers; in the cases "view" and "joiner" the last one joins and leaves.
+        link: the link of each peer; None: this machine's loopback interface.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Case:
     """One thing to measure.
 
     Attributes:
-        kind: "round": averaging; "view": members agree on who they are; "joiner": taking over a state beside training.
+        kind: "round": averaging; "view": agreeing on a new view; "joiner": a replica that joins while others train.
         method: the module in ``benchmarks.decentralised.methods``, and its options.
-        settings: names of the settings in which it is measured.
+        settings: the names of the settings in which it is measured.
     """
 
     kind: str
@@ -56,12 +56,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As the command line calls it."""
+        """Its name on the command line."""
         return f"{self.kind}: {self.method.name}"
 
 
 _ROUNDS = tuple(setting.name for setting in SETTINGS[:4])
-_VIEWS = _FOUR_PEERS = (SETTINGS[1].name, SETTINGS[3].name)
+_FOUR_PEERS = (SETTINGS[1].name, SETTINGS[3].name)
 _JOINERS = tuple(setting.name for setting in SETTINGS[4:])
 
 
@@ -88,7 +88,7 @@ CASES = (
     _hivemind("8 bits (uniform)", "Uniform8BitQuantization", 1),
     _gloo("float32", 4),
     _gloo("float16", 2),
-    Case("view", Method("come, leave, be killed", "views", {"times": 2}), _VIEWS),
+    Case("view", Method("come, leave, be killed", "views", {"times": 2}), _FOUR_PEERS),
     Case("joiner", Method("no limit", "joiner", {"state_bytes_per_s": None}), _JOINERS),
     Case("joiner", Method("4 MB/s from each", "joiner", {"state_bytes_per_s": 4e6}), _JOINERS),
 )
@@ -96,17 +96,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know; travels as JSON.
+    """All settings of a worker, which receives them as JSON.
 
     Attributes:
-        method: what to run.
-        num_replicas: workers.
-        addresses: IPv4 address of each.
-        folder: for keys.
-        timeout_s: nothing takes longer.
-        values: float32 values in a round; the joiner's model has about as many parameters.
-        rounds: measured ones, after one that warms up.
-        wan: whether peers have an interface each, so that its bytes can be counted.
+        method: the method to run.
+        num_replicas: the number of workers.
+        addresses: the IPv4 address of each worker.
+        folder: the folder for keys.
+        timeout_s: the time-out of everything.
+        values: the float32 values in a round; in the case "joiner", about the number of parameters.
+        rounds: the number of measured rounds, after one to warm up.
+        wan: whether each peer has its own network interface, whose bytes can be counted.
     """
 
     method: Method
@@ -123,5 +123,5 @@ class Job:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Job:
-        """The inverse of `to_record`, after JSON."""
+        """Invert `to_record` after a round trip through JSON."""
         return cls(**{**record, "method": Method(**record["method"]), "addresses": tuple(record["addresses"])})

@@ -9,32 +9,27 @@ from typing import Any
 
 from benchmarks.decentralised.plan import CASES, SETTINGS, Case, Setting
 from benchmarks.decentralised.tables import joiner_table, view_table
+from benchmarks.markdown import write_below
 from benchmarks.wan.plan import Link
 
-__all__ = ["disturbance", "write_report"]
+__all__ = ["write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.decentralised -->"
 HEAD = (
-    "| method | values to mean, everywhere: median (all rounds), s | with matchmaking, s | "
-    "transfer, s | floor, s | transfer / floor | moved by a peer: payload, wire (MB) | "
+    "| method | values to mean on all peers: median (all rounds), s | with matchmaking, s | "
+    "transfer, s | floor, s | transfer / floor | moved per peer: payload, wire (MB) | "
     "CPU of all peers per round, s | same bits | relative error | CPU: workers, all |"
 )
 
 
 def write_report(results: Sequence[Row], path: Path) -> None:
-    """Put the tables behind the mark in ``path``; the prose before it stays."""
-    prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(results), encoding="utf-8")
-
-
-def disturbance(row: Row) -> float:
-    """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
-    return float(row["cpu_busy"] - row["cpu_workers"]) if row["outcome"] == "finished" else 0.0
+    """Write the tables below the mark in ``path``."""
+    write_below(MARK, tables(results), path)
 
 
 def tables(results: Sequence[Row]) -> str:
-    """Rounds by setting, then views, then joiners."""
+    """Return the tables of rounds by setting, of views, and of joiners."""
     lines: list[str] = []
     for setting in SETTINGS:
         found = _rows(results, "round", [setting])
@@ -50,59 +45,59 @@ def tables(results: Sequence[Row]) -> str:
 
 
 def describe_rounds(row: Row, case: Case, setting: Setting) -> str:
-    """A line of the table; of a run that did not finish, why."""
+    """Return a line of the table; for an unfinished run, with the reason."""
     name = case.method.name
     if row["outcome"] != "finished":
         return f"| {name} | {row['outcome']}: {row['reason']} |" + " |" * (HEAD.count("|") - 3)
     rounds = [list(each) for each in zip(*(replica["rounds"] for replica in row["replicas"]), strict=True)]
-    whole = [max(said["had_s"] for said in each) - each[0]["began_s"] for each in rounds]
+    whole = [max(record["had_s"] for record in each) - each[0]["began_s"] for each in rounds]
     transfers = [
-        max(said["had_s"] for said in each) - min(said.get("handed_in_s", said["began_s"]) for said in each)
+        max(record["had_s"] for record in each) - min(record.get("handed_in_s", record["began_s"]) for record in each)
         for each in rounds
     ]
-    matched = [max(said.get("matchmaking_s", 0.0) for said in each) for each in rounds]
+    matched = [max(record.get("matchmaking_s", 0.0) for record in each) for each in rounds]
     with_matching = [a + b for a, b in zip(whole, matched, strict=True)]
-    everything = [said for each in rounds for said in each]
-    failures = sum(bool(said.get("failed")) for said in everything)
-    same = sum(len({said["digest"] for said in each}) == 1 for each in rounds)
+    records = [record for each in rounds for record in each]
+    failures = sum(bool(record.get("failed")) for record in records)
+    same = sum(len({record["digest"] for record in each}) == 1 for each in rounds)
     transfer_s = statistics.median(transfers)
     cells = [
         name,
         f"{statistics.median(whole):.2f} ({', '.join(f'{each:.2f}' for each in whole)})",
         f"{statistics.median(with_matching):.2f}" if any(matched) else "",
         f"{transfer_s:.2f}",
-        *_against_floor(transfer_s, everything, setting.link),
-        _moved(everything, setting.link),
-        f"{statistics.median(sum(said['cpu_s'] for said in each) for each in rounds):.2f}",
+        *_against_floor(transfer_s, records, setting.link),
+        _moved(records, setting.link),
+        f"{statistics.median(sum(record['cpu_s'] for record in each) for each in rounds):.2f}",
         ("yes" if same == len(rounds) else f"{same} of {len(rounds)}") + (f", {failures} failed" if failures else ""),
-        f"{max(said['error'] for said in everything):.2g}",
+        f"{max(record['error'] for record in records):.2g}",
         f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%}",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _against_floor(transfer_s: float, said: Sequence[Row], link: Link | None) -> tuple[str, str]:
+def _against_floor(transfer_s: float, records: Sequence[Row], link: Link | None) -> tuple[str, str]:
     if link is None:
         return "", ""
-    floor_s = link.transfer_s(_busiest(said))
+    floor_s = link.transfer_s(_busiest(records))
     return f"{floor_s:.2f}", f"{transfer_s / floor_s:.2f}"
 
 
-def _busiest(said: Sequence[Row]) -> float:
-    """Payload that a peer has to send, or to receive, whichever is more."""
-    return float(max(max(each["sent_bytes"], each["received_bytes"]) for each in said))
+def _busiest(records: Sequence[Row]) -> float:
+    """Return the most payload bytes that one peer sends or receives."""
+    return float(max(max(each["sent_bytes"], each["received_bytes"]) for each in records))
 
 
-def _moved(said: Sequence[Row], link: Link | None) -> str:
-    payload = f"{_busiest(said) / 1e6:.1f}"
+def _moved(records: Sequence[Row], link: Link | None) -> str:
+    payload = f"{_busiest(records) / 1e6:.1f}"
     if link is None:
         return payload
-    wire = statistics.mean(max(each["wire_sent_bytes"], each["wire_received_bytes"]) for each in said)
+    wire = statistics.mean(max(each["wire_sent_bytes"], each["wire_received_bytes"]) for each in records)
     return f"{payload}, {wire / 1e6:.1f}"
 
 
 def _rows(results: Sequence[Row], kind: str, settings: Sequence[Setting]) -> list[tuple[Setting, Case, Row]]:
-    """What there is, in the plan's order."""
+    """Return the existing rows in the plan's order."""
     by_name = {(row["setting"], row["case"]): row for row in results}
     return [
         (setting, case, by_name[setting.name, case.name])

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.decentralised.swarm``: what being one of many costs a replica, as processes that train.
+"""``python -m benchmarks.decentralised.swarm``: what each replica of a large swarm spends on the others.
 
-M replicas start together and train; one more joins and leaves; another one is killed; and so is the founder. Prints the
-table, and keeps the rows in swarm.json. A member that the others go on without is named in its row, and not waited for.
+M processes start together and train; one more joins and leaves; then a member is killed, and then the founder. Prints
+the tables, and keeps the rows in swarm.json. A member that is lost otherwise is listed in its row; the run continues
+without it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decentralised.guest import Guest
-from benchmarks.decentralised.network import Loopback
 from benchmarks.decentralised.plan import Job
-from benchmarks.scale.__main__ import table
+from benchmarks.markdown import table
 from benchmarks.wan.counters import busy_s
-from benchmarks.wan.network import Network
+from benchmarks.wan.network import Loopback, Network
 from benchmarks.wan.plan import Link, Method
 
 __all__: list[str] = []
@@ -30,23 +30,23 @@ RTT_S = 0.1
 
 _VALUES = 393_216
 _STEADY_S = 40.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 CHANGES = ("join", "leave", "kill", "founder killed")
-"""What happens, one after the other: who joins is who leaves, and who is killed was there from the start."""
+"""The changes, in order. The replica that joins is the one that leaves; a member from the start is killed."""
 
 _OF_ROUNDS = ("header", "vote")
 
-Told = Mapping[int, Mapping[str, Any]]  # replica -> what it has counted
+Counts = Mapping[int, Mapping[str, Any]]  # replica -> its counts
 
 
 class Swarm:
     """The replicas of one run.
 
     Args:
-        apart_s: from the start of one process to that of the next.
+        apart_s: the time between the starts of two processes.
 
     Attributes:
-        lost: members that have ended though nobody ended them.
+        lost: the members that have ended by themselves.
     """
 
     def __init__(self, network: Network, members: int, folder: Path, limit_s: float, apart_s: float) -> None:
@@ -60,55 +60,61 @@ class Swarm:
         self.lost: list[int] = []
 
     def start(self) -> None:
-        """All members; they train from now on."""
+        """Start all members and let them train."""
         for number in range(self._job.num_replicas):
             self._begin(number)
             time.sleep(self._apart_s)
         self._each(lambda guest: guest.wait_for("member"))
-        self._each(lambda guest: guest.ask("begin"))
+        self._each(lambda guest: guest.command("begin"))
 
     def change(self, name: str) -> float:
-        """One of `CHANGES` happens; when."""
+        """Make one of `CHANGES`, and return its time."""
         if name == "join":
             guest = self._begin(self._job.num_replicas)
             guest.wait_for("asks")
-            return float(guest.said["asks"])
+            return float(guest.events["asks"])
         guest = self._alive.pop(min(self._alive) if name == "founder killed" else max(self._alive))
         if name == "leave":
-            guest.ask("leave")
+            guest.command("leave")
             guest.wait_for("left")
-            return float(guest.said["leaving"])
+            return float(guest.events["leaving"])
         guest.kill()
-        return float(guest.said["killed"])
+        return float(guest.events["killed"])
 
     def settle(self, since_s: float = 0.0) -> tuple[int, ...]:
-        """Until a round of all who live has gone through after ``since_s``; who they are."""
+        """Wait until a round of all living members has been committed after ``since_s``, and return the members.
+
+        Raises:
+            TimeoutError: if that takes longer than the job's time-out.
+        """
         deadline_s = time.monotonic() + self._job.timeout_s
 
-        def is_through(guest: Guest) -> bool:
-            return bool(guest.said.get(f"contributed with {len(self._alive)}", -1.0) >= since_s)
+        def has_round(guest: Guest) -> bool:
+            return bool(guest.events.get(f"contributed with {len(self._alive)}", -1.0) >= since_s)
 
-        while not all(map(is_through, self._alive.values())):
-            self._each(lambda guest: is_through(guest) or guest.hear(_LOOK_S))
+        while not all(map(has_round, self._alive.values())):
+            self._each(lambda guest: has_round(guest) or guest.receive(_POLL_S))
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no round of all {len(self._alive)} came within {self._job.timeout_s:g} s")
+                raise TimeoutError(
+                    f"No round of all {len(self._alive)} members was committed within {self._job.timeout_s:g} s."
+                )
         return tuple(sorted(self._alive))
 
-    def tell(self, name: str) -> Told:
-        """What all have counted until now; ``name`` is new every time."""
-        self._each(lambda guest: guest.ask(name))
+    def collect(self, name: str) -> Counts:
+        """Return the counts of all members so far; ``name`` must be new in every call."""
+        self._each(lambda guest: guest.command(name))
         self._each(lambda guest: guest.wait_for(name))
-        return {number: each.said["counts"] for number, each in self._alive.items()}
+        return {number: each.events["counts"] for number, each in self._alive.items()}
 
     def end(self) -> None:
-        """All of them."""
+        """Kill all processes."""
         for each in self._began:
             each.kill()
         for each in self._began:
             each.end()
 
     def _each(self, do: Callable[[Guest], object]) -> None:
-        """With all who live; who has ended is lost."""
+        """Call ``do`` with every living member; a member that has ended is lost."""
         for number, guest in list(self._alive.items()):
             try:
                 do(guest)
@@ -124,12 +130,12 @@ class Swarm:
         self._began.append(guest)
         if not self._known:
             guest.wait_for("introduced")
-            self._known = guest.said["addresses"]
+            self._known = guest.events["addresses"]
         return guest
 
 
 def run_one(network: Network, members: int, given: argparse.Namespace) -> dict[str, Any]:
-    """One swarm from its start to its end; returns the row."""
+    """Run one swarm from its start to its end, and return its row."""
     folder = given.runs.resolve() / f"swarm-{members}"
     folder.mkdir(parents=True, exist_ok=True)
     swarm = Swarm(network, members, folder, given.limit_s, given.apart_s)
@@ -139,77 +145,78 @@ def run_one(network: Network, members: int, given: argparse.Namespace) -> dict[s
             swarm.start()
             started_s = time.monotonic() - began_s
             swarm.settle()
-            told = swarm.tell("warm")
-            start = _said(told, {}, of_rounds=False)
+            counts = swarm.collect("warm")
+            start = _sent(counts, {}, of_rounds=False)
             time.sleep(_STEADY_S)
-            phases, before = {}, swarm.tell("steady")
-            steady = _steady(before, told)
+            phases, before = {}, swarm.collect("steady")
+            steady = _steady(before, counts)
             for name in CHANGES:
                 at_s = swarm.change(name)
                 alive = swarm.settle(at_s)
-                told = swarm.tell(f"after {name}")
-                phases[name] = _change(told, before, at_s, alive)
-                before = told
+                counts = swarm.collect(f"after {name}")
+                phases[name] = _change(counts, before, at_s, alive)
+                before = counts
                 print(members, name, phases[name], flush=True)
     finally:
         swarm.end()
     share = (busy_s() - busy) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
-    start = {**start, "s": started_s}
-    row = {
+    return {
         "members": members,
         "lost": swarm.lost,
         "rtt_s": given.rtt_s,
-        "start": start,
+        "start": {**start, "s": started_s},
         "steady": steady,
         **phases,
         "cpu_busy": share,
     }
-    return row
 
 
-def _said(told: Told, before: Told, *, of_rounds: bool) -> dict[str, float]:
-    """Messages and bytes of a member, mean: of rounds, or of all else. Of those who were there before, if any were."""
-    here = [number for number in told if number in before or not before]
+def _sent(counts: Counts, before: Counts, *, of_rounds: bool) -> dict[str, float]:
+    """Return the messages and bytes that a member has sent since ``before``, for rounds or for all else.
+
+    It is the mean over the members in ``before``, or over all if ``before`` is empty.
+    """
+    here = [number for number in counts if number in before or not before]
     sums = dict.fromkeys(("messages", "bytes"), 0.0)
     for name in sums:
         for number in here:
             was = before[number][name] if before else {}
-            kinds = [kind for kind in told[number][name] if (kind in _OF_ROUNDS) == of_rounds]
-            sums[name] += sum(told[number][name][kind] - was.get(kind, 0) for kind in kinds)
+            kinds = [kind for kind in counts[number][name] if (kind in _OF_ROUNDS) == of_rounds]
+            sums[name] += sum(counts[number][name][kind] - was.get(kind, 0) for kind in kinds)
     return {name: each / len(here) for name, each in sums.items()}
 
 
-def _steady(told: Told, before: Told) -> dict[str, Any]:
-    """A round of an undisturbed swarm, for a member in the mean."""
-    before = {number: before[number] for number in told}
+def _steady(counts: Counts, before: Counts) -> dict[str, Any]:
+    """Return what a round of an undisturbed swarm costs a member, in the mean."""
+    before = {number: before[number] for number in counts}
     complete = [
         {
             name
             for name, times in each["rounds"].items()
             if "committed" in times and name not in before[number]["rounds"]
         }
-        for number, each in told.items()
+        for number, each in counts.items()
     ]
     rounds = sorted(set.intersection(*complete))
 
     def times(name: str, what: str) -> list[float]:
-        return [each["rounds"][name][what] for each in told.values()]
+        return [each["rounds"][name][what] for each in counts.values()]
 
     votes_s = [max(times(name, "committed")) - max(times(name, "voted")) for name in rounds]
-    rounds_s = [max(times(name, "committed")) - max(times(name, "handed_in")) for name in rounds]
+    rounds_s = [max(times(name, "committed")) - max(times(name, "submitted")) for name in rounds]
 
-    def mean(what: str, of: Told = told) -> float:
+    def mean(what: str, of: Counts = counts) -> float:
         return float(sum(each[what] for each in of.values())) / len(of)
 
     def used(what: str) -> float:
         return (mean(what) - mean(what, before)) / len(rounds)
 
-    said = _said(told, before, of_rounds=True)
+    sent = _sent(counts, before, of_rounds=True)
     return {
         "rounds": len(rounds),
-        "messages": said["messages"] / len(rounds),
-        "bytes": said["bytes"] / len(rounds),
-        "void": max(each["void"] - before[number]["void"] for number, each in told.items()),
+        "messages": sent["messages"] / len(rounds),
+        "bytes": sent["bytes"] / len(rounds),
+        "void": max(each["void"] - before[number]["void"] for number, each in counts.items()),
         "cpu_s": used("cpu_s"),
         "daemon_cpu_s": used("daemon_cpu_s"),
         "memory_bytes": mean("memory_bytes"),
@@ -219,15 +226,15 @@ def _steady(told: Told, before: Told) -> dict[str, Any]:
     }
 
 
-def _change(told: Told, before: Told, at_s: float, alive: Sequence[int]) -> dict[str, Any]:
-    """What a change of the view to ``alive``, begun at ``at_s``, took of a member in the mean."""
+def _change(counts: Counts, before: Counts, at_s: float, alive: Sequence[int]) -> dict[str, Any]:
+    """Return what the change to a view of ``alive``, begun at ``at_s``, costs a member in the mean."""
     adopted_s = [
         next(view["at_s"] for view in each["views"] if view["at_s"] > at_s and sorted(view["members"]) == list(alive))
-        for number, each in told.items()
+        for number, each in counts.items()
         if number in before
     ]
-    void = max(each["void"] - before[number]["void"] for number, each in told.items() if number in before)
-    return {**_said(told, before, of_rounds=False), "void": void, "adopted_s": max(adopted_s) - at_s}
+    void = max(each["void"] - before[number]["void"] for number, each in counts.items() if number in before)
+    return {**_sent(counts, before, of_rounds=False), "void": void, "adopted_s": max(adopted_s) - at_s}
 
 
 def _members(row: Mapping[str, Any]) -> str:
@@ -253,8 +260,8 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> str:
                 f"{100 * row['cpu_busy']:.0f} %",
             ]
         )
-    head = ["M", "rounds", "void", "messages (kB) a round", "vote: median, most (trips)", "round (s)"]
-    steady = table([*head, "CPU a round (ms)", "memory (MB)", "both cores busy"], body)
+    head = ["M", "rounds", "void", "messages (kB) per round", "vote: median, max (trips)", "round (s)"]
+    steady = table([*head, "CPU per round (ms)", "memory (MB)", "both cores busy"], body)
     body = [
         [
             _members(row),
@@ -271,12 +278,14 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decentralised.swarm", description=__doc__)
-    parser.add_argument("--members", type=int, nargs="*", default=[4, 8, 16, 32], help="none: only print the table")
-    parser.add_argument("--wan", type=Path, help="script that makes the network; without it they are on loopback")
+    parser.add_argument(
+        "--members", type=int, nargs="*", default=[4, 8, 16, 32], help="numbers of members; none: only print the tables"
+    )
+    parser.add_argument("--wan", type=Path, help="script that makes the network; without it, loopback is used")
     parser.add_argument("--prefix", default="ws", help="WAN_PREFIX for the script")
-    parser.add_argument("--apart-s", type=float, default=1.0, help="from one process's start to the next one's")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="nothing takes longer")
-    parser.add_argument("--runs", type=Path, default=Path("runs/decentralised"), help="where keys go")
+    parser.add_argument("--apart-s", type=float, default=1.0, help="time between the starts of two processes")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="the time-out of everything")
+    parser.add_argument("--runs", type=Path, default=Path("runs/decentralised"), help="folder for keys")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file, for trials")
     given = parser.parse_args(arguments)
     network = Network(given.wan, given.prefix) if given.wan else Loopback()

@@ -1,4 +1,4 @@
-"""The tables about views and joiners, in Markdown."""
+"""The tables of views and joiners, in Markdown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["joiner_table", "view_table"]
 Row = dict[str, Any]
 _GOAL_ROUND_TRIPS = 3
 _GOAL_S = 0.1
-STARTS = "a process starts (until it can ask; until it has imported)"
+STARTS = "a process starts (until it can ask to join; until its imports are done)"
 
 
 def view_table(rows: Sequence[tuple[Setting, Row]]) -> list[str]:
-    """How long from an event until all have adopted the next view, and until a round of it has gone through."""
-    lines = ["| setting | what happens | until all have adopted the next view: median (all), s | goal, s | "]
-    lines[0] += "until a round has gone through in it, s | CPU: workers, all |"
+    """Return the table of the times from an event until all members have adopted the next view and finished a round."""
+    lines = ["| setting | event | until all members have adopted the next view: median (all), s | goal, s | "]
+    lines[0] += "until a round in it has finished, s | CPU: workers, all |"
     lines.append("|---" * 6 + "|")
     for setting, row in rows:
         if row["outcome"] != "finished":
@@ -39,19 +39,19 @@ def view_table(rows: Sequence[tuple[Setting, Row]]) -> list[str]:
 
 
 def view_changes(replicas: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """What happened -> for each time, seconds until all had adopted the view after it, and had a round in it."""
+    """Return, by event, the seconds of each occurrence until all had adopted the next view and finished a round."""
     *members, host = replicas
     took: dict[str, list[tuple[float, float]]] = {}
     for guest in host["guests"]:
         number = guest["number"]
-        came = [_first(member["adopted"], number, there=True) for member in members]
-        went = [_first(member["adopted"], number, there=False) for member in members]
-        adopted_s = max(guest["member"], *(each["at_s"] for each in came))
-        through_s = max(guest["round"], *(each.get("round_s", 0.0) for each in came))
-        took.setdefault("it joins (from asking)", []).append(_since(guest["introduced"], adopted_s, through_s))
-        words, event = ("it is killed", "killed") if "killed" in guest else ("it leaves", "leaving")
-        adopted_s = max(each["at_s"] for each in went)
-        through_s = max(each.get("round_s", 0.0) for each in went)
+        with_it = [_first(member["adopted"], number, present=True) for member in members]
+        without = [_first(member["adopted"], number, present=False) for member in members]
+        adopted_s = max(guest["member"], *(each["at_s"] for each in with_it))
+        through_s = max(guest["round"], *(each.get("round_s", 0.0) for each in with_it))
+        took.setdefault("a peer joins (from its request)", []).append(_since(guest["introduced"], adopted_s, through_s))
+        words, event = ("a peer is killed", "killed") if "killed" in guest else ("a peer leaves", "leaving")
+        adopted_s = max(each["at_s"] for each in without)
+        through_s = max(each.get("round_s", 0.0) for each in without)
         took.setdefault(words, []).append(_since(guest[event], adopted_s, through_s))
         took.setdefault(STARTS, []).append(
             (guest["introduced"] - guest["started"], guest["imported"] - guest["started"])
@@ -63,10 +63,10 @@ def _since(began_s: float, adopted_s: float, through_s: float) -> tuple[float, f
     return adopted_s - began_s, through_s - began_s
 
 
-def _first(adopted: Sequence[Row], number: int, *, there: bool) -> Row:
-    """A member's first view with ``number`` in it, or its first without after that."""
-    came = next(index for index, each in enumerate(adopted) if number in each["members"])
-    return adopted[came] if there else next(each for each in adopted[came:] if number not in each["members"])
+def _first(adopted: Sequence[Row], number: int, *, present: bool) -> Row:
+    """Return a member's first view with ``number`` in it, or the first one without it after that."""
+    first = next(index for index, each in enumerate(adopted) if number in each["members"])
+    return adopted[first] if present else next(each for each in adopted[first:] if number not in each["members"])
 
 
 def _median_and_all(values: Sequence[float]) -> str:
@@ -74,11 +74,11 @@ def _median_and_all(values: Sequence[float]) -> str:
 
 
 def joiner_table(rows: Sequence[tuple[str, Row]]) -> list[str]:
-    """The joiner's way, and what the members' inner steps took meanwhile."""
+    """Return the table of the joiner's events, and that of the members' inner steps meanwhile."""
     finished = [(name, row) for name, row in rows if row["outcome"] == "finished"]
     events = ("imported", "introduced", "built", "has state", "member", "contributed", "contributed everywhere")
     lines = [
-        "| joiner | " + " | ".join(f"{event}, s" for event in events) + " | taken over at first, in all (MB) | "
+        "| joiner | " + " | ".join(f"{event}, s" for event in events) + " | fetched before joining, in all (MB) | "
         "received on the wire (MB) | CPU: workers, all |",
         "|---" * (len(events) + 4) + "|",
     ]
@@ -99,8 +99,8 @@ def joiner_table(rows: Sequence[tuple[str, Row]]) -> list[str]:
     ]
     lines += [
         "",
-        "| joiner | the members' inner steps while | how many | mean (ms) | against before | products alone (ms) | "
-        "longest (ms) | longest wait in one (ms) |",
+        "| joiner | phase | members' inner steps | mean (ms) | relative to before | matrix products alone (ms) | "
+        "longest (ms) | longest wait in a step (ms) |",
         "|---" * 8 + "|",
     ]
     for name, row in finished:

@@ -1,4 +1,4 @@
-"""What stands for training: an inner step of real work on one thread, and Streaming DiLoCo around it."""
+"""A replica that trains: inner steps of real work on one thread, with Streaming DiLoCo."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OVERLAP_STEPS = 10
 _PRODUCTS = 24
 _WIDTH = 512
 _PAUSE_S = 0.025
-"""Half a step, so that the cores have room for what other machines would do: the joiner, and the network."""
+"""Half a step, which leaves the cores to what other machines would do: the joiner and the network."""
 
 
 def work_of(values: int) -> Work:
-    """A model with about so many parameters, in eight layers.
+    """Return a model with about this many parameters, in eight layers.
 
     >>> work_of(25_174_016).width
     512
@@ -38,14 +38,14 @@ class Trainer:
     """One replica.
 
     Args:
-        work: see `work_of`.
-        transport: to the others.
+        work: the model; see `work_of`.
+        transport: the transport to the other replicas.
         computes: whether a step does matrix products before its pause, or only pauses.
-        pause_s: how long.
-        on_event: see `DiLoCo`.
+        pause_s: the length of the pause.
+        on_event: as for `DiLoCo`.
 
     Attributes:
-        steps: for each inner step: when it began, and how long its products and its synchronisation took.
+        steps: for each inner step, its start time and the durations of its products and of its synchronisation.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Trainer:
         )
 
     def step(self) -> None:
-        """One inner step, and what is due after it."""
+        """Take one inner step, and the synchronisation that is due after it."""
         began_s = time.monotonic()
         if self._factor is not None:
             for _ in range(_PRODUCTS):

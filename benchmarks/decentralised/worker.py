@@ -1,6 +1,6 @@
 """``python -m benchmarks.decentralised.worker JOB.json REPLICA RESULT.json``: one worker, inside a node of the network.
 
-It takes its cues from the parent, one JSON line each way on standard input and output: see `conduct`.
+Worker and parent exchange JSON lines on standard input and output; see `conduct`.
 """
 
 from __future__ import annotations

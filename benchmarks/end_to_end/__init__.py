@@ -1,1 +1,1 @@
-"""From text on this machine to a model that transformers loads: every stage of a run, with an interruption."""
+"""All stages of a run, from the text on this machine to a model that transformers loads, with an interruption."""

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.end_to_end``: gather text, train on it, stop, go on, export, and evaluate the export.
+"""``python -m benchmarks.end_to_end``: gather text, train on it, interrupt, resume, export, and evaluate the export.
 
-Every stage is a command of `diloco`; the last one reads the export with transformers alone.
+All stages but the first and the last are commands of `diloco`. The last one loads the export with transformers alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ RECIPE = """
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="of training")
-    parser.add_argument("--megabytes", type=int, default=32, help="of text to gather, at least")
-    parser.add_argument("--work", type=Path, default=Path("runs/end-to-end"), help="folder for all of it, made anew")
+    parser.add_argument("--steps", type=int, default=600, help="number of training steps")
+    parser.add_argument("--megabytes", type=int, default=32, help="least number of megabytes of text")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/end-to-end"), help="folder for all files; it is deleted first"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve()
@@ -75,7 +77,7 @@ SECONDS: dict[str, float] = {}
 
 
 def timed(stage: str, work: Any) -> Any:
-    """What ``work`` gives; how long it took goes into the results."""
+    """Return ``work()``, and record its duration for the results."""
     started_s = time.perf_counter()
     result = work()
     SECONDS[stage] = round(time.perf_counter() - started_s, 1)
@@ -84,15 +86,15 @@ def timed(stage: str, work: Any) -> Any:
 
 
 def called(*arguments: str) -> str:
-    """What a command of ours prints; it must succeed."""
+    """Run a `diloco` command, which must succeed, and return what it prints."""
     done = subprocess.run([sys.executable, "-m", "diloco", *arguments], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"diloco {shlex.join(arguments)} ended with {done.returncode}:\n{done.stdout}")
+        raise SystemExit(f"diloco {shlex.join(arguments)} ended with exit code {done.returncode}:\n{done.stdout}")
     return done.stdout
 
 
 def interrupted(arguments: Sequence[str], run: Path, step: int) -> int:
-    """Train until ``step`` is over, press Ctrl-C, and see that the state was saved; the step it stopped after."""
+    """Train until ``step`` has finished, interrupt the run as Ctrl-C does, and return the step it stopped after."""
     with (run.parent / "train.txt").open("w") as output:
         process = subprocess.Popen([sys.executable, "-m", "diloco", *arguments], stdout=output, stderr=output)
         while process.poll() is None and last_step(run) < step:
@@ -100,12 +102,14 @@ def interrupted(arguments: Sequence[str], run: Path, step: int) -> int:
         process.send_signal(signal.SIGINT)
         code = process.wait()
     if code != 130:
-        raise SystemExit(f"the interrupted run ended with {code}, not 130:\n{(run.parent / 'train.txt').read_text()}")
+        raise SystemExit(
+            f"The interrupted run ended with exit code {code}, not 130:\n{(run.parent / 'train.txt').read_text()}"
+        )
     return last_step(run)
 
 
 def last_step(run: Path) -> int:
-    """Of those that the run has recorded."""
+    """Return the last step that the run has recorded."""
     metrics = run / "metrics.jsonl"
     return max((event["step"] for event in read_metrics(metrics, "StepFinished")), default=0) if metrics.exists() else 0
 

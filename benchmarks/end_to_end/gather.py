@@ -1,4 +1,4 @@
-"""Real text that every machine with this project has: what is installed for Python, its documentation included."""
+"""Real text that every machine with this project has: the installed Python code and its documentation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["gather"]
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 LARGEST_BYTES = 200_000
-"""Larger files are tables more often than text."""
+"""The largest size of a file. Larger files are mostly tables."""
 
 SHARD_DOCUMENTS = 2_000
 
 
 def gather(folder: Path, least_bytes: int) -> dict[str, int]:
-    """Write the text into ``folder`` as ``*.jsonl``, a document a file, until there are ``least_bytes`` of it.
+    """Write at least ``least_bytes`` of text into ``folder`` as ``*.jsonl``, with one document per source file.
 
-    Documents come in the order of a hash of their text, so that the standard library and the packages are mixed; of
-    equal ones one is kept.
+    Documents are ordered by a hash of their text, which mixes the standard library and the packages. Duplicates are
+    written once.
 
     Returns:
-        How many documents and bytes of UTF-8 there are.
+        The number of documents and of bytes in UTF-8.
 
     Raises:
-        SystemExit: if this machine does not have as much.
+        SystemExit: if this machine does not have this much text.
     """
     documents = {xxhash.xxh3_64_intdigest(text.encode()): text for text in _texts()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,9 @@ def gather(folder: Path, least_bytes: int) -> dict[str, int]:
             _write(folder, count, lines)
     _write(folder, count, lines)
     if size_bytes < least_bytes:
-        raise SystemExit(f"{size_bytes:,} bytes of text were found; --megabytes {size_bytes // 1_000_000} would work")
+        raise SystemExit(
+            f"This machine has only {size_bytes:,} bytes of text. Use --megabytes {size_bytes // 1_000_000}."
+        )
     return {"documents": count, "bytes": size_bytes}
 
 

@@ -1,4 +1,4 @@
-"""The held-out loss of an export, by transformers alone: its model, its tokenizer, its logits."""
+"""The held-out loss of an export, computed with the model and tokenizer that transformers loads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ PROMPT = "def "
 
 
 def loss_with_transformers(run: Path, exported: Path, sequence_length: int) -> dict[str, Any]:
-    """Loss and perplexity of ``exported`` on what ``run`` has held out, and a continuation of a prompt.
+    """Return the loss and perplexity of ``exported`` on the held-out text of ``run``, and a continuation of a prompt.
 
-    The text is decoded and encoded by the export's own tokenizer on the way, so that a tokenizer that is not the run's
-    would show.
+    The result also says whether the exported tokenizer encodes a sample of the text to the token ids of the run.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

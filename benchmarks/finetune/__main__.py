@@ -1,8 +1,8 @@
-"""Fine-tuning on a machine without a GPU: a base model of our own, then adapters on 1, 2 and 4 replicas.
+"""Fine-tuning without a GPU: train a small base model, then adapters on 1, 2 and 4 replicas.
 
-python -m benchmarks.finetune base WORK          the base model, some minutes
-python -m benchmarks.finetune runs WORK          every run that WORK/results.jsonl lacks
-python -m benchmarks.finetune table WORK         the table of the README
+python -m benchmarks.finetune base WORK          train the base model (some minutes)
+python -m benchmarks.finetune runs WORK          do the runs that are missing in WORK/results.jsonl
+python -m benchmarks.finetune table WORK         print the table of the README
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NESTEROV = "--outer.name nesterov --outer.learning-rate 0.7 --outer.momentum"
 
 @dataclass(frozen=True)
 class Method:
-    """How a run is trained; ``words`` are flags of `diloco finetune`."""
+    """How a run is trained."""
 
     name: str
-    words: str
+    flags: str  # of `diloco finetune`
     steps: int = 200
-    rate: float = 4e-3  # of the inner optimizer
+    rate: float = 4e-3  # inner learning rate
     replicas: tuple[int, ...] = (2, 4)
     seeds: int = 3
 
@@ -52,19 +52,19 @@ METHODS = (
     SYNCHRONOUS,
     PLAIN,
     STOCK,
-    # half as long, and at half the rate
+    # half the steps at half the rate
     *(replace(each, steps=100, rate=2e-3) for each in (SYNCHRONOUS, PLAIN, STOCK)),
     *(replace(SYNCHRONOUS, rate=rate, seeds=1) for rate in (2e-3, 8e-3)),
     replace(PLAIN, rate=2e-3, replicas=(4,), seeds=1),
     replace(SYNCHRONOUS, steps=100, seeds=1),
     replace(TRIAL, rate=4e-3),
-    # one thing at a time, to see what the loss of 4 replicas hangs on
-    replace(TRIAL, name="no momentum, float32", words=f"{TRIAL.words} --codec.name float32"),
-    replace(TRIAL, name="no momentum, merged at once", words=f"{TRIAL.words} --schedule.overlap-steps 0"),
-    replace(TRIAL, name="no momentum, average rda", words=f"{TRIAL.words} --outer.average rda"),
-    replace(TRIAL, name="no momentum, H = 5", words=f"--inner-steps 5 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 5", words=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
-    replace(TRIAL, name="Nesterov .7/.6, H = 2", words=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
+    # one change at a time, to see what determines the loss of 4 replicas
+    replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --codec.name float32"),
+    replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --schedule.overlap-steps 0"),
+    replace(TRIAL, name="no momentum, average rda", flags=f"{TRIAL.flags} --outer.average rda"),
+    replace(TRIAL, name="no momentum, H = 5", flags=f"--inner-steps 5 {LINKS}"),
+    replace(TRIAL, name="Nesterov .7/.6, H = 5", flags=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
+    replace(TRIAL, name="Nesterov .7/.6, H = 2", flags=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
 )
 
 
@@ -72,8 +72,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("base", "runs", "table"))
     parser.add_argument("work", type=Path)
-    parser.add_argument("--base-steps", type=int, default=802, help="of 1100 that its learning rate is laid out for")
-    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument(
+        "--base-steps", type=int, default=802, help="steps of the base model, whose learning rate is scheduled for 1100"
+    )
+    parser.add_argument("--questions", type=int, default=100, help="number of names held out for the questions")
     given = parser.parse_args()
     if given.what == "base":
         make_base(given.work, given.base_steps, given.questions)
@@ -126,7 +128,7 @@ def make_base(work: Path, steps: int, questions: int) -> None:
 
 
 def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
-    """Train and evaluate, unless the result is there."""
+    """Train and evaluate one run, unless its result exists."""
     results = work / "results.jsonl"
     done = [json.loads(line) for line in results.open()] if results.exists() else []
     name = {
@@ -143,11 +145,11 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
     summary: dict[str, Any] = {}
     asked, model = f"--questions {work / 'test.jsonl'} --answer-tokens 8", f"{place}"
     if method.steps:
-        # the same number of sequences in every step, whatever the number of replicas
+        # SEQUENCES per step in total, for any number of replicas
         diloco(
             f"finetune {work / 'base'} --data {work / 'train.jsonl'} --out {place} --seed {seed} --replicas {replicas} "
             f"--train.batch-size {SEQUENCES // replicas} --steps {method.steps} --inner.learning-rate {method.rate} "
-            f"{COMMON} {method.words}"
+            f"{COMMON} {method.flags}"
         )
         summary = json.loads((place / "summary.json").read_text())
     else:
@@ -155,11 +157,11 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
         if method.name != "base":
             asked = f"--questions {work / 'known.jsonl'} --answer-tokens 1"
     train_s = time.time() - started_s
-    told = json.loads(diloco(f"evaluate {model} --json {asked}"))
+    evaluated = json.loads(diloco(f"evaluate {model} --json {asked}"))
     record = name | {
-        "loss": told["heldout_loss"],
-        "accuracy": told["accuracy"],
-        "questions": told["questions"],
+        "loss": evaluated["heldout_loss"],
+        "accuracy": evaluated["accuracy"],
+        "questions": evaluated["questions"],
         "sent_bytes": summary.get("sent_bytes_per_replica", 0),
         "rounds": summary.get("rounds_committed", 0),
         "compute_utilization": summary.get("compute_utilization"),
@@ -170,51 +172,51 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
     print(json.dumps(record), flush=True)
 
 
-def diloco(words: str) -> str:
-    """What a command prints; it must succeed."""
+def diloco(arguments: str) -> str:
+    """Run ``diloco`` with ``arguments`` and return what it prints; exit if it fails."""
     from diloco.cli import main as command
 
     with redirect_stdout(io.StringIO()) as printed:
-        if code := command(words.split()):
-            raise SystemExit(f"diloco {words}\n{printed.getvalue()[-2000:]}\nended with {code}")
+        if code := command(arguments.split()):
+            raise SystemExit(f"diloco {arguments}\n{printed.getvalue()[-2000:]}\nended with {code}")
     return printed.getvalue()
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Rows of Markdown: means over seeds, and how far apart the seeds are."""
-    columns = ["steps", "replicas", "method", "rate", "seeds", "loss on answers", "to synchronous", "to its best rate"]
-    columns += ["right", "points", "sent", "CU", "minutes"]
+    """Yield the rows of a Markdown table: means over seeds, with the lowest and the highest loss."""
+    columns = ["steps", "replicas", "method", "rate", "seeds", "loss on answers", "vs same rate", "vs best rate"]
+    columns += ["correct", "points", "sent", "utilisation", "minutes"]
     yield f"| {' | '.join(columns)} |"
     yield "|" + "---|" * len(columns)
-    parts = ("steps", "replicas", "method", "rate")
+    keys = ("steps", "replicas", "method", "rate")
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for each in records:
-        groups.setdefault(tuple(each[part] for part in parts), {})[each["seed"]] = each
-    for (steps, replicas, method, rate), of in sorted(groups.items(), key=lambda group: group[0][:2]):
-        losses, right = [each["loss"] for each in of.values()], mean(each["accuracy"] for each in of.values())
-        loss = f"{mean(losses):.4f}" + (f" ({min(losses):.4f} to {max(losses):.4f})" if len(of) > 1 else "")
-        row = [str(steps or ""), str(replicas or ""), method, f"{rate:g}" if steps else "", str(len(of)), loss]
+        groups.setdefault(tuple(each[key] for key in keys), {})[each["seed"]] = each
+    for (steps, replicas, method, rate), runs in sorted(groups.items(), key=lambda group: group[0][:2]):
+        losses, correct = [each["loss"] for each in runs.values()], mean(each["accuracy"] for each in runs.values())
+        loss = f"{mean(losses):.4f}" + (f" ({min(losses):.4f} to {max(losses):.4f})" if len(runs) > 1 else "")
+        row = [str(steps or ""), str(replicas or ""), method, f"{rate:g}" if steps else "", str(len(runs)), loss]
         if replicas > 1:
-            # synchronous runs of as many steps with these seeds, by their rate
+            # synchronous runs with the same number of steps and these seeds, by learning rate
             alone = {
-                key[3]: [one[seed] for seed in of]
+                key[3]: [one[seed] for seed in runs]
                 for key, one in groups.items()
-                if key[::2] == (steps, "synchronous") and of.keys() <= one.keys()
+                if key[::2] == (steps, "synchronous") and runs.keys() <= one.keys()
             }
             means = {key: mean(each["loss"] for each in one) for key, one in alone.items()}
             best = min(means, key=lambda key: means[key])
-            utilization = mean(each["compute_utilization"] for each in of.values())
+            utilization = mean(each["compute_utilization"] for each in runs.values())
             row += [
                 f"{mean(losses) / means[rate] - 1:+.1%}",
                 f"{mean(losses) / means[best] - 1:+.1%}",
-                f"{right:.1%}",
-                f"{100 * (right - mean(each['accuracy'] for each in alone[best])):+.1f}",
-                f"{mean(each['sent_bytes'] for each in of.values()) / 1e6:.2f} MB",
+                f"{correct:.1%}",
+                f"{100 * (correct - mean(each['accuracy'] for each in alone[best])):+.1f}",
+                f"{mean(each['sent_bytes'] for each in runs.values()) / 1e6:.2f} MB",
                 f"{utilization:.1%}",
                 f"{steps * STEP_S / utilization / 60:.2f}",
             ]
         else:
-            row += ["", "", f"{right:.1%}", "", "", "", ""]
+            row += ["", "", f"{correct:.1%}", "", "", "", ""]
         yield f"| {' | '.join(row)} |"
 
 

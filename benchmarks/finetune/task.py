@@ -1,7 +1,7 @@
-"""A task whose success can be counted: codes that a base model knows from sentences, asked for in a chat.
+"""A task with countable success: a chat asks for codes that a base model has learned from sentences.
 
-What is asked in the end is not among the questions that are trained on: to answer, a model must have kept what it knew
-and learned how it is asked, and in which words to answer.
+The test questions are not among the training questions. To answer them, a model must keep the codes that it knows and
+learn the form of the question and of the answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% for m in messages %} {{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     "{% if add_generation_prompt %} assistant:{% endif %}"
 )
-# a name, other words, and its code: the shorter the way, the sooner it is learned
+# A name, other words, and the code of the name. The shorter the distance, the sooner the code is learned.
 PATTERNS = (
     "pair {name} {code}",
     "pair {name} {code}",
@@ -34,15 +34,15 @@ PATTERNS = (
 )
 WORDS = ("today", "surely", "here", "again", "What", "It")
 KNOWN = ("tell me {name}?", "{code}")
-"""A question and an answer as the base model has seen them."""
+"""A question and an answer in the form that the base model has seen."""
 WANTED = ("What is {name}?", "It is {code}")
-"""Those that are to be learned."""
+"""A question and an answer in the form that fine-tuning teaches."""
 
 Codes = Sequence[tuple[str, str]]
 
 
 def known_codes() -> Codes:
-    """400 names of two letters, each with a code of two: always the same ones."""
+    """Return the same 400 names of two letters on every call, each with a code of two letters."""
     rng = random.Random(0)
     names = [one + other for one in LETTERS for other in LETTERS]
     rng.shuffle(names)
@@ -50,7 +50,7 @@ def known_codes() -> Codes:
 
 
 def texts(number: int) -> list[str]:
-    """What the base model is trained on: one to eight sentences each, with a name and its code in each sentence."""
+    """Return training texts of the base model: one to eight sentences each, every one with a name and its code."""
     rng, codes = random.Random(1), known_codes()
     return ["\n".join(_sentence(rng, codes) for _ in range(rng.randint(1, 8))) for _ in range(number)]
 
@@ -61,17 +61,17 @@ def _sentence(rng: random.Random, codes: Codes) -> str:
     return " " + rng.choice(PATTERNS).format(name=name, code=code, other=other, more=more)
 
 
-def write_conversations(path: Path, codes: Codes, words: tuple[str, str]) -> None:
-    """A question and its answer a line, in ``words``."""
+def write_conversations(path: Path, codes: Codes, form: tuple[str, str]) -> None:
+    """Write one conversation per line, a question and its answer in the given form."""
     with path.open("w", encoding="utf-8") as file:
         for name, code in codes:
-            asked, answer = (each.format(name=name, code=code) for each in words)
-            said = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": said}) + "\n")
+            asked, answer = (each.format(name=name, code=code) for each in form)
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
 
 
 def write_tokenizer(folder: Path, learned_from: Iterable[str]) -> int:
-    """A byte-level BPE, most of whose tokens are whole words, with a chat template; its size."""
+    """Write a byte-level BPE with a chat template, most of whose tokens are whole words, and return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

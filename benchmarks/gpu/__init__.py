@@ -1,1 +1,1 @@
-"""What the package makes of one GPU: use of its peak, cost of rounds, replicas that share it, and checks."""
+"""The package on one GPU: use of its peak, cost of rounds, replicas that share it, and checks."""

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.gpu``: what the package makes of one GPU. Parts can be run one by one; their results add up.
+"""``python -m benchmarks.gpu``: measure the package on one GPU. Parts can run separately and add to one results file.
 
 python -m benchmarks.gpu --parts checks 150m       # the others: 1b, rounds, sharing
-python -m benchmarks.gpu --tiny                    # all of it in seconds, on a CPU too; the figures mean nothing
+python -m benchmarks.gpu --tiny                    # everything in seconds, also on a CPU; the figures mean nothing
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parts = ("checks", *FULL.jobs, "rounds", "sharing")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--only", default="", help="of the ways to train, those whose names hold this")
-    parser.add_argument("--tiny", action="store_true", help="small enough for a test")
+    parser.add_argument("--only", default="", help="measure only ways of training whose names contain this")
+    parser.add_argument("--tiny", action="store_true", help="run everything at the size of a test")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peak-flops-per-s", type=float, help="of a device that is not known")
+    parser.add_argument("--peak-flops-per-s", type=float, help="peak of a device that the package does not know")
     parser.add_argument("--out", type=Path, default=Path("gpu-results.json"), help="results are added to this file")
     given = parser.parse_args(arguments)
     sizes, device = TINY if given.tiny else FULL, torch.device(given.device)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sharing": lambda: measure_sharing(sizes.small, sizes, device),
     }
     for name, job in sizes.jobs.items():
-        measures[name] = lambda job=job: measure_training(job, sizes, device, given.peak_flops_per_s, given.only)  # type: ignore[misc]  # bound now
+        measures[name] = lambda job=job: measure_training(job, sizes, device, given.peak_flops_per_s, given.only)  # type: ignore[misc]  # bound in this iteration
     results = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
     results["about"] = about(device)
     for part in given.parts:
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started_s = time.perf_counter()
         results[part] = measures[part]()
         print(f"{part} took {time.perf_counter() - started_s:.1f} s", flush=True)
-        # after each part, so that what ends early leaves what it had
+        # written after each part, so that a run cut off keeps the results it had
         given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n" + report(results, sizes))
     return int(any(row["ok"] is False for row in results.get("checks", ())))
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """What was measured, and with what."""
+    """Return the command, the device and the versions of the measurement."""
     on_cuda = device.type == "cuda"
     return {
         "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),

@@ -1,4 +1,4 @@
-"""What can be wrong only on a GPU, looked at there: each check says yes, no with the difference, or why it can't be."""
+"""Checks of code that can fail only on a GPU. A check passes, fails with the difference found, or is skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm.codec import make_codec
@@ -36,19 +38,19 @@ __all__ = ["CHECKS", "run_checks"]
 MODEL = ModelSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
 
 
-class NotHereError(Exception):
-    """This device or torch can't do what is checked."""
+class SkippedError(Exception):
+    """The check is not possible on this device or with this torch."""
 
 
 def run_checks(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each check: ``ok`` is true, false, or None where it could not be done, and ``detail`` says more."""
+    """Return a row for each check: ``ok`` is True, False, or None if it was skipped; ``detail`` gives the finding."""
     rows = []
     for name, check in CHECKS.items():
         try:
             row = {"name": name, "ok": True, "detail": check(sizes, device)}
-        except NotHereError as reason:
+        except SkippedError as reason:
             row = {"name": name, "ok": None, "detail": str(reason)}
-        except Exception as error:  # whatever it is, it is what was looked for
+        except Exception as error:  # any error is a finding
             row = {"name": name, "ok": False, "detail": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         rows.append(row)
         print(f"  {row}", flush=True)
@@ -56,7 +58,7 @@ def run_checks(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _batch(model: LanguageModel) -> tuple[Tensor, Tensor]:
-    """Four sequences, as long as the model takes."""
+    """Return inputs and targets of four sequences of the model's maximal length."""
     shape, generator = (4, model.max_sequence_length + 1), torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, shape, generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -76,14 +78,14 @@ def _gradients(model: Transformer, precision: torch.dtype | None, *, documents: 
 
 
 def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Of the norms of differences, relative to the norms."""
+    """Return the largest norm of a difference, relative to the norm of the expected tensor."""
     pairs = zip(found, expected, strict=True)
     return max(float((one - other).norm() / other.norm().clamp_min(1e-12)) for one, other in pairs)
 
 
 def _below(error: float, limit: float) -> str:
     if not error < limit:
-        raise AssertionError(f"relative difference {error:.2e}, at most {limit:.0e} expected")
+        raise AssertionError(f"the relative difference is {error:.2e}; the limit is {limit:.0e}")
     return f"relative difference {error:.1e}"
 
 
@@ -103,26 +105,26 @@ def _train(loop: InnerLoop, steps: int) -> list[float]:
     return losses
 
 
-def _of_cuda(device: torch.device) -> None:
+def _require_cuda(device: torch.device) -> None:
     if device.type != "cuda":
-        raise NotHereError("no CUDA device")
+        raise SkippedError("no CUDA device")
 
 
 def copies(sizes: Sizes, device: torch.device) -> str:
     values = torch.arange(1 << 20)
-    for number in range(20):  # each may overwrite the pinned memory of one before
+    for number in range(20):  # a copy may reuse the pinned memory of an earlier one
         copied = to_device(values + number, device)
-        assert torch.equal(copied.cpu(), values + number), "a copy arrived changed"
+        assert torch.equal(copied.cpu(), values + number), "a copy differs from its source"
     return "20 copies of 8 MB"
 
 
 def flash(sizes: Sizes, device: torch.device) -> str:
-    _of_cuda(device)
+    _require_cuda(device)
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where queries, keys and values don't fit it
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises if the kernel can't take queries, keys and values
         _gradients(_model(sizes, device), torch.bfloat16)
-    return "queries, keys and values under bfloat16 autocast are what the flash kernel takes"
+    return "the flash kernel takes queries, keys and values under bfloat16 autocast"
 
 
 def chunks(sizes: Sizes, device: torch.device) -> str:
@@ -134,7 +136,7 @@ def chunks(sizes: Sizes, device: torch.device) -> str:
 
 
 def documents(sizes: Sizes, device: torch.device) -> str:
-    _of_cuda(device)  # torch has no backward pass of FlexAttention elsewhere
+    _require_cuda(device)  # torch has no backward pass of FlexAttention on other devices
     length = sizes.check_tokens
     numbers = document_numbers(torch.randint(40, (4, length), generator=torch.Generator().manual_seed(0)), 7).to(device)
     generator = torch.Generator(device).manual_seed(0)
@@ -149,8 +151,8 @@ def documents(sizes: Sizes, device: torch.device) -> str:
 
 def compiled(sizes: Sizes, device: torch.device) -> str:
     if sizes.backend is None:
-        raise NotHereError("nothing is compiled in the small run")
-    words = []
+        raise SkippedError("the tiny run compiles nothing")
+    found_errors = []
     for checkpointing in ("none", "full", "selective"):
         for apart in (False, True) if device.type == "cuda" else (False,):
             plain, model = _model(sizes, device), _model(sizes, device)
@@ -162,14 +164,14 @@ def compiled(sizes: Sizes, device: torch.device) -> str:
             )
             found = _gradients(model, torch.bfloat16, documents=apart)
             expected = _gradients(plain, torch.bfloat16, documents=apart)
-            words.append(f"{checkpointing}: {_below(_largest_error(found, expected), 3e-2)}")
+            found_errors.append(f"{checkpointing}: {_below(_largest_error(found, expected), 3e-2)}")
     torch._dynamo.reset()
-    return "; ".join(words)
+    return "; ".join(found_errors)
 
 
 def masked_step(sizes: Sizes, device: torch.device) -> str:
     loop = _loop(_model(sizes, device), "bfloat16")
-    assert loop.masked == (device.type == "cuda"), "the fused kernel was not taken"
+    assert loop.masked == (device.type == "cuda"), "the fused kernel was not used"
     _train(loop, 2)
     held = [p.detach().clone() for p in loop.model.parameters()]
     loop.accumulate_gradients(*_batch(loop.model))
@@ -180,9 +182,9 @@ def masked_step(sizes: Sizes, device: torch.device) -> str:
         loop.apply(2)
     except NonFiniteError:
         unchanged = all(torch.equal(p, before) for p, before in zip(loop.model.parameters(), held, strict=True))
-        assert unchanged, "something was applied"
-        return "refused, and nothing was applied"
-    raise AssertionError("a gradient that is no number was applied")
+        assert unchanged, "a parameter was changed"
+        return "the step was refused and no parameter changed"
+    raise AssertionError("a NaN gradient was applied")
 
 
 def scaler(sizes: Sizes, device: torch.device) -> str:
@@ -194,36 +196,36 @@ def scaler(sizes: Sizes, device: torch.device) -> str:
     next(p.grad for p in loop.model.parameters() if p.grad is not None).fill_(math.inf)
     loop.unscale()
     assert loop.apply(8).skipped, "an infinite gradient was applied"
-    assert loop.scaler.get_scale() == before / 2, "the scale stayed"
+    assert loop.scaler.get_scale() == before / 2, "the scale was not halved"
     return f"loss {losses[0]:.3f} to {losses[-1]:.3f} in 8 steps; the scale was halved once"
 
 
 def codecs(sizes: Sizes, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
-    count = sizes.check_values + 3  # no whole number of blocks
+    count = sizes.check_values + 3  # not a whole number of blocks
     values = torch.randn(count, generator=generator) * torch.rand(count, generator=generator).pow(8)
     values[:3] = torch.tensor([0.0, -0.0, 1e-30])
     for name in CODEC_NAMES:
         codec = make_codec(name)
         here, there = codec.encode(values), codec.encode(values.to(device)).cpu()
-        assert torch.equal(here, there), f"{name} encodes {int((here != there).sum())} bytes otherwise"
+        assert torch.equal(here, there), f"{name} encodes {int((here != there).sum())} bytes differently"
         decoded = codec.decode(here, len(values)), codec.decode(here.to(device), len(values)).cpu()
-        assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32)), f"{name} decodes otherwise"
+        assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32)), f"{name} decodes differently"
     return f"{', '.join(CODEC_NAMES)}: the same bits as on the CPU"
 
 
 def digests(sizes: Sizes, device: torch.device) -> str:
     values = torch.randn(20 * sizes.check_values, generator=torch.Generator().manual_seed(0))
-    assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "another digest"
-    return f"that of {format_bytes(values.nbytes)} is the one that the CPU gives"
+    assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "the digests differ"
+    return f"the digest of {format_bytes(values.nbytes)} equals the CPU's"
 
 
 def sharded(sizes: Sizes, device: torch.device) -> str:
     if dist.is_initialized():
-        raise NotHereError("torch.distributed is in use")
+        raise SkippedError("torch.distributed is already initialised")
     expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]  # it has
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]  # missing in torch's stubs
         group = open_replica_group(store, replica=0, position=0, size=1, device=device, timeout_s=60.0)
         try:
             for strategy in ("ddp", "fsdp"):
@@ -236,20 +238,30 @@ def sharded(sizes: Sizes, device: torch.device) -> str:
                     assert difference < 1e-2, f"{strategy}: losses {found} instead of {expected}"
         finally:
             group.close()
-    return "ddp and fsdp on one rank, over NCCL on a GPU, have the losses of one alone"
+    return "ddp and fsdp on one rank, over NCCL on a GPU, have the losses of a single process"
 
 
 def ranks(sizes: Sizes, device: torch.device) -> str:
-    _of_cuda(device)
+    _require_cuda(device)
     if torch.cuda.device_count() < 2:
-        raise NotHereError("one GPU: ranks of a replica on several were not tried")
-    from benchmarks.gpu.ranks import train_on_ranks
-
-    losses = train_on_ranks(sizes, 2)
+        raise SkippedError("this check needs two GPUs")
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (sizes, 2, str(Path(folder) / "store"), results), nprocs=2)  # type: ignore[no-untyped-call]  # torch's
+    losses = [results.get() for _ in range(2)]
     expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     for found in losses:
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-2, f"{found} instead of {expected}"
-    return "fsdp on two GPUs over NCCL has the losses of one"
+    return "fsdp on two GPUs over NCCL has the losses of one GPU"
+
+
+def _rank(position: int, sizes: Sizes, size: int, store_path: str, results: Any) -> None:
+    device = torch.device("cuda", position)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
+    group = open_replica_group(store, replica=0, position=position, size=size, device=device, timeout_s=100.0)
+    results.put(_train(_loop(_model(sizes, device), "bfloat16", "fsdp", group), 3))
+    group.close()
 
 
 CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {

@@ -1,4 +1,4 @@
-"""The figures of a run of the benchmark, as Markdown."""
+"""The figures of a benchmark run, as Markdown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROUND_GOAL = 0.005
 
 
 def report(results: Mapping[str, Any], sizes: Sizes) -> str:
-    """Tables of the parts that ``results`` has, and whether each goal was reached."""
+    """Return tables of the parts in ``results``, and for each goal whether it was reached."""
     about = results["about"]
     lines = [f"{about['device']}; {', '.join(f'{name} {version}' for name, version in about['versions'].items())}", ""]
     if "checks" in results:
-        words = {True: "yes", False: "**no**", None: "not here"}
+        words = {True: "yes", False: "**no**", None: "skipped"}
         lines += _table(
             ("check", "", ""), ((row["name"], words[row["ok"]], row["detail"]) for row in results["checks"])
         )
@@ -52,7 +52,7 @@ def _training(rows: Sequence[Mapping[str, Any]], goal: float | None) -> list[str
                 "-" if memory is None else format_bytes(memory),
             )
         )
-    lines = _table(("", "step (median)", "tokens/s", "MFU", "memory at the peak"), shown)
+    lines = _table(("", "step (median)", "tokens/s", "MFU", "peak memory"), shown)
     used = [row["model_flops_utilization"] for row in rows if row["name"].startswith("diloco") and "failed" not in row]
     reached = max((value for value in used if value is not None), default=None)
     if reached is not None and goal is not None:
@@ -67,8 +67,8 @@ def _rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ("a round of the whole model, global parameters", *(row["global_params"] for row in rows)),
         [
             *((name, *(f"{1e3 * row['parts_s'][name]:.2f} ms" for row in rows)) for name in names),
-            ("in all", *(f"{1e3 * row['round_s']:.2f} ms" for row in rows)),
-            (f"of {rows[0]['inner_steps']} inner steps", *(f"{100 * row['share']:.3f} %" for row in rows)),
+            ("total", *(f"{1e3 * row['round_s']:.2f} ms" for row in rows)),
+            (f"share of {rows[0]['inner_steps']} inner steps", *(f"{100 * row['share']:.3f} %" for row in rows)),
         ],
     )
     best = min(row["share"] for row in rows)

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer`` on the same model, batch and precision, in the same job."""
+"""Hugging Face's ``Trainer`` with the same model, batch and precision, in the same job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["time_rival"]
 
 
 class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Random sequences, drawn before anything is timed."""
+    """Random sequences, drawn before timing starts."""
 
     def __init__(self, job: Job, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ class _Rows(Dataset[dict[str, torch.Tensor]]):
 def time_rival(
     job: Job, device: torch.device, precision: str, *, warmup_steps: int, steps: int, compiled: bool
 ) -> Measured:
-    """Time its steps: from the end of one to the end of the next, the device having done its work.
+    """Time the steps of the Trainer, each from the end of one to the end of the next, with the device synchronised.
 
     Raises:
         ImportError: if transformers or accelerate is not installed.
@@ -43,7 +43,7 @@ def time_rival(
 
     size = job.model
     assert size.ffn == "swiglu"
-    assert not size.qk_norm, "no Llama"
+    assert not size.qk_norm, "a Llama has no QK-norm"
     sizes: dict[str, Any] = {
         "vocab_size": size.vocab_size,
         "hidden_size": size.width,

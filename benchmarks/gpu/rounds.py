@@ -1,4 +1,4 @@
-"""What a round costs the device: of the whole model, as a share of the inner steps between two of them."""
+"""The time of a round of the whole model on the device, as a share of the inner steps between two rounds."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["measure_rounds"]
 
 
 def measure_rounds(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each place of the global parameters: the seconds of each part, and their share of H inner steps.
+    """Return a row for each place of the global parameters: seconds per part, and their share of H inner steps.
 
-    A replica that exchanges its whole payload decodes those of all; what the network takes is not in it.
+    The replica decodes the whole payloads of all contributors. Time on the network is not included.
     """
     compiled = sizes.backend is not None
     session = make_session(job, device, sizes.precision, train={"compile": compiled})

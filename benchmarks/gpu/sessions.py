@@ -1,4 +1,4 @@
-"""The package's own training, as ``diloco train`` does it, on random tokens."""
+"""The package's own training, as in ``diloco train``, on random tokens."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
 from diloco.transport.settings import TransportSettings
 
-__all__ = ["ADAMW", "Measured", "free", "make_session", "random_corpus", "settle", "time_session"]
+__all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 
 NO_ROUNDS = 10**6
-"""Inner steps between rounds where none is to come."""
+"""A number of inner steps between rounds that a run never reaches."""
 
 ADAMW = InnerSettings(warmup_steps=0)
-"""Inner optimizer where nothing else is said; steps are alike from the first one on."""
+"""The default inner optimizer, without a warm-up."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps that were timed.
+    """Timed steps.
 
     Attributes:
-        step_s: the median.
-        fastest_s: the shortest.
-        slowest_s: the longest.
-        peak_bytes: of the device's memory; None on the CPU.
-        loss: of the last step.
+        step_s: the median time of a step.
+        fastest_s: the shortest time of a step.
+        slowest_s: the longest time of a step.
+        peak_bytes: the peak of the device's memory; None on the CPU.
+        loss: the loss of the last step.
     """
 
     step_s: float
@@ -57,10 +57,10 @@ class Measured:
         return cls(statistics.median(taken_s), min(taken_s), max(taken_s), peak, loss)
 
 
-def random_corpus(job: Job, batches: int) -> Corpus:
-    """Random tokens for so many batches; they take as long as others."""
+def _random_corpus(job: Job, batches: int) -> Corpus:
+    """Return random tokens for ``batches`` batches."""
     vocab_size = job.model.vocab_size
-    assert vocab_size is not None, "a preset with its vocabulary"
+    assert vocab_size is not None, "the model must set its vocabulary size"
     count = batches * job.batch_size * job.sequence_length + 1
     tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.uint16)
     return Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), 1, 1, count, count, "random")
@@ -74,14 +74,22 @@ def make_session(
     train: Mapping[str, Any] | None = None,
     inner: InnerSettings = ADAMW,
 ) -> Session:
-    """Replicas of ``job``'s model that never exchange anything; ``train`` has further settings of that name, ``inner``
-    those of the inner optimizer."""
+    """Return a session of replicas of ``job``'s model that never exchange anything.
+
+    Args:
+        job: the model and its batch.
+        device: the device to train on.
+        precision: ``train.precision``.
+        replicas: the number of replicas.
+        train: further ``train`` settings.
+        inner: the inner optimizer.
+    """
     settings = RunSettings(
         train=TrainSettings(
             steps=NO_ROUNDS,
             batch_size=job.batch_size,
             sequence_length=job.sequence_length,
-            precision=precision,  # type: ignore[arg-type]  # one of them
+            precision=precision,  # type: ignore[arg-type]  # a valid name
             **(train or {}),
         ),
         inner=inner,
@@ -91,11 +99,11 @@ def make_session(
     )
     settings = resolve(settings, num_layers=job.model.layers)
     fleet = InProcessFleet(make_transport(settings.transport))
-    return Session(settings, random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
+    return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 
 def time_session(session: Session, *, warmup_steps: int, steps: int) -> Measured:
-    """Time steps; each ends with the device having done its work, since its loss is read."""
+    """Time steps, with the device synchronised after each."""
     device = session.device
     for _ in range(warmup_steps):
         session.step()
@@ -112,13 +120,13 @@ def time_session(session: Session, *, warmup_steps: int, steps: int) -> Measured
 
 
 def settle(device: torch.device) -> None:
-    """Wait for what the device still has to do."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free() -> None:
-    """Give back what is not used any more, what was compiled included."""
+    """Release unused memory, including compiled code."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Several replicas on one device: in one process, in turns, and in a process each."""
+"""Several replicas on one device: taking turns in one process, and in a process each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["measure_sharing"]
 
 
 def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of tokens per second, all replicas together; no side exchanges anything."""
+    """Return rows with the tokens per second of all replicas together. The replicas exchange nothing."""
     rows = []
     for compiled in (False, True) if sizes.backend is not None else (False,):
         train = {"compile": compiled}
@@ -25,17 +25,17 @@ def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[s
         del session
         free()
         tokens = sizes.replicas * job.batch_size * job.sequence_length
-        words = ", compiled" if compiled else ""
-        rows.append({"name": f"one process{words}", "tokens_per_s": tokens / measured.step_s})
+        suffix = ", compiled" if compiled else ""
+        rows.append({"name": f"one process{suffix}", "tokens_per_s": tokens / measured.step_s})
         rows.append(
-            {"name": f"{sizes.replicas} processes{words}", "tokens_per_s": _processes(job, sizes, device, train)}
+            {"name": f"{sizes.replicas} processes{suffix}", "tokens_per_s": _processes(job, sizes, device, train)}
         )
         print(f"  {rows[-2:]}", flush=True)
     return rows
 
 
 def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, Any]) -> float:
-    """Tokens per second of all, from when the last was ready to when the last was done."""
+    """Return the tokens per second of all processes, by the slowest one's time after a common start."""
     context = torch.multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(sizes.replicas), context.SimpleQueue()
     arguments = (job, sizes, str(device), train, barrier, results)

@@ -1,4 +1,4 @@
-"""What is measured, at full size and small enough for a test."""
+"""The sizes of the measurements: in full, and for a test."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["FULL", "TINY", "Job", "Sizes"]
 
 @dataclass(frozen=True)
 class Job:
-    """One model and the batch it is trained with.
+    """A model and its batch.
 
     Attributes:
-        model: its sizes.
-        batch_size: sequences of one replica and step.
+        model: the sizes of the model.
+        batch_size: sequences per replica and step.
         sequence_length: tokens per sequence.
-        goal: fraction of the device's peak that is aimed at; None: none.
+        goal: the fraction of the device's peak to reach; None if there is no goal.
     """
 
     model: ModelSettings
@@ -30,20 +30,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Sizes:
-    """All of a run of the benchmark.
+    """The sizes of one benchmark run.
 
     Attributes:
-        jobs: by name; each is a part of its own.
-        small: the model of the replicas that share a device.
-        replicas: how many.
-        warmup_steps: before steps are timed.
-        steps: that are timed.
+        jobs: jobs by name; each is a part of the benchmark.
+        small: the job of the replicas that share a device.
+        replicas: the number of replicas that share a device.
+        warmup_steps: steps before timing starts.
+        steps: timed steps.
         contributors: payloads in a round.
         inner_steps: H, over which the cost of a round is spread.
-        check_tokens: length of the sequences of checks.
-        check_values: that codecs are checked with.
-        precision: of training.
-        backend: of torch.compile, where a check compiles something itself; None: nothing is compiled at all.
+        check_tokens: the length of the sequences in checks.
+        check_values: the number of values that codecs are checked with.
+        precision: the precision of training.
+        backend: the backend of torch.compile in checks; None if nothing is to be compiled in the whole benchmark.
     """
 
     jobs: Mapping[str, Job]
@@ -90,4 +90,4 @@ TINY = Sizes(
     check_values=5000,
     backend=None,
 )
-"""For tests: the same code in seconds, with figures that mean nothing."""
+"""The sizes of a test: the same code in seconds, with figures that mean nothing."""

@@ -1,4 +1,4 @@
-"""Use of the device's peak: the package in several settings, and its rival beside it."""
+"""Use of the device's peak by the package in several settings, and by Hugging Face's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "diloco, compiled, full checkpointing": COMPILED | {"activation_checkpointing": "full"},
     "diloco, compiled, documents apart": COMPILED | {"document_masks": True},
 }
-"""Name -> what of ``[train]`` differs from its defaults."""
+"""Name -> settings of ``[train]`` that differ from the defaults."""
 
 RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
 
@@ -35,26 +35,26 @@ RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
 def measure_training(
     job: Job, sizes: Sizes, device: torch.device, peak_flops_per_s: float | None, only: str
 ) -> list[dict[str, Any]]:
-    """A row for each way of training ``job``; one that fails says why.
+    """Return a row for each way of training ``job``. The row of a failed one has the reason.
 
     Args:
         job: the model and its batch.
-        sizes: how many steps.
-        device: to train on.
-        peak_flops_per_s: of the device; None: what is known of it.
-        only: leave out those whose names don't hold this.
+        sizes: the numbers of steps.
+        device: the device to train on.
+        peak_flops_per_s: the device's peak; None looks it up by the name of the device.
+        only: measure only ways whose names contain this.
     """
     ways: dict[str, Callable[[], Measured]] = {}
     for name, changes in VARIANTS.items():
         if sizes.backend is not None or not changes.get("compile"):
-            ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound now
+            ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound in this iteration
     with_muon, compiles = replace(ADAMW, name="Muon"), sizes.backend is not None
     ways["diloco, compiled, Muon inside" if compiles else "diloco, Muon inside"] = lambda: _ours(
         job, sizes, device, COMPILED if compiles else {}, with_muon
     )
     for name, compiled in RIVALS.items():
         if sizes.backend is not None or not compiled:
-            ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound now
+            ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound in this iteration
                 job,
                 device,
                 sizes.precision,
@@ -64,7 +64,7 @@ def measure_training(
             )
     tokens = job.batch_size * job.sequence_length
     flops = tokens * build_model(job.model, seed=0, device="meta").flops_per_token(job.sequence_length)
-    if peak_flops_per_s is None and device.type == "cuda":  # both sides by one count of operations, and one peak
+    if peak_flops_per_s is None and device.type == "cuda":  # one count of operations and one peak for both sides
         peak_flops_per_s = known_peak_flops_per_s(torch.cuda.get_device_name(device), sizes.precision)
     rows = []
     for name, measure in ways.items():

@@ -1,1 +1,1 @@
-"""What liars and strangers can do to a run: a hundred attacks, and what becomes of the honest."""
+"""Attacks by malicious members, non-members and files, and their effect on honest processes."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks.hostile``: try every attack, and write results.jsonl and the table of README.md.
 
-``--only NAME`` tries those whose names begin so, and writes nothing. ``--fuzz-minutes 10`` feeds every parser with what
-hypothesis thinks of for so long instead, and writes fuzz.json.
+``--only NAME`` tries the attacks whose names begin with NAME, and writes nothing. ``--fuzz-minutes 10`` instead feeds
+every parser with generated inputs for that time, and writes fuzz.json.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="attacks whose names begin with one of these")
-    parser.add_argument("--fuzz-minutes", type=float, default=0.0, help="fuzz the parsers for so long instead")
-    parser.add_argument("--list", action="store_true", help="name them and try none")
+    parser.add_argument("--only", nargs="*", default=[], help="try only attacks whose names begin with one of these")
+    parser.add_argument("--fuzz-minutes", type=float, default=0.0, help="fuzz the parsers for this time instead")
+    parser.add_argument("--list", action="store_true", help="list the attacks without trying them")
     given = parser.parse_args(arguments)
     chosen = [each for each in ATTACKS if not given.only or each.name.startswith(tuple(given.only))]
     if given.list:
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{outcome['examples']:,} examples for {len(outcome['parsers'])} parsers in {given.fuzz_minutes:g} minutes"
         )
         print(
-            "\n".join(f"{name} raised {what}" for name, what in outcome["failures"].items()) or "nothing but refusals"
+            "\n".join(f"{name} raised {what}" for name, what in outcome["failures"].items())
+            or "no parser raised anything but refusals"
         )
         return int(bool(outcome["failures"]))
     rows = []

@@ -1,4 +1,4 @@
-"""One attack, and what the honest processes come to."""
+"""One attack, and its effect on the honest processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from diloco.units import visible
 __all__ = ["Attack", "Outcome", "Where"]
 
 Where = Literal["simulated", "connection", "file", "swarm"]
-"""``simulated``: machines of the protocol on a simulated network, whose time is that of the timers; ``connection``:
-connections of a process on loopback; ``file``: what is read from a disk; ``swarm``: peers over libp2p."""
+"""``simulated``: protocol state machines on a simulated network, with the time of their timers; ``connection``: control
+connections over loopback; ``file``: a file that a command reads; ``swarm``: peers over libp2p, their records and
+answers."""
 
 MOST_MEMORY_BYTES = 64 << 20
 ROUND_TIMEOUT_S = 10.0
@@ -20,17 +21,18 @@ ROUND_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of the honest.
+    """The effect of an attack on the honest processes.
 
     Attributes:
-        ended: honest processes that ended.
-        stall_s: the longest time in which none of them came further.
-        memory_bytes: by which one of them grew at most.
-        void: rounds that were void; of all that were decided, ``rounds``.
+        ended: the number of honest processes that ended.
+        stall_s: the longest time in which none of them made progress.
+        memory_bytes: the most memory by which one of them grew.
+        void: the number of void rounds.
+        rounds: the number of decided rounds.
         digests_equal: whether all that committed a round hold the same average.
-        escapes: texts with characters that do not print, in what people would be shown.
-        out_after: rounds until the liar was no member any more; None: it stayed, or never was one.
-        refused: in what words, where the attack is to be refused.
+        escapes: the number of texts with non-printable characters among those that a user would see.
+        out_after: the number of rounds until the attacker was no longer a member, or None if it stayed one.
+        refused: the reason of the refusal, for attacks that are to be refused.
     """
 
     ended: int = 0
@@ -44,14 +46,14 @@ class Outcome:
     refused: str = ""
 
     def harm(self, *, provable: bool = False) -> list[str]:
-        """What is not as it should be; ``provable``: the liar is to be out within 3 rounds."""
+        """Return what violates the aims; with ``provable``, the attacker must be excluded within 3 rounds."""
         found = {
             f"{self.ended} ended": self.ended > 0,
             "digests differ": not self.digests_equal,
-            f"stood still for {self.stall_s:.1f} s": self.stall_s > ROUND_TIMEOUT_S + 1.0,
+            f"stalled for {self.stall_s:.1f} s": self.stall_s > ROUND_TIMEOUT_S + 1.0,
             f"{self.memory_bytes >> 20} MiB more": self.memory_bytes > MOST_MEMORY_BYTES,
             f"{self.escapes} escapes": self.escapes > 0,
-            "the liar is still there": provable and (self.out_after is None or self.out_after > 3),
+            "the attacker is still a member": provable and (self.out_after is None or self.out_after > 3),
         }
         return [words for words, is_so in found.items() if is_so]
 
@@ -61,12 +63,12 @@ class Attack:
     """One row of the table.
 
     Attributes:
-        name: in a few words.
-        who: ``member``, ``joiner`` or ``stranger``, or ``file``.
-        where: on what it is tried.
-        run: tries it.
-        before: what it did to version 0.5.0, in words; "" where nobody has tried.
-        provable: whether what it does is a proof against the liar.
+        name: a short description, unique among the attacks.
+        who: ``member``, ``stranger`` (a peer that is not a member) or ``file``.
+        where: the setting in which it is tried.
+        run: tries the attack.
+        before: its effect on version 0.5.0, or "" if it was not tried.
+        provable: whether its messages prove that the attacker is at fault.
     """
 
     name: str
@@ -77,10 +79,10 @@ class Attack:
     provable: bool = False
 
     def row(self) -> dict[str, Any]:
-        """Try it; one line of ``results.jsonl``."""
+        """Try it, and return a line of ``results.jsonl``."""
         try:
             outcome = self.run()
-        except Exception as error:  # of an honest one, or of the benchmark: both are to be looked at
+        except Exception as error:  # raised by an honest process or by the benchmark; either needs a look
             outcome = Outcome(ended=1, refused=f"{type(error).__name__}: {visible(str(error))}")
         facts = {"name": self.name, "who": self.who, "where": self.where, "before": self.before}
         return {**facts, **asdict(outcome), "provable": self.provable, "harm": outcome.harm(provable=self.provable)}

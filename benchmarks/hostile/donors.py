@@ -1,4 +1,4 @@
-"""Donors that hand over what nobody should take, beside an honest one; and askers that ask too much."""
+"""Malicious donors that a joiner asks for the state along with honest ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
-from benchmarks.hostile.doors import memory_bytes
+from benchmarks.hostile.doors import frame, memory_bytes
 from tests.same import same_values
 from tests.transport.state_donors import Donor, Fetcher, lying, state
 from tests.transport.test_state_lies import LIES
@@ -19,10 +19,10 @@ _NUMEL = 200_000
 Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 
-def beside_an_honest_one(
+def with_honest_donors(
     name: str, make: Callable[[], Donor], before: str = "", *, honest: int = 1, **fetch: Any
 ) -> Attack:
-    """A joiner asks both, or one more honest one, for the state, and must get the honest one's."""
+    """Return the attack: a joiner asks this donor and ``honest`` honest ones, and must adopt the honest state."""
 
     def run() -> Outcome:
         held, fetcher = state(numel=_NUMEL), Fetcher()
@@ -44,23 +44,19 @@ def beside_an_honest_one(
 
 
 def answering(answer: Callable[[dict[str, Any]], bytes | None]) -> Donor:
-    """One that says what ``answer`` makes of a request, or nothing."""
+    """Return a donor that replies to each request with ``answer(request)``, or not at all if that is None."""
     donor = Donor(None)
 
     async def serve(message: dict[str, Any], reader: Any, writer: asyncio.StreamWriter) -> None:
-        said = answer(message)
-        if said is None:
+        reply = answer(message)
+        if reply is None:
             await asyncio.sleep(60.0)
         else:
-            writer.write(said)
+            writer.write(reply)
             await writer.drain()
 
     donor.served_by(serve)
     return donor
-
-
-def _frame(text: bytes) -> bytes:
-    return len(text).to_bytes(4, "big").join((b"DLC1", b"")) + bytes(8) + text
 
 
 def _not_finite() -> Donor:
@@ -73,7 +69,7 @@ def _slow() -> Donor:
     return Donor(state(numel=_NUMEL), limit_bytes_per_s=20_000.0)
 
 
-def _lie(change: Change) -> Callable[[], Donor]:
+def _tampering(change: Change) -> Callable[[], Donor]:
     return lambda: lying(Donor(state(numel=_NUMEL)), change)
 
 
@@ -89,31 +85,29 @@ for _ in range(12):
     _DEEP = {"dict": {"x": _DEEP}}
 
 ATTACKS = [
-    *(beside_an_honest_one(change.__name__.replace("_", " "), _lie(change)) for change, _ in LIES),
-    beside_an_honest_one("NaN in its state", _not_finite, "refused"),
-    beside_an_honest_one("20 kB a second", _slow, slow_s=2.0),
-    beside_an_honest_one("silent", lambda: answering(lambda message: None), slow_s=0.5),
-    beside_an_honest_one("no JSON", lambda: answering(lambda message: _frame(b"{"))),
-    beside_an_honest_one(
-        "JSON with 1e400", lambda: answering(lambda message: _frame(b'{"kind": "offer", "bytes": 1e400}'))
+    *(with_honest_donors(change.__name__.replace("_", " "), _tampering(change)) for change, _ in LIES),
+    with_honest_donors("NaN in its state", _not_finite, "refused"),
+    with_honest_donors("20 kB a second", _slow, slow_s=2.0),
+    with_honest_donors("silent", lambda: answering(lambda message: None), slow_s=0.5),
+    with_honest_donors("no JSON", lambda: answering(lambda message: frame(b"{"))),
+    with_honest_donors(
+        "JSON with 1e400", lambda: answering(lambda message: frame(b'{"kind": "offer", "bytes": 1e400}'))
     ),
-    beside_an_honest_one(
-        "JSON 10,000 levels deep", lambda: answering(lambda message: _frame(b'{"kind":' + b"[" * 10_000))
+    with_honest_donors(
+        "JSON 10,000 levels deep", lambda: answering(lambda message: frame(b'{"kind":' + b"[" * 10_000))
     ),
-    beside_an_honest_one(
+    with_honest_donors(
         "a refusal with escapes",
-        lambda: answering(lambda message: _frame(b'{"kind": "refused", "reason": "\\u001b[2J"}')),
+        lambda: answering(lambda message: frame(b'{"kind": "refused", "reason": "\\u001b[2J"}')),
     ),
-    beside_an_honest_one("a skeleton 12 levels deep", _lie(_offer(skeleton=_DEEP))),
-    beside_an_honest_one("a skeleton that is a list", _lie(_offer(skeleton=[[]]))),
-    beside_an_honest_one("2^60 bytes", _lie(_offer(bytes=1 << 60))),
-    beside_an_honest_one("blocks that are none", _lie(_offer(blocks=["\x1b[2J"]))),
-    beside_an_honest_one("tensors that are none", _lie(_offer(tensors={"\x1b[2J": ["torch.float32", [1]]}))),
-    beside_an_honest_one("another state of fewer rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
-    beside_an_honest_one(
-        "another state of as many rounds, beside two", lambda: Donor(state(7, numel=_NUMEL)), honest=2
-    ),
-    beside_an_honest_one(
+    with_honest_donors("a skeleton 12 levels deep", _tampering(_offer(skeleton=_DEEP))),
+    with_honest_donors("a skeleton that is a list", _tampering(_offer(skeleton=[[]]))),
+    with_honest_donors("2^60 bytes", _tampering(_offer(bytes=1 << 60))),
+    with_honest_donors("blocks that are none", _tampering(_offer(blocks=["\x1b[2J"]))),
+    with_honest_donors("tensors that are none", _tampering(_offer(tensors={"\x1b[2J": ["torch.float32", [1]]}))),
+    with_honest_donors("another state of fewer rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
+    with_honest_donors("another state of as many rounds, beside two", lambda: Donor(state(7, numel=_NUMEL)), honest=2),
+    with_honest_donors(
         "another state of 2^50 rounds, beside two",
         lambda: Donor(state(7, numel=_NUMEL, finished=1 << 50)),
         honest=2,

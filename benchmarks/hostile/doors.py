@@ -1,4 +1,4 @@
-"""Connections that strangers open to two members, over TCP on loopback, and what they send."""
+"""Attacks by unknown peers that open TCP connections on loopback to one of two members."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _BETWEEN_S = 0.02
 
 
 def memory_bytes() -> int:
-    """Of this process, resident."""
+    """Return the resident memory of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Pair:
-    """Two members that say something to each other all the time; the first is attacked."""
+    """Two members, the first of which is attacked while it receives messages from the second."""
 
     def __init__(self, secret: str) -> None:
         self.losses: list[str] = []
@@ -73,7 +73,7 @@ class Pair:
             self.other.post(self.other.send, 0, {"kind": "here"})
 
     def close(self) -> float:
-        """End; returns the longest time in which nothing of the other came."""
+        """Close both members, and return the longest time in which the attacked one received nothing from the other."""
         stall_s = max(self.stall_s, time.monotonic() - self.heard_s)
         self._over.set()
         self._talking.join()
@@ -93,53 +93,55 @@ def connect(address: Address) -> socket.socket:
 
 
 def send(data: bytes, times: int = 1) -> Callable[[Address], None]:
-    """On a connection of its own each time, and what comes back is read for a moment."""
+    """Return an attack that sends ``data`` on a new connection each time and reads the reply."""
 
     def attack(address: Address) -> None:
         for _ in range(times):
-            with contextlib.suppress(OSError), closing(connect(address)) as stranger:
-                stranger.sendall(data)
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(1 << 16):
+            with contextlib.suppress(OSError), closing(connect(address)) as client:
+                client.sendall(data)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(1 << 16):
                     pass
 
     return attack
 
 
 def hold(data: bytes, connections: int) -> Callable[[Address], None]:
-    """So many connections that stay open when they have said it, while one that is honest asks who is there."""
+    """Return an attack that sends ``data`` on many connections and keeps them open for half a second."""
 
     def attack(address: Address) -> None:
         with ExitStack() as stack:
             for _ in range(connections):
                 with contextlib.suppress(OSError):
-                    stranger = stack.enter_context(closing(connect(address)))
-                    stranger.sendall(data)
+                    client = stack.enter_context(closing(connect(address)))
+                    client.sendall(data)
             time.sleep(0.5)
 
     return attack
 
 
 def stream(first: bytes, again: bytes, seconds: float = 1.5) -> Callable[[Address], None]:
-    """One connection that says something again and again, and reads nothing."""
+    """Return an attack that sends ``again`` repeatedly on one connection and reads nothing."""
 
     def attack(address: Address) -> None:
-        with contextlib.suppress(OSError), closing(connect(address)) as stranger:
-            stranger.settimeout(0.2)
-            stranger.sendall(first)
+        with contextlib.suppress(OSError), closing(connect(address)) as client:
+            client.settimeout(0.2)
+            client.sendall(first)
             until_s = time.monotonic() + seconds
             while time.monotonic() < until_s:
                 with contextlib.suppress(TimeoutError):
-                    stranger.sendall(again)
+                    client.sendall(again)
 
     return attack
 
 
 def slowly(data: bytes, seconds: float = 1.5) -> Callable[[Address], None]:
+    """Return an attack that sends ``data`` one byte at a time."""
+
     def attack(address: Address) -> None:
-        with contextlib.suppress(OSError), closing(connect(address)) as stranger:
+        with contextlib.suppress(OSError), closing(connect(address)) as client:
             for byte in data:
-                stranger.sendall(bytes([byte]))
+                client.sendall(bytes([byte]))
                 time.sleep(seconds / len(data))
 
     return attack
@@ -154,7 +156,7 @@ def hellos(ranks: Sequence[int]) -> Callable[[Address], None]:
 
 
 def replay(address: Address) -> None:
-    """A proof that was overheard, on another connection."""
+    """Send the proof of one connection on 50 others; it is a made-up proof of zeros."""
     with closing(connect(address)) as one:
         one.recv(20, socket.MSG_WAITALL)
         overheard = bytes(48)
@@ -168,6 +170,8 @@ def hello(rank: Any, address: str = "127.0.0.1:1") -> bytes:
 
 
 def door(name: str, attack: Callable[[Address], None], before: str = "", *, secret: str = "") -> Attack:
+    """Return a row of the table for an attack on one of two members."""
+
     def run() -> Outcome:
         pair = Pair(secret)
         try:
@@ -197,7 +201,7 @@ def door(name: str, attack: Callable[[Address], None], before: str = "", *, secr
     return Attack(name=name, who="stranger", where="connection", run=run, before=before)
 
 
-_KNOWS = {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}
+_FETCH = {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""}
 OPENINGS: dict[str, bytes] = {
     "half a head": b"DLC1\x00",
     "HTTP": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
@@ -221,8 +225,8 @@ OPENINGS: dict[str, bytes] = {
     "a hello as rank 1.5": hello(1.5),
     "a hello as the attacked rank itself": hello(0),
     "a link of nobody": pack({"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 1, "streams": 1}),
-    "a fetch of fragment 2^80": pack(_KNOWS | {"fragment": 1 << 80}),
-    "a fetch from offset 2^63": pack(_KNOWS | {"snapshot": "x", "offset": 1 << 63, "size": 1}),
+    "a fetch of fragment 2^80": pack(_FETCH | {"fragment": 1 << 80}),
+    "a fetch from offset 2^63": pack(_FETCH | {"snapshot": "x", "offset": 1 << 63, "size": 1}),
     "a probe of 1 TB": pack({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
     "a probe of lists": pack({"kind": "probe", "ask": [], "bytes": []}),
     "an unknown kind": pack({"kind": "launch"}),
@@ -260,9 +264,9 @@ def _attacks() -> Iterator[Attack]:
         "+546 MB",
     )
     yield door("a stream of beats", stream(hello(7), pack({"kind": "beat"}) * 1000))
-    yield door("a thousand fetches on one connection", stream(b"", pack(_KNOWS) * 1000), "not tried")
-    yield door("a thousand fetches, each on its own", send(pack(_KNOWS), 1000))
-    yield door("a thousand fetches of a fragment that is not there", send(pack(_KNOWS | {"fragment": 77}), 300))
+    yield door("a thousand fetches on one connection", stream(b"", pack(_FETCH) * 1000), "not tried")
+    yield door("a thousand fetches, each on its own", send(pack(_FETCH), 1000))
+    yield door("a thousand fetches of a fragment that is not there", send(pack(_FETCH | {"fragment": 77}), 300))
     yield door("a thousand questions who is there", send(pack({"kind": "who"}), 1000))
     yield door("garbage for a second", stream(b"", os.urandom(1 << 16), 1.0))
     yield door("a hello and then garbage", stream(hello(7), os.urandom(1 << 16), 1.0))

@@ -1,4 +1,4 @@
-"""Files that somebody else has written: settings, texts, tokenizers, checkpoints, records."""
+"""Malicious files: settings, texts, tokenizers, checkpoints and secrets."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def file(name: str, content: bytes, command: Command, suffix: str, before: str = "") -> Attack:
-    """A command that is given a file must refuse it in a sentence, or cope with it: no traceback, no escapes."""
+    """Return the attack: the command must accept the file or refuse it with a message, without traceback or escapes."""
 
     def run() -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"given{suffix}"
             path.write_bytes(content)
-            said, began_s, before_bytes, ended = io.StringIO(), time.monotonic(), memory_bytes(), 0
+            output, began_s, before_bytes, ended = io.StringIO(), time.monotonic(), memory_bytes(), 0
             refused = ""
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), contextlib.chdir(folder):
+            with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), contextlib.chdir(folder):
                 try:
                     code = main(list(command(path)))
                     refused = "" if code == 0 else f"exit code {code}"
-                except Exception as error:  # a traceback, for who has typed the command
+                except Exception as error:  # the user would see a traceback
                     ended, refused = 1, f"{type(error).__name__}"
-            shown = said.getvalue().replace("\n", "").replace("\t", "").replace("\r", "")
+            shown = output.getvalue().replace("\n", "").replace("\t", "").replace("\r", "")
         return Outcome(
             ended=ended,
             stall_s=round(time.monotonic() - began_s, 2),

@@ -1,4 +1,4 @@
-"""Every parser of what others say or have written, fed with what hypothesis thinks of: nothing but the refusal."""
+"""Feeds every parser of messages and files with generated inputs. A parser may raise nothing but its refusal."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "wa
 
 
 def damaged(message: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A message with other fields, or fewer."""
+    """Return a strategy for copies of a message with fields changed, added or removed."""
     changed = st.dictionaries(st.sampled_from(sorted(message)), VALUES, max_size=3)
     left_out = st.sets(st.sampled_from(sorted(message)), max_size=1)
     return st.builds(
@@ -188,14 +188,15 @@ PARSERS: dict[str, Parser] = {
     "shares of the data": (damaged(_SHARES), Shares.from_message),
     "an address": (_TEXTS | st.text(alphabet="[]:0123456789abcdef.", max_size=30), parse_address),
 }
-"""What is parsed: examples, and the parser."""
+"""Name -> the strategy for its inputs, and the parser."""
 
 
 def fuzz(minutes: float, examples: int = 50) -> dict[str, Any]:
     """Feed all parsers in turn, with new examples each time.
 
     Returns:
-        Parser -> how many examples it was given, and what it raised that is no refusal, with the example.
+        The minutes, the total number of examples, the number for each parser, and for each parser that failed what it
+        raised other than a refusal, with the example. A parser that failed gets no more examples.
     """
     until_s, counts, failures = time.monotonic() + 60 * minutes, dict.fromkeys(PARSERS, 0), dict[str, str]()
     while time.monotonic() < until_s:
@@ -209,7 +210,7 @@ def fuzz(minutes: float, examples: int = 50) -> dict[str, Any]:
 
 
 def feed(strategy: st.SearchStrategy[Any], parse: Callable[[Any], object], examples: int) -> tuple[int, str]:
-    """How many examples a parser was given, and what it raised that is no refusal."""
+    """Return the number of examples given to a parser, and what it raised other than a refusal, or an empty string."""
     tried, failures = 0, [""]
 
     @seed(random.getrandbits(64))

@@ -1,4 +1,4 @@
-"""What peers of a swarm are told by records in the DHT and by answers; without a network."""
+"""Malicious records of the DHT and answers of swarm peers, parsed without a network."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SECRET = Admission("run", "words that only the members know")
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",))
 
 
-def said(name: str, read: Callable[[], Any], before: str = "", who: str = "stranger") -> Attack:
-    """What it is made of must print; nothing but `ValueError` may be raised."""
+def reading(name: str, read: Callable[[], Any], before: str = "", who: str = "stranger") -> Attack:
+    """Return the attack: parsing may raise nothing but `ValueError`, and its result must be printable."""
 
     def run() -> Outcome:
         began_s, before_bytes, ended, shown = time.monotonic(), memory_bytes(), 0, ""
         try:
             with contextlib.suppress(ValueError):
                 shown = str(read())
-        except Exception:  # a joiner or `diloco peers` would end
+        except Exception:  # would end a joiner or `diloco peers`
             ended = 1
         return Outcome(
             ended=ended,
@@ -45,7 +45,7 @@ def said(name: str, read: Callable[[], Any], before: str = "", who: str = "stran
 
 
 def record(**fields: Any) -> Callable[[], Any]:
-    """Signed by who knows the run's name."""
+    """Return a reader of a record with these fields, proven with the name of the run."""
 
     def read() -> str:
         words = json.loads(RECORD.to_bytes(ADMISSION)) | fields
@@ -61,9 +61,9 @@ def raw(data: bytes) -> Callable[[], Any]:
 
 
 def forged() -> str:
-    """Made by somebody without the secret: it must not count."""
+    """Read a record made without the secret, which must not count as proven."""
     found = PeerRecord.from_bytes("Qm", RECORD.to_bytes(ADMISSION), SECRET)
-    assert not found.proven, "it counts"
+    assert not found.proven, "the forged record counts as proven"
     return ""
 
 
@@ -79,26 +79,26 @@ def table(**fields: Any) -> Callable[[], Any]:
 
 _BEFORE = "a joiner and `diloco peers` end"
 ATTACKS = [
-    said("a record with 1e400", raw(b'{"number": 1e400}'), _BEFORE),
-    said("a record 3,000 levels deep", raw(b'{"number": ' + b"[" * 1900 + b"]" * 1900 + b"}"), _BEFORE),
-    said("a record of 60 kB", raw(b'{"swarm": "' + b"x" * 60_000 + b'"}')),
-    said("a record that is no JSON", raw(b"\xff\xfe")),
-    said("a record with the number 2^40", record(number=1 << 40), "registered"),
-    said("a record with the number -3", record(number=-3), "registered"),
-    said("a record with escapes in its swarm", record(swarm="\x1b[2J"), "escapes printed"),
-    said("a record with a view that is none", record(last=[1, 3, 2])),
-    said("a record with addresses that are none", record(addresses=[1, []])),
-    said("a forged record, with a secret", forged, "the secret doesn't cover the DHT"),
-    said("a status with escapes", status(state="\x1b]0;owned\x07\x1b[2J"), "escapes printed", "member"),
-    said("a status with sent_bytes 'x'", status(sent_bytes="x"), "`diloco peers` raises", "member"),
-    said("a status with a speed that is a list", status(tokens_per_s=[]), "`diloco peers` raises", "member"),
-    said("a status with 1e300 bytes", status(sent_bytes=1e300), "", "member"),
-    said("a status with an integer of 400 digits", status(step=10**400), "`diloco peers` raises", "member"),
-    said("a status with members that are none", status(members={"a": 1}), "`diloco peers` raises", "member"),
-    said("a status of 60 kB", status(state="x" * 60_000), "printed whole", "member"),
-    said("a table with the number 2^40", table(members=[1 << 40]), "they throw each other out", "member"),
-    said("a table without members", table(members=[]), "", "member"),
-    said("a table with members that are not in it", table(members=[4]), "", "member"),
-    said("a table of lists", table(entries=[[]], members=[[]]), "", "member"),
-    said("a table with escapes", table(swarm="\x1b[2J"), "escapes printed", "member"),
+    reading("a record with 1e400", raw(b'{"number": 1e400}'), _BEFORE),
+    reading("a record 3,000 levels deep", raw(b'{"number": ' + b"[" * 1900 + b"]" * 1900 + b"}"), _BEFORE),
+    reading("a record of 60 kB", raw(b'{"swarm": "' + b"x" * 60_000 + b'"}')),
+    reading("a record that is no JSON", raw(b"\xff\xfe")),
+    reading("a record with the number 2^40", record(number=1 << 40), "registered"),
+    reading("a record with the number -3", record(number=-3), "registered"),
+    reading("a record with escapes in its swarm", record(swarm="\x1b[2J"), "escapes printed"),
+    reading("a record with a view that is none", record(last=[1, 3, 2])),
+    reading("a record with addresses that are none", record(addresses=[1, []])),
+    reading("a forged record, with a secret", forged, "the secret doesn't cover the DHT"),
+    reading("a status with escapes", status(state="\x1b]0;owned\x07\x1b[2J"), "escapes printed", "member"),
+    reading("a status with sent_bytes 'x'", status(sent_bytes="x"), "`diloco peers` raises", "member"),
+    reading("a status with a speed that is a list", status(tokens_per_s=[]), "`diloco peers` raises", "member"),
+    reading("a status with 1e300 bytes", status(sent_bytes=1e300), "", "member"),
+    reading("a status with an integer of 400 digits", status(step=10**400), "`diloco peers` raises", "member"),
+    reading("a status with members that are none", status(members={"a": 1}), "`diloco peers` raises", "member"),
+    reading("a status of 60 kB", status(state="x" * 60_000), "printed whole", "member"),
+    reading("a table with the number 2^40", table(members=[1 << 40]), "they throw each other out", "member"),
+    reading("a table without members", table(members=[]), "", "member"),
+    reading("a table with members that are not in it", table(members=[4]), "", "member"),
+    reading("a table of lists", table(entries=[[]], members=[[]]), "", "member"),
+    reading("a table with escapes", table(swarm="\x1b[2J"), "escapes printed", "member"),
 ]

@@ -1,4 +1,4 @@
-"""The table of README.md, between its two marks."""
+"""Writes the table of README.md, between its two marks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ __all__ = ["write_report"]
 BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
 
 _HEAD = (
-    "| # | attack | by | on | 0.5.0 | ended | stall | memory | void | digests | escapes | liar out after | verdict |\n"
-    + "|---" * 13
-    + "|"
+    "| # | attack | by | on | 0.5.0 | ended | stall | memory | void | digests | escapes "
+    "| attacker out after | verdict |\n" + "|---" * 13 + "|"
 )
 
 
 def write_report(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put the rows between the marks of the page."""
+    """Replace the table between the marks of the page by these rows."""
     text = path.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
     lines = "\n".join(_line(number, row) for number, row in enumerate(rows, 1))
     harmed = [row["name"] for row in rows if row["harm"]]
-    count = f"{len(rows)} attacks, {len(rows) - len(harmed)} of which do no harm."
+    count = f"{len(rows)} attacks, {len(rows) - len(harmed)} of which did no harm."
     path.write_text(f"{head}{BEGIN}\n{count}\n\n{_HEAD}\n{lines}\n{END}{tail}", encoding="utf-8")
 
 

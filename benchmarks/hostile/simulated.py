@@ -1,4 +1,4 @@
-"""Attacks on machines of the protocol, over a simulated network whose clock is that of their timers."""
+"""Attacks on protocol state machines over a simulated network, whose clock advances to their next timer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from diloco.protocol.rules import Policies
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 
-__all__ = ["Lie", "Swarm", "Talker", "attacked_by_member", "attacked_by_stranger"]
+__all__ = ["Forgery", "NonMember", "Swarm", "attacked_by_member", "attacked_by_non_member"]
 
 Message = Mapping[str, Any]
-Lie = Callable[[int, Message], Iterable[Message]]
-"""(receiver, message that an honest member would send) -> what the liar sends instead."""
+Forgery = Callable[[int, Message], Iterable[Message]]
+"""(receiver, message that an honest member would send) -> the messages that the attacker sends instead."""
 
 STEPS = 18
 """Six rounds of each of the three fragments."""
@@ -28,19 +28,19 @@ _MOST_TURNS = 400
 _POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
 
-class Talker:
-    """Somebody who is connected and no member; says one message to everybody in each of its turns."""
+class NonMember:
+    """A connected peer that is not a member. In each of its turns it sends one message to all ranks."""
 
-    def __init__(self, network: Network, rank: int, says: Iterator[Message]) -> None:
-        self._network, self._rank, self._says = network, rank, says
+    def __init__(self, network: Network, rank: int, messages: Iterator[Message]) -> None:
+        self._network, self._rank, self._messages = network, rank, messages
 
     def act(self) -> bool:
-        said = next(self._says, None)
-        if said is not None:
+        message = next(self._messages, None)
+        if message is not None:
             for other in self._network.ranks:
                 if other != self._rank:
-                    self._network.send(self._rank, other, json.dumps(said))
-        return said is not None
+                    self._network.send(self._rank, other, json.dumps(message))
+        return message is not None
 
     def receive(self, sender: int, message: Any) -> None: ...
 
@@ -53,14 +53,14 @@ class Talker:
 
 
 class Member(Rank):
-    """Hangs up on whoever sends what is no message of the protocol, as the connections of a process do.
+    """A member that drops the sender of a malformed message, as the connections of a process do.
 
-    A liar is one, too, but for its lies.
+    A malicious member is of the same class, with a forgery.
     """
 
     @property
     def outcomes(self) -> dict[int, bool]:
-        """Step -> whether its round was committed here; also where it is told that it has diverged."""
+        """Step -> whether its round was committed here, including rounds in which it was found to have diverged."""
         return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
 
     def receive(self, sender: int, message: str) -> None:
@@ -68,11 +68,12 @@ class Member(Rank):
 
 
 class Swarm:
-    """Honest members, and one more rank that is no honest one.
+    """Honest members, and one more rank that is the attacker.
 
     Attributes:
         honest: the members 0, 1, ...
-        clock_s: of the simulated time.
+        attacker: the rank of the attacker.
+        clock_s: the simulated time.
     """
 
     def __init__(self, honest: int, *, members: int) -> None:
@@ -81,25 +82,27 @@ class Swarm:
         for each in self.honest:
             each.STEPS = STEPS
             self.network.nodes[each.rank] = each
-        self.liar = honest
+        self.attacker = honest
         self.clock_s = 0.0
         self._due_s: dict[tuple[int, Timer], float] = {}
 
     def run(self) -> Outcome:
-        """Until all honest ranks have decided all of their rounds, or none comes further."""
+        """Run until all honest ranks have decided all of their rounds, or none makes progress."""
         tracemalloc.start()
         before_bytes, progress_s, stall_s, out_after = tracemalloc.get_traced_memory()[0], 0.0, 0.0, None
         decided = 0
         for _ in range(_MOST_TURNS):
             began_s = time.process_time()
             moved = self._turn()
-            took_s = time.process_time() - began_s  # of all of them, with the liar
+            took_s = time.process_time() - began_s  # of all ranks, with the attacker
             now = sum(len(each.outcomes) for each in self.honest if not each.left)
             self.clock_s += took_s if took_s > 0.5 else 0.0
             if now > decided:
                 decided, progress_s = now, self.clock_s
             stall_s = max(stall_s, self.clock_s - progress_s)
-            if out_after is None and all(self.liar not in each.view.members for each in self.honest if not each.left):
+            if out_after is None and all(
+                self.attacker not in each.view.members for each in self.honest if not each.left
+            ):
                 out_after = max((len(each.outcomes) for each in self.honest), default=0)
             if all(each.left or len(each.outcomes) == STEPS for each in self.honest):
                 break
@@ -120,7 +123,7 @@ class Swarm:
         )
 
     def _turn(self) -> bool:
-        """Whatever is on its way arrives, and everybody does one thing."""
+        """Deliver all messages in transit and let each rank act once; return whether anything happened."""
         moved = False
         for what, a, b in self.network.choices():
             if self.network.can(what, a, b):
@@ -131,7 +134,7 @@ class Swarm:
         return moved
 
     def _beat(self) -> None:
-        """Meanwhile everybody has said that it is there."""
+        """Send and deliver a heartbeat from each rank to each other."""
         for rank in sorted(self.network.alive):
             for other in self.network.ranks:
                 if other != rank:
@@ -141,7 +144,7 @@ class Swarm:
                 self.network.happen(what, a, b, 0)
 
     def _next_timer(self) -> bool:
-        """Nothing happens by itself: the next timer runs out."""
+        """Advance the clock to the next timer and fire it; return False if there is none."""
         waiting = [(each, number, delay_s, timer) for each in self.honest if not each.left
                    for number, (delay_s, timer) in enumerate(each.timers)]  # fmt: skip
         if not waiting:
@@ -160,44 +163,46 @@ class Swarm:
         return True
 
 
-def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False) -> Outcome:
-    """One member lies.
+def attacked_by_member(
+    forgery: Forgery, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False
+) -> Outcome:
+    """Run a swarm with one malicious member.
 
     Args:
-        lie: what it sends instead of what it should.
-        honest: members that do not.
-        extra: what it says beside, to each of them, once it has begun.
-        unusable: whether its values make no mean, as each of them finds.
+        forgery: the messages that it sends instead of honest ones.
+        honest: the number of honest members.
+        extra: messages that it also sends, once to each of them.
+        unusable: whether each of them finds that its values make the mean unusable.
     """
     swarm = Swarm(honest, members=honest + 1)
     for each in swarm.honest if unusable else ():
-        each.finds_unusable = swarm.liar
-    liar = Member(swarm.network, swarm.liar, honest + 1, 1, _POLICIES)
-    liar.STEPS = STEPS
-    said = list(extra)
+        each.finds_unusable = swarm.attacker
+    attacker = Member(swarm.network, swarm.attacker, honest + 1, 1, _POLICIES)
+    attacker.STEPS = STEPS
+    unsent = list(extra)
 
-    def lies(receiver: int, message: Message) -> Iterable[Message]:
-        yield from lie(receiver, message)
+    def forging(receiver: int, message: Message) -> Iterable[Message]:
+        yield from forgery(receiver, message)
         if receiver == 0:
-            for each in said:
+            for each in unsent:
                 for rank in range(honest):
-                    swarm.network.send(liar.rank, rank, json.dumps(each))
-            said.clear()
+                    swarm.network.send(attacker.rank, rank, json.dumps(each))
+            unsent.clear()
 
-    liar.lie = lies
-    swarm.network.nodes[swarm.liar] = liar
+    attacker.lie = forging
+    swarm.network.nodes[swarm.attacker] = attacker
     return swarm.run()
 
 
-def attacked_by_stranger(says: Iterable[Message], *, honest: int = 2) -> Outcome:
-    """Somebody who is connected and never becomes a member."""
+def attacked_by_non_member(messages: Iterable[Message], *, honest: int = 2) -> Outcome:
+    """Run a swarm with a connected peer that never becomes a member."""
     swarm = Swarm(honest, members=honest)
-    swarm.network.nodes[swarm.liar] = Talker(swarm.network, swarm.liar, iter(says))
+    swarm.network.nodes[swarm.attacker] = NonMember(swarm.network, swarm.attacker, iter(messages))
     return swarm.run()
 
 
 def _agree(one: Member, other: Member) -> bool:
-    """Invariant 2: what both have decided they have decided alike."""
+    """Return whether both decided the same for each round that both decided (invariant 2)."""
     both = one.outcomes.keys() & other.outcomes.keys()
     return all(one.outcomes[step] == other.outcomes[step] for step in both) and all(
         one.averages[step].contributors == other.averages[step].contributors
@@ -206,7 +211,7 @@ def _agree(one: Member, other: Member) -> bool:
 
 
 def _texts(rank: Rank) -> Iterator[str]:
-    """What people would be shown."""
+    """Return the texts that a user would see."""
     yield rank.left
     yield from map(str, rank.errors.values())
     yield from (change.reason for change in rank.changes)

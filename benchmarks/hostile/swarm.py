@@ -1,4 +1,4 @@
-"""A stranger who knows the secret opens streams to one of two peers of a swarm, over libp2p, while they exchange."""
+"""Attacks on a swarm over libp2p by a non-member that has the secret and opens streams to one of two members."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECRET = "the words of this run"
 
 @cache
 def live() -> Live:
-    """One swarm for all rows: it must outlive them."""
+    """Return the swarm that all rows share."""
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     swarms = Swarms(folder)
     members = swarms.meet(2, secret=_SECRET)
@@ -33,12 +33,14 @@ def live() -> Live:
 
 
 def stream(name: str, opening: bytes, before: str = "", *, proof: bool = True) -> Attack:
+    """Return a row for a stream that begins with ``opening``, after a valid proof or without one."""
+
     def run() -> Outcome:
         there = live()
         before_bytes, began_s, ended, equal = memory_bytes(), time.monotonic(), 0, True
         there.stranger.say(there.target, opening, proof=proof)
         try:
-            there.still_works()  # a round, which both commit
+            there.still_works()  # both must commit a round
         except AssertionError:
             equal = False
         except Exception:

@@ -1,1 +1,1 @@
-"""An exported model in the LM Evaluation Harness, beside this project's own evaluation."""
+"""An exported model in the LM Evaluation Harness, compared with this project's own evaluation."""

@@ -1,6 +1,6 @@
 """``python -m benchmarks.lm_eval``: train, export, and evaluate the export with lm-eval and with `diloco evaluate`.
 
-lm-eval is a program of its own here, in an environment of its own: ``--lm-eval PATH`` says where.
+lm-eval runs as a separate program, which may be installed in another environment: see ``--lm-eval PATH``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ RECIPE = "--replicas 2 --data-parallel-steps 0 --data.tokenizer bpe --data.bpe-v
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_eval", description=__doc__)
-    parser.add_argument("--lm-eval", default="lm_eval", help="the program, in whatever environment it is installed")
-    parser.add_argument("--steps", type=int, default=200, help="of training")
-    parser.add_argument("--work", type=Path, default=Path("runs/lm-eval"), help="folder for the run, made anew")
+    parser.add_argument("--lm-eval", default="lm_eval", help="the lm_eval program, in any environment")
+    parser.add_argument("--steps", type=int, default=200, help="number of training steps")
+    parser.add_argument("--work", type=Path, default=Path("runs/lm-eval"), help="folder of the run, deleted first")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     run, exported = work / "run", work / "exported"
-    called("train", *RECIPE.split(), "--steps", str(given.steps), "--out", str(run))
-    called("export", str(run), "--to", "hf", str(exported))
+    run_diloco("train", *RECIPE.split(), "--steps", str(given.steps), "--out", str(run))
+    run_diloco("export", str(run), "--to", "hf", str(exported))
     write_texts(work, build(Configuration, read_toml(run / "config.toml", Configuration)).data)
     for task in HERE.glob("*.yaml"):
         shutil.copy(task, work)
     documents = str(work / "documents.jsonl")
-    ours = json.loads(called("evaluate", str(run), "--data", documents, "--by-document", "--json"))
+    ours = json.loads(run_diloco("evaluate", str(run), "--data", documents, "--by-document", "--json"))
     theirs, samples = harness(given.lm_eval, work, exported)
     results = {
         "versions": {name: metadata.version(name) for name in ("diloco", "torch", "transformers")} | theirs["versions"],
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(results, indent=2))
 
 
-def called(*arguments: str) -> str:
-    """What a command of ours prints; it must succeed."""
+def run_diloco(*arguments: str) -> str:
+    """Run ``diloco`` with ``arguments`` and return what it prints; exit if it fails."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         code = diloco(arguments)
     if code:
@@ -75,7 +75,7 @@ def called(*arguments: str) -> str:
 
 
 def harness(program: str, work: Path, exported: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures by task, and every question of diloco_lines with the log-likelihoods of its choices."""
+    """Return the figures by task, and each question of diloco_lines with the log-likelihoods of its choices."""
     command = [
         program, "run", "--model", "hf", "--model_args", f"pretrained={exported}", "--device", "cpu",
         "--batch_size", "8", "--include_path", str(work), "--tasks", "diloco_documents,diloco_lines",
@@ -98,7 +98,7 @@ def harness(program: str, work: Path, exported: Path) -> tuple[dict[str, Any], l
 
 
 def compare_lines(trained: Trained, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The native model's own log-likelihoods of every choice, beside the harness's."""
+    """Compare the native model's log-likelihoods of all choices with the harness's."""
     largest, right = 0.0, 0
     for sample in samples:
         question = sample["doc"]
@@ -114,7 +114,7 @@ def compare_lines(trained: Trained, samples: list[dict[str, Any]]) -> dict[str, 
 
 
 def log_likelihood(trained: Trained, context: str, continuation: str) -> float:
-    """Nats of ``continuation`` after ``context``, of which as much is seen as the model was trained with."""
+    """Return the log-likelihood in nats of ``continuation`` after ``context``, cut to the training sequence length."""
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
     tokens = trained.tokenizer.encode(context + continuation)

@@ -1,4 +1,4 @@
-"""What both evaluations are given: documents that the run held out, and lines to choose from."""
+"""The input of both evaluations: documents that the run held out, and multiple-choice questions about lines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CHOICES = 4
 
 
 def write_texts(folder: Path, data: DataSettings, *, characters: int = 4000, lines_each: int = 10) -> None:
-    """Write ``documents.jsonl`` and ``lines.jsonl``; the same for the same text.
+    """Write ``documents.jsonl`` and ``lines.jsonl``. The same text gives the same files.
 
     Args:
-        folder: to write to.
-        data: of the run; its held-out documents are taken.
-        characters: kept of each document.
-        lines_each: questions from each document.
+        folder: the folder to write to.
+        data: the data settings of the run, whose held-out documents are used.
+        characters: the number of characters kept of each document.
+        lines_each: the number of questions per document.
     """
     texts = read_documents(data.paths, text_field=data.text_field, document_separator=data.document_separator)
     heldout = split_documents(texts, data.heldout_fraction, data.max_documents)[1]
@@ -36,16 +36,16 @@ def write_texts(folder: Path, data: DataSettings, *, characters: int = 4000, lin
 def _questions(documents: list[str], lines_each: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     by_document = [text.splitlines() for text in documents]
-    sayings = [[line for line in lines if len(line.strip()) > 15] for lines in by_document]
+    candidates = [[line for line in lines if len(line.strip()) > 15] for lines in by_document]
     questions = []
     for number, lines in enumerate(by_document):
         places = [n for n in range(CONTEXT_LINES, len(lines)) if len(lines[n].strip()) > 15]
         for place in rng.sample(places, min(lines_each, len(places))):
-            others = rng.sample([n for n in range(len(documents)) if n != number and sayings[n]], CHOICES - 1)
-            choices = [lines[place], *(rng.choice(sayings[other]) for other in others)]
+            others = rng.sample([n for n in range(len(documents)) if n != number and candidates[n]], CHOICES - 1)
+            choices = [lines[place], *(rng.choice(candidates[other]) for other in others)]
             rng.shuffle(choices)
             context = "\n".join(lines[place - CONTEXT_LINES : place]) + "\n"
-            # Spaces between the two belong to what follows; the harness moves them there if they are not.
+            # The harness moves white space at the end of the context to the continuation.
             questions.append({"context": context, "choices": choices, "answer": choices.index(lines[place])})
     return questions
 

@@ -1,14 +1,14 @@
-"""``python -m benchmarks.means``: what encoded means move, and what that buys on links; writes the tables of README.md.
+"""``python -m benchmarks.means``: write the tables of the bytes that encoded means move, and of their effect on links.
 
-Nothing here is trained: that is `study.toml`, for `diloco sweep`.
+This command trains nothing; `diloco sweep` does, with `study.toml` and `seeds.toml`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.markdown import table, write_below
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -29,14 +29,8 @@ SCHEDULE = SyncSchedule(inner_steps=60, num_fragments=4, overlap_steps=10)
 LINKS = {"100 Mbit/s, 100 ms": (1e8, 0.1), "50 Mbit/s, 300 ms": (5e7, 0.3), "20 Mbit/s, 150 ms": (2e7, 0.15)}
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
-
-
 def traffic() -> str:
-    """Bytes per parameter and round of the busiest replica, by the trainer's own plan."""
+    """Return the table of the busiest replica's bytes per parameter and round, by the trainer's own plan."""
     numel = WORKLOAD.parameters // SCHEDULE.num_fragments
     rows = []
     for codec in CODECS:
@@ -47,7 +41,7 @@ def traffic() -> str:
 
 
 def utilization() -> str:
-    """Compute utilisation on links, with what real runs spend beside their payload."""
+    """Return the table of the compute utilisation on links, with the overheads of real runs."""
     rows = []
     for link, (rate, latency_s) in LINKS.items():
         for mean in ("float32", "int8", "fp4"):
@@ -64,21 +58,19 @@ def utilization() -> str:
 
 def main() -> None:
     argparse.ArgumentParser(prog="python -m benchmarks.means", description=__doc__).parse_args()
-    readme = Path(__file__).parent / "README.md"
-    before = readme.read_text(encoding="utf-8").partition(MARKER)[0]
     text = [
         "## What a round moves",
         "Bytes per parameter that the busiest replica moves each way in a round (AG: all-gather, where no mean is "
         "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `transport.mean_codec`. "
-        "The default, `auto`, is the row of int8 from M = 8 on with contributions in int8 and fp4, else that of "
-        "float32.",
+        "The default, `auto`, is the int8 row from M = 8 on for contributions in int8 and fp4, and otherwise the "
+        "float32 row.",
         traffic(),
-        "## What that buys",
+        "## What it gains on a link",
         "Compute utilisation (%), simulated: 25.2M parameters, contributions in fp4, H = 60, P = 4, tau = 10, a step "
-        "of 0.254 s on a CPU, latency one way, bbr, with what runs typically spend beside their payload.",
+        "of 0.254 s on a CPU, one-way latency, bbr, with the typical overheads of real runs.",
         utilization(),
     ]
-    readme.write_text(before + MARKER + "\n\n" + "\n\n".join(text) + "\n", encoding="utf-8")
+    write_below(MARKER, "\n\n".join(text) + "\n", Path(__file__).parent / "README.md")
 
 
 if __name__ == "__main__":

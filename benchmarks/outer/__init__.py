@@ -1,1 +1,1 @@
-"""What the outer step does in short runs: a whole round late, other averages, momentum that restarts."""
+"""The outer step in short runs: a delay of a whole round, other average rules, coarse codecs, momentum restarts."""

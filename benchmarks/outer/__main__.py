@@ -1,8 +1,8 @@
-"""``python -m benchmarks.outer``: small runs from scratch that differ in the outer step alone. What is done stays done.
+"""``python -m benchmarks.outer``: small runs from scratch that differ only in the outer step. Finished runs are kept.
 
-Four replicas of a small decoder learn the bytes of Python's standard library, H = 12, 240 steps, AdamW with a cosine.
-Two rivals of ours are written out here, since they keep no common global parameters, or none that are current: eager
-updates (2502.12996) and outer steps that are merely delayed.
+Four replicas of a small decoder learn the bytes of Python's standard library: H = 12, 240 steps, AdamW with a cosine.
+`Rival` implements two alternatives that `DiLoCo` does not offer, because their global parameters differ between
+replicas or are out of date: eager updates (2502.12996) and delayed outer steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAIN = (".4/.9", ".7/.6", "1/0")
 
 @dataclass(frozen=True, kw_only=True)
 class Restarting(Nesterov):
-    """Nesterov whose momentum begins again at zero: where it points away from the mean, or every few outer steps."""
+    """Nesterov that resets its momentum to zero: when it points away from the mean, or every ``every`` outer steps."""
 
     every: int | None = None
 
@@ -49,7 +49,7 @@ class Restarting(Nesterov):
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: what it is called, its outer learning rate and momentum, and how it differs."""
+    """One cell of the table: the name of its row, its outer settings, and what differs."""
 
     name: str
     outer: str
@@ -80,7 +80,7 @@ VARIANTS = [
 
 
 def text() -> Tensor:
-    """Bytes of the modules of the standard library, in the order of their names."""
+    """Return the bytes of the modules of the standard library, in the order of their names."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -92,7 +92,7 @@ def batch(data: Tensor, seed: int, replica: int, step: int) -> Tensor:
 
 
 def rate(step: int) -> float:
-    """The inner learning rate: linear warm-up, then a cosine to a tenth."""
+    """Return the inner learning rate: linear warm-up, then a cosine to a tenth."""
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
     return PEAK * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))))
@@ -103,7 +103,7 @@ def flat(model: Transformer) -> Tensor:
 
 
 class Rival:
-    """Eager or delayed outer steps, a whole round late, for all replicas at once; float32, nothing lost on the way."""
+    """Eager or delayed outer steps, a whole round late, for all replicas at once; payloads are exact float32."""
 
     def __init__(self, models: Sequence[Transformer], outer: Nesterov, kind: str) -> None:
         self.models, self.outer, self.kind, self.steps = models, outer, kind, 0
@@ -118,7 +118,7 @@ class Rival:
         deltas = [theta - flat(model) for theta, model in zip(self.thetas, self.models, strict=True)]
         known = torch.stack(self.last).mean(0) if self.last else None
         for m, (model, theta) in enumerate(zip(self.models, self.thetas, strict=True)):
-            if self.kind == "eager":  # the others' part of the last round, and one's own of this one
+            if self.kind == "eager":  # the last mean, with this replica's own part taken from the current round
                 given = deltas[m] if known is None else known + (deltas[m] - self.last[m]) / len(deltas)
             else:
                 given = torch.zeros_like(theta) if known is None else known
@@ -131,7 +131,7 @@ class Rival:
 
 
 def train(variant: Variant, seed: int, data: Tensor) -> float:
-    """Held-out loss of the global parameters, nats per byte."""
+    """Train one variant and return the held-out loss of its global parameters, in nats per byte."""
     heldout, data = data[:65536], data[65536:]
     models = [build_model(MODEL, seed=seed, device="cpu") for _ in range(REPLICAS)]
     inner = [torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1) for model in models]
@@ -160,7 +160,7 @@ def train(variant: Variant, seed: int, data: Tensor) -> float:
 def _synchronised(
     variant: Variant, models: list[Transformer], inner: list[torch.optim.AdamW], outer: Nesterov
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What is done after each step, and what leaves the global parameters in the first model."""
+    """Return a function to call after each step, and one that copies the global parameters to the first model."""
     if variant.rival:
         rival = Rival(models, outer, variant.rival)
         return rival.step, lambda: torch.nn.utils.vector_to_parameters(rival.parameters(), models[0].parameters())
@@ -188,7 +188,7 @@ def _synchronised(
 
 
 def table(results: dict[str, list[float]]) -> str:
-    """One row for each name, one column for each outer optimizer: the mean over seeds, and the greatest difference."""
+    """Return a Markdown table: a row per name, a column per outer setting, the mean and half range over seeds."""
     names = list(dict.fromkeys(variant.name for variant in VARIANTS))
     lines = [f"| held-out loss | {' | '.join(OUTERS)} |", "|---|" + "---|" * len(OUTERS)]
     for name in names:
@@ -204,7 +204,7 @@ def table(results: dict[str, list[float]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outer", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="only variants whose name contains this")
+    parser.add_argument("--only", default="", help="run only variants whose name contains this")
     parser.add_argument("--results", type=Path, default=HERE / "results.json")
     given = parser.parse_args(arguments)
     results: dict[str, list[float]] = json.loads(given.results.read_text()) if given.results.exists() else {}

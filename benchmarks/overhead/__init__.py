@@ -1,1 +1,1 @@
-"""What DiLoCo costs a loop on the steps between synchronisations, and what memory it keeps."""
+"""The time that DiLoCo adds to steps between synchronisations, and the memory that it keeps."""

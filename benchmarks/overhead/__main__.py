@@ -1,9 +1,9 @@
-"""``python -m benchmarks.overhead``: a step with nothing due, the telemetry of rounds, lasting memory; Muon's steps.
+"""``python -m benchmarks.overhead``: the cost of a step with nothing due, of telemetry, and of the memory that is kept.
 
-Time: the bare loop and the loop with ``diloco.step()`` take turns, step by step, on the quick start's model and batch,
-so that whatever else the machine does befalls both; medians are compared. The call itself is timed apart, too.
-Memory: every tensor alive before and after, by storage, at rest after several rounds.
-Muon (``--muon``, nothing else then): its step beside AdamW's and beside the gradients of one layer, over widths.
+Time: the bare loop and the loop with ``diloco.step()`` alternate step by step on the quick start's model and batch, so
+that other work on the machine affects both. Medians are compared. The call itself is also timed separately.
+Memory: the storages of all live tensors before and after, with all fragments in flight and at rest.
+Muon (``--muon``, which measures nothing else): its step, AdamW's step and the gradients of one layer, over widths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=200, help="steps of each loop")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--muon", action="store_true", help="only what a step of Muon costs, over widths")
+    parser.add_argument("--muon", action="store_true", help="measure only the steps of Muon, over widths")
     given = parser.parse_args(arguments)
     if given.muon:
         print_muon()
@@ -60,7 +60,7 @@ def train_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: torc
 
 
 def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float:
-    """Two loops in turns; the schedule's first send lies beyond the last step. Returns seconds of a bare step."""
+    """Time two alternating loops, in which nothing is sent, and return the median seconds of a bare step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=10 * steps, num_fragments=3, overlap_steps=5))
     bare_s, with_s, call_s = [], [], []
@@ -86,7 +86,7 @@ def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float
 
 
 def print_muon(widths: Sequence[int] = (128, 256, 512, 1024, 2048), tokens: int = 512, times: int = 7) -> None:
-    """Processor time of optimizer steps and of gradients, for a model of one layer."""
+    """Print the processor time of optimizer steps and of gradients, for a model of one layer."""
     print(f"| width | gradients of {tokens:,} tokens | AdamW | Muon | a step with Muon, at {tokens:,} / 8,192 tokens |")
     print("|---|---|---|---|---|")
     batch = torch.randint(0, 257, (4, tokens // 4 + 1), generator=torch.Generator().manual_seed(0))
@@ -114,7 +114,7 @@ def print_muon(widths: Sequence[int] = (128, 256, 512, 1024, 2048), tokens: int 
 
 
 def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> None:
-    """What it costs to measure one round of every fragment, beside the inner steps between two of them."""
+    """Print the cost of telemetry for one round of each fragment, also as a fraction of the steps between rounds."""
     fragments = partition(model, num_fragments=3)
     loop, codec = OuterLoop(model, fragments, Nesterov(learning_rate=0.4)), make_codec("fp4")
     plain_s, measured_s, spread_s = 0.0, 0.0, 0.0
@@ -136,18 +136,18 @@ def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> Non
         plain_s, measured_s, spread_s = plain_s + plain, measured_s + measured, spread_s + spread
     more_s = measured_s - plain_s + spread_s
     print(f"| telemetry of one round of each of {len(fragments)} fragments | median |\n|---|---|")
-    print(f"| outer steps | {1e3 * plain_s:.3f} ms, {1e3 * (measured_s - plain_s):.3f} ms more where measured |")
+    print(f"| outer steps | {1e3 * plain_s:.3f} ms, {1e3 * (measured_s - plain_s):.3f} ms more with telemetry |")
     print(f"| spread of 4 contributions | {1e3 * spread_s:.3f} ms |")
     shares = (f"{100 * more_s / (steps * bare_s):.3f} % of {steps}" for steps in (10, 30, 100))
-    print(f"| all of it | {', '.join(shares)} bare steps |\n")
+    print(f"| total | {', '.join(shares)} bare steps |\n")
 
 
 def print_finite(device: str, numel: int = 25_000_000) -> None:
-    """How long it takes to see that all gradients are finite, before each data-parallel step, or all of a mean."""
+    """Print how long it takes to check that all values of a tensor are finite."""
     values = torch.randn(numel, device=device)
     looks: dict[str, Callable[[], bool]] = {
         "torch.isfinite(values).all()": lambda: bool(torch.isfinite(values).all()),
-        "largest_magnitude(values), as the package does": lambda: math.isfinite(largest_magnitude(values)),
+        "largest_magnitude(values)": lambda: math.isfinite(largest_magnitude(values)),
     }
     print(f"| are {numel:,} values finite? | median |\n|---|---|")
     for name, look in looks.items():
@@ -161,7 +161,7 @@ def print_finite(device: str, numel: int = 25_000_000) -> None:
 
 
 def print_memory(preset: str, device: str, batch: torch.Tensor) -> None:
-    """Bytes per parameter that DiLoCo keeps, at rest and with everything in flight."""
+    """Print the bytes per parameter that DiLoCo keeps, at rest and with all fragments in flight."""
     model = make(preset, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     train_step(model, optimizer, batch)
@@ -172,23 +172,23 @@ def print_memory(preset: str, device: str, batch: torch.Tensor) -> None:
     for _ in range(8):
         train_step(model, optimizer, batch)
         diloco.step()
-    flying = tensor_bytes() - before
+    in_flight = tensor_bytes() - before
     for _ in range(2):
         train_step(model, optimizer, batch)
         diloco.step()
     assert not diloco.in_flight
-    resting = tensor_bytes() - before
+    at_rest = tensor_bytes() - before
     print("| memory kept by DiLoCo (Nesterov) | bytes | per parameter |\n|---|---|---|")
-    print(f"| at rest, after 2 rounds of 3 fragments | {resting:,} | {resting / parameters:.3f} |")
-    print(f"| all fragments in flight, fp4, rebase | {flying:,} | {flying / parameters:.3f} |")
+    print(f"| at rest, after 2 rounds of 3 fragments | {at_rest:,} | {at_rest / parameters:.3f} |")
+    print(f"| all fragments in flight, fp4, rebase | {in_flight:,} | {in_flight / parameters:.3f} |")
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensor storages alive, each once."""
+    """Return the bytes of the storages of all live tensors, each counted once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy proxies, which warn
+        if issubclass(type(thing), torch.Tensor):  # isinstance would touch lazy proxies, which warn
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -1,8 +1,8 @@
 """``python -m benchmarks.overhead.links``: processor time of moving the payloads of a round over payload links.
 
-Two processes with seven links between them, on the loopback interface, move in each round what one of eight replicas
-moves of 6.3M values in fp4: an eighth of its contribution to each of the others, then the mean of its own eighth, in
-int8. Nothing is encoded, summed or decided. Over TCP as it is, and over a swarm's direct streams (TLS).
+Two processes with seven links between them, on the loopback interface, transfer in each round what one of eight
+replicas transfers for 6.3M values in fp4: an eighth of its contribution to each other replica, then the mean of its own
+eighth in int8. Nothing is encoded, summed or decided. The links are plain TCP, or the direct streams of a swarm (TLS).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class End:
-    """One of the two processes: its links, in a thread of their own."""
+    """The links of one of the two processes, which run in a separate thread."""
 
     def __init__(self) -> None:
         self.links: dict[int, ReliableLink] = {}
@@ -50,7 +50,7 @@ class End:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
     async def listen(self, direct: bool) -> object:
-        """What the other end has to know."""
+        """Listen, and return what the other end needs to connect."""
         if not direct:
             server = await asyncio.start_server(self._use, HOST)
             return server.sockets[0].getsockname()[1]
@@ -58,28 +58,29 @@ class End:
         await streams.listen([HOST], 0, self._use)
         return streams.offer("other", [HOST])
 
-    async def connect(self, said: object, direct: bool) -> None:
+    async def connect(self, offer: object, direct: bool) -> None:
+        """Open all links to the end whose `listen` returned ``offer``."""
         for _ in range(LINKS):
-            opening = DirectStreams("other", {}).open(said) if direct else asyncio.open_connection(HOST, str(said))
+            opening = DirectStreams("other", {}).open(offer) if direct else asyncio.open_connection(HOST, str(offer))
             await self._use(*await opening)
 
     def move(self, number: int) -> None:
-        """One round."""
+        """Transfer the payloads of one round in both directions."""
         messages = RoundMessages(RoundId(0, number), self._loop, PIECE_BYTES, self.links)
         for name, second in (("fp4", False), ("int8", True)):
-            for come in self.call(self._exchange(messages, name, second=second)):
-                come.result(LIMIT_S)
+            for received in self.call(self._exchange(messages, name, second=second)):
+                received.result(LIMIT_S)
         messages.finish()
 
     async def _exchange(self, messages: RoundMessages, name: str, *, second: bool) -> list[Future[None]]:
         codec = make_codec(name)
-        coming: list[Future[None]] = []
+        receiving: list[Future[None]] = []
         for piece, (start, stop) in enumerate(messages.pieces(0, VALUES, codec)):
             size = codec.payload_bytes(stop - start)
             for other in self.links:
-                coming.append(messages.receive(other, torch.empty(size, dtype=torch.uint8), piece, second=second))
+                receiving.append(messages.receive(other, torch.empty(size, dtype=torch.uint8), piece, second=second))
                 messages.send((other,), torch.ones(size, dtype=torch.uint8), piece, second=second)
-        return coming
+        return receiving
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link, transport = ReliableLink(SendScheduler(self._loop)), writer.transport
@@ -96,12 +97,12 @@ class End:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead.links", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="that are measured")
+    parser.add_argument("--rounds", type=int, default=20, help="number of measured rounds")
     parser.add_argument("--end", choices=("tcp", "tls"), help=argparse.SUPPRESS)
-    parser.add_argument("--said", help=argparse.SUPPRESS)
+    parser.add_argument("--offer", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.end:
-        be_an_end(given.end == "tls", given.said, given.rounds)
+        be_an_end(given.end == "tls", given.offer, given.rounds)
         return
     print("| links | CPU of a process per round, ms: user, system | CPU-s per GB sent and received |\n|---|---|---|")
     for kind, words in (("tcp", "TCP"), ("tls", "direct streams (TLS)")):
@@ -111,23 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(kind: str, rounds: int) -> tuple[float, float, int]:
-    """User and system seconds, and bytes sent and received, of a process per round: the mean of both."""
+    """Return the user seconds, system seconds and bytes moved of a process per round, averaged over both processes."""
     command = [sys.executable, "-m", "benchmarks.overhead.links", "--end", kind, "--rounds", str(rounds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout is not None
-        said = one.stdout.readline().strip()
-        with subprocess.Popen([*command, "--said", said], stdout=subprocess.PIPE, text=True) as other:
-            told = [json.loads(each.communicate()[0]) for each in (one, other)]
-    return (told[0][0] + told[1][0]) / 2, (told[0][1] + told[1][1]) / 2, told[0][2]
+        offer = one.stdout.readline().strip()
+        with subprocess.Popen([*command, "--offer", offer], stdout=subprocess.PIPE, text=True) as other:
+            used = [json.loads(each.communicate()[0]) for each in (one, other)]
+    return (used[0][0] + used[1][0]) / 2, (used[0][1] + used[1][1]) / 2, used[0][2]
 
 
-def be_an_end(direct: bool, said: str | None, rounds: int) -> None:
+def be_an_end(direct: bool, offer: str | None, rounds: int) -> None:
+    """Run as one of the two processes: listen, or connect to ``offer``; print the processor time per round."""
     torch.set_num_threads(1)
     end = End()
-    if said is None:
+    if offer is None:
         print(json.dumps(end.call(end.listen(direct))), flush=True)
     else:
-        end.call(end.connect(json.loads(said), direct))
+        end.call(end.connect(json.loads(offer), direct))
     while len(end.links) < LINKS:
         time.sleep(0.01)
     for number in range(WARM):
@@ -139,7 +141,7 @@ def be_an_end(direct: bool, said: str | None, rounds: int) -> None:
     moved_bytes = 2 * LINKS * sum(make_codec(name).payload_bytes(VALUES) for name in ("fp4", "int8"))
     print(json.dumps([(after[0] - before[0]) / rounds, (after[1] - before[1]) / rounds, moved_bytes]), flush=True)
     time.sleep(1.0)  # the other end may still wait for acknowledgements
-    os._exit(0)  # with connections open, as nothing more is to be measured
+    os._exit(0)  # without closing the connections, which are no longer needed
 
 
 if __name__ == "__main__":

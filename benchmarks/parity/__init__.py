@@ -1,1 +1,1 @@
-"""Does it learn as well? Held-out losses at equal tokens, after a shared start."""
+"""Held-out losses of DiLoCo and of data-parallel training, at equal tokens and from the same shared start."""

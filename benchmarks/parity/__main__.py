@@ -1,8 +1,9 @@
-"""``python -m benchmarks.parity``: run what is missing, two at a time, and write the tables into README.md.
+"""``python -m benchmarks.parity``: run the missing rows, two at a time, and write the tables into README.md.
 
-Every row is the result of the plain command that the table gives. To save a third of the time the shared start, which
-is the same for all algorithms, is run once per seed and stopped at `FORK_STEP`; the others go on from its checkpoint,
-which gives the same bits as running them whole. What is in results.json, or has a summary, is not run again.
+Each row is the result of the command that the table gives. The shared start is the same for all algorithms. To save a
+third of the time, it runs once per inner optimizer and seed, up to `FORK_STEP`. The runs with four replicas resume from
+its checkpoint, which gives the same bits as complete runs. Rows in results.json and runs that have a summary are not
+run again.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ HERE = Path(__file__).parent
 
 
 def slug(name: str) -> str:
-    """A name as a folder."""
+    """Return ``name`` as a folder name."""
     return "".join(letter if letter.isalnum() or letter in ".=" else "-" for letter in name)
 
 
 def diloco(arguments: Sequence[str], folder: Path) -> None:
-    """Run ``diloco train`` in one thread; its messages are shown when it fails."""
+    """Run ``diloco train`` in one thread, and exit with its standard error if it fails."""
     command = [sys.executable, "-m", "diloco", "train", *arguments]
     started_s = time.perf_counter()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ def diloco(arguments: Sequence[str], folder: Path) -> None:
 
 
 def start(runs: Path, inner: str, seed: int) -> Path:
-    """The shared start of an inner optimizer and a seed, stopped before the algorithms part."""
+    """Return the folder of the shared start of an inner optimizer and a seed, and run it if it is missing."""
     folder = runs / f"start{slug(inner)}-{seed}"
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,7 +56,7 @@ def start(runs: Path, inner: str, seed: int) -> Path:
 
 
 def run(runs: Path, variant: Variant, seed: int) -> dict[str, Any]:
-    """One row's run for one seed; returns its summary."""
+    """Run one row with one seed unless it has a summary, and return its result."""
     folder = runs / f"{slug(variant.name)}-{seed}"
     given = f"{variant.arguments} {variant.inner}".strip()
     arguments = [*COMMON.split(), *given.split(), "--seed", str(seed)]
@@ -73,16 +74,16 @@ def run(runs: Path, variant: Variant, seed: int) -> dict[str, Any]:
             diloco([*arguments, "--out", str(folder)], folder)
         shutil.rmtree(folder / "checkpoints")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    del summary["out"]  # where it ran is nobody's business
+    del summary["out"]  # a path of this machine
     return {"variant": variant.name, "arguments": given, "seed": seed, **summary}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the main table")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--runs", type=Path, default=Path("runs/parity"), help="where the runs go")
-    parser.add_argument("--only", default="*", help="run the rows whose names fit this pattern")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds in the main table")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time")
+    parser.add_argument("--runs", type=Path, default=Path("runs/parity"), help="folder of the runs")
+    parser.add_argument("--only", default="*", help="run only rows whose names match this pattern")
     given = parser.parse_args(arguments)
     jobs = [(variant, seed) for seed in range(given.seeds) for variant in MAIN]
     jobs += [(variant, 0) for variant in (*ABLATIONS, *TUNING)]
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def key(variant: Variant, seed: int) -> tuple[str, str, int]:
-    """What says which row of the results it is."""
+    """Return what identifies a row of the results."""
     return variant.name, f"{variant.arguments} {variant.inner}".strip(), seed
 
 

@@ -1,4 +1,4 @@
-"""What is compared: names and command lines, as data."""
+"""The compared runs: their names and command lines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMMON = (
     "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --checkpoint.keep 1 "
     "--monitor.console quiet --monitor.no-tensorboard"
 )
-"""Shared by all runs: the quick start (600 steps, of which 200 are a shared data-parallel start), quietly."""
+"""The flags of all runs: the quick start (600 steps, 200 of which are a shared data-parallel start), without output."""
 
 FORK_STEP = 199
-"""Up to here all algorithms do the same, so one run per seed serves all that have four replicas."""
+"""The last step that is the same for all algorithms. One run up to here serves all variants with four replicas."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,29 @@ class Variant:
     name: str
     arguments: str
     inner: str = ""
-    """The inner optimizer, where it is not the quick start's; in the shared start, too."""
+    """Flags of the inner optimizer if it differs from the quick start's; they also apply to the shared start."""
     replicas: int = 4
 
 
 def streaming(name: str, *, codec: str = "fp4", more: str = "", inner: str = "") -> Variant:
-    """Streaming DiLoCo as the quick start has it, or what ``more`` says."""
+    """Return Streaming DiLoCo as in the quick start, with the further flags ``more``."""
     return Variant(name, f"--algorithm streaming --codec {codec} {more}".strip(), inner)
 
 
 def muon(learning_rate: str) -> str:
-    """Muon at ten times this on hidden matrices, AdamW at this on the rest."""
+    """Return the flags for AdamW at ``learning_rate`` and Muon on hidden matrices at ten times that."""
     return f"--inner.name Muon --inner.learning-rate {learning_rate}"
 
 
 MUON = muon("2e-3")
 FASTER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.9}"
-"""AdamW at four times the rate of `MUON`, hidden matrices at the same, a momentum of 0.9."""
+"""`MUON` with four times the rate for AdamW, the same rate for hidden matrices, and a momentum of 0.9."""
 LONGER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.85,betas=[0.97,0.99]}"
-"""`FASTER`, where AdamW remembers more gradients and Muon fewer."""
+"""`FASTER` with a longer memory for AdamW and a shorter one for Muon."""
 
 
 def outer(learning_rate: str, momentum: str) -> str:
-    """Outer Nesterov."""
+    """Return the flags of an outer Nesterov step."""
     return f"--outer.learning-rate {learning_rate} --outer.momentum {momentum}"
 
 
@@ -65,7 +65,7 @@ MAIN = (
     Variant("data-parallel, Muon, AdamW betas .97/.99, momentum .85", "--algorithm data-parallel", LONGER),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, momentum .85", more=outer("0.8", "0.6"), inner=LONGER),
 )
-"""Three seeds each."""
+"""The rows with three seeds."""
 
 SPARSE = "--codec.error-feedback --codec.error-feedback-decay 0.95 --inner-steps 30"
 TUNING = (
@@ -89,7 +89,7 @@ TUNING = (
     streaming("Streaming topk2, Muon, H=30", codec="topk2", more=f"{outer('0.8', '0.5')} {SPARSE}", inner=MUON),
     streaming("Streaming topk2, H=30", codec="topk2", more=SPARSE),
 )
-"""One seed each: what was tried for the rows with Muon, inner rates, and topk2; rows without a result were not run."""
+"""Rows with one seed: trials for the rows with Muon, inner learning rates, and topk2. Some were never run."""
 
 ABLATIONS = (
     Variant("independent replicas, mean of their losses", "--algorithm none"),
@@ -103,4 +103,4 @@ ABLATIONS = (
     streaming("Streaming fp4, alpha 0.5", more="--merge-alpha 0.5"),
     streaming("Streaming fp4, error feedback", more="--codec.error-feedback"),
 )
-"""One seed each; read against the rows of the main table with the same seed."""
+"""Rows with one seed, to be compared with the same seed in the main table."""

@@ -16,13 +16,13 @@ MARK = "<!-- what follows is written by python -m benchmarks.parity -->"
 
 
 def write_report(results: Sequence[Row], path: Path, *, seeds: int) -> None:
-    """Put the tables behind the mark in ``path``; the prose before it stays."""
+    """Replace everything after `MARK` in ``path`` by the tables."""
     prose = path.read_text(encoding="utf-8").split(MARK)[0]
     path.write_text(prose + MARK + "\n\n" + tables(results, seeds), encoding="utf-8")
 
 
 def tables(results: Sequence[Row], seeds: int) -> str:
-    """Main table with the spread over seeds, then the ablations."""
+    """Return the main table with the spread over seeds, the tables with one seed, and the commands."""
     by_name: dict[str, dict[int, Row]] = {}
     for row in results:
         by_name.setdefault(row["variant"], {})[row["seed"]] = row
@@ -30,8 +30,8 @@ def tables(results: Sequence[Row], seeds: int) -> str:
     lines = [
         f"## {seeds} seeds",
         "",
-        "| run | held-out loss, mean | greatest - least | against data-parallel, seed by seed | sent after the start | "
-        "minutes |",
+        "| run | held-out loss, mean | largest - smallest | relative to data-parallel, per seed | "
+        "sent after the start | minutes |",
         "|---|---|---|---|---|---|",
     ]
     lines += [_main_row(variant, by_name[variant.name], base) for variant in MAIN]
@@ -39,23 +39,16 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         rival = {seed: row["heldout_loss"] for seed, row in by_name[f"data-parallel, {settings}"].items()}
         own = by_name[f"Streaming fp4, {settings}"]
         gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
-        lines += ["", f"Streaming fp4 against data-parallel, both with {settings}: {', '.join(gaps)}."]
-    lines += ["", "## Ablations, seed 0", "", "| run | held-out loss | against data-parallel | sent after the start |"]
-    lines += ["|---|---|---|---|"]
-    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in ABLATIONS if v.name in by_name]
-    lines += [
-        "",
-        "## Rates, Muon and topk2, seed 0",
-        "",
-        "| run | held-out loss | against data-parallel | sent after the start |",
-    ]
-    lines += ["|---|---|---|---|"]
-    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in TUNING if v.name in by_name]
+        lines += ["", f"Streaming fp4 relative to data-parallel, both with {settings}: {', '.join(gaps)}."]
+    for heading, variants in (("Ablations", ABLATIONS), ("Learning rates, Muon and topk2", TUNING)):
+        lines += ["", f"## {heading}, seed 0", ""]
+        lines += ["| run | held-out loss | relative to data-parallel | sent after the start |", "|---|---|---|---|"]
+        lines += [_one_seed_row(v, by_name[v.name][0], base[0]) for v in variants if v.name in by_name]
     lines += [
         "",
         "## Commands",
         "",
-        f"`diloco train {COMMON} --seed SEED` and:",
+        f"`diloco train {COMMON} --seed SEED`, followed by:",
         "",
         "| run | arguments |",
         "|---|---|",
@@ -80,7 +73,7 @@ def _main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) ->
     )
 
 
-def _ablation_row(variant: Variant, row: Row, base: float) -> str:
+def _one_seed_row(variant: Variant, row: Row, base: float) -> str:
     return f"| {variant.name} | {row['heldout_loss']:.4f} | {_gap(row, base)} | {_sent(row)} |"
 
 

@@ -1,1 +1,1 @@
-"""The same small runs with two versions of the package, compared to the bit."""
+"""Small runs with two versions of the package, compared bit by bit."""

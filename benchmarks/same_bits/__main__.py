@@ -1,9 +1,9 @@
-"""``python -m benchmarks.same_bits --before CHECKOUT``: the same runs with the package of CHECKOUT and with this one.
+"""``python -m benchmarks.same_bits --before CHECKOUT``: compare runs of the package in CHECKOUT and of this one.
 
-Every run is a `diloco train` in a process whose ``PYTHONPATH`` is the ``src`` of either checkout. Compared are the
-digests of the final global parameters, the losses of all steps, and all that `config.toml`, `summary.json` and
-`metrics.jsonl` hold but times, paths and sentences. Some runs are also stopped and resumed, and must end like the run
-that was not: resumed by the version that stopped them, and by this version from the checkpoint of CHECKOUT.
+Every run is a `diloco train` in a process whose ``PYTHONPATH`` is the ``src`` of one of the checkouts. The comparison
+covers the digests of the final global parameters, the losses of all steps, and everything in `config.toml`,
+`summary.json` and `metrics.jsonl` except times, paths and prose. Some runs are also stopped and resumed, by the version
+that stopped them, and by this version from the checkpoint of CHECKOUT. They must end like the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ VARYING = {"time_s", "step_s", "wall_s", "tokens_per_s", "save_s", "model_flops_
 }  # fmt: skip
 FILES = ("config.toml", "summary.json", "metrics.jsonl")
 WAITS = {"wait_s", "compute_utilization"}
-"""Exact where there is a virtual clock."""
+"""Reproducible only with a virtual clock."""
 LAST_ONE = {"heldout_loss", "perplexity", "bits_per_byte"}
-"""The second peer of a swarm evaluates at its end, and says so, where the first one has left by then: chance."""
+"""Results of the final evaluation. The second peer of a swarm evaluates only if the first one left in time."""
 SWARM = (
     "--run same-bits --start-replicas 2 --transport.heartbeat-s 0.5 --swarm.listen /ip4/127.0.0.1/tcp/0 "
     "--swarm.no-map-ports"
@@ -52,7 +52,7 @@ SWARM = (
 
 
 class Version:
-    """A checkout of the package and the folder of its runs. One process imports the package and serves many runs."""
+    """A checkout of the package and the folder of its runs. One process imports the package and makes many runs."""
 
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Version:
         return subprocess.Popen([sys.executable, *words], env=self.environment, text=True, **pipes)
 
     def train(self, case: Case, text: Path, name: str, *more: str) -> Path:
-        """Train in a new folder, and return it; of a swarm, with a folder in it for each of two peers."""
+        """Train in a new folder and return it. A swarm has a subfolder for each of its two peers."""
         folder = self.folder / case.folder / name
         if any(folder.rglob("summary.json")):
             return folder
@@ -79,7 +79,7 @@ class Version:
         return folder
 
     def resume(self, folder: Path) -> None:
-        """Go on with the run in ``folder``."""
+        """Resume the run in ``folder``."""
         self._serve(["train", "--resume", str(folder)])
 
     def _serve(self, arguments: Sequence[str]) -> None:
@@ -90,18 +90,18 @@ class Version:
             raise self._failed(arguments)
 
     def _swarm(self, commands: Sequence[Sequence[str]]) -> None:
-        """Two peers; the second one joins at the address that the first one prints."""
+        """Run two peers; the second one joins at the address that the first one prints."""
         first = self._python("-m", "diloco", *commands[0], stderr=subprocess.PIPE)
         assert first.stderr
-        said = iter(first.stderr.readline, "")
-        address = next((match[1] for line in said if (match := re.search(r"--join (/ip4/127\S+)", line))), "")
+        lines = iter(first.stderr.readline, "")
+        address = next((match[1] for line in lines if (match := re.search(r"--join (/ip4/127\S+)", line))), "")
         second = self._python("-m", "diloco", *commands[1], "--join", address, stderr=self.log)
-        self.log.writelines(said)
+        self.log.writelines(lines)
         if first.wait() or second.wait():
             raise self._failed(commands[0])
 
     def _failed(self, arguments: Sequence[str]) -> SystemError:
-        return SystemError(f"`diloco {shlex.join(arguments)}` failed; the end of {self.log.name} says why")
+        return SystemError(f"`diloco {shlex.join(arguments)}` failed. The end of {self.log.name} shows the error.")
 
     def close(self) -> None:
         self.server.communicate()
@@ -109,7 +109,7 @@ class Version:
 
 
 def end(folder: Path) -> tuple[list[str], list[float]]:
-    """The digests that the processes of a run end with, and the losses of their steps."""
+    """Return the final digests of the processes of a run, and the losses of all their steps."""
     summaries = [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
     metrics = (path.read_text().splitlines() for path in sorted(folder.rglob("metrics.jsonl")))
     events = (json.loads(line) for lines in metrics for line in lines)
@@ -118,14 +118,14 @@ def end(folder: Path) -> tuple[list[str], list[float]]:
 
 
 def lasting(value: Any, without: set[str]) -> Any:
-    """A record, less the fields in ``without``."""
+    """Return a record without the fields in ``without``."""
     if isinstance(value, Mapping):
         return {name: lasting(part, without) for name, part in value.items() if name not in without}
     return [lasting(part, without) for part in value] if isinstance(value, list) else value
 
 
 def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
-    """What of a run has to be the same: for each file, its records."""
+    """Return what must be the same in two runs: for each file, its records."""
     found: dict[str, list[Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.name in FILES):
         text, second = path.read_text(), case.transport == "hivemind" and path.parent.name == "b"
@@ -140,7 +140,7 @@ def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
 
 
 def first_difference(before: Any, after: Any, where: str) -> str:
-    """A sentence; empty where ``after`` has all that ``before`` has. It may have more: later versions add fields."""
+    """Describe the first difference, or return "" if there is none. Later versions may add fields."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         found = (first_difference(part, after.get(name, "nothing"), f"{where} {name}") for name, part in before.items())
         return next(filter(None, found), "")
@@ -151,14 +151,14 @@ def first_difference(before: Any, after: Any, where: str) -> str:
 
 
 def compare(case: Case, before: Version, after: Version, text: Path) -> list[str]:
-    """A row of the table, less its first and last cells: what the runs are, and whether they are the same.
+    """Make the runs of a case, and return the cells of its row after the name.
 
     Raises:
-        SystemError: a run failed.
+        SystemError: if a run failed.
     """
     runs = [version.train(case, text, "run") for version in (before, after)]
     digests, losses = end(runs[0])
-    wrong = [] if len(set(digests)) == 1 else [f"the processes of one run end with {digests}"]
+    wrong = [] if len(set(digests)) == 1 else [f"the processes of one run end with different digests: {digests}"]
     old, new = (contents(case, run) for run in runs)
     wrong += [found] if (found := first_difference(old, new, "in")) else []
     resumed = []
@@ -172,7 +172,7 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
             if end(folder) == end(runs[name == "new"]):
                 resumed.append(name)
             else:
-                wrong.append(f"resumed {name}: another end")
+                wrong.append(f"resumed {name}: ends differently")
     same = [one == other for one, other in zip((digests, losses), end(runs[1]), strict=True)]
     words = ["same" if part else "DIFFERENT" for part in same]
     return [digests[0][:12], words[0], f"{len(losses)} {words[1]}", ", ".join(resumed), "; ".join(wrong) or "same"]
@@ -180,15 +180,15 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
-    parser.add_argument("--before", type=Path, required=True, help="a checkout of the version to compare with")
-    parser.add_argument("--only", nargs="*", default=[""], help="runs whose names begin with one of these")
-    parser.add_argument("--work", type=Path, help="keep the runs in this folder; those of BEFORE are used again")
+    parser.add_argument("--before", type=Path, required=True, help="checkout of the version to compare with")
+    parser.add_argument("--only", nargs="*", default=[""], help="make only runs whose names begin with one of these")
+    parser.add_argument("--work", type=Path, help="keep the runs in this folder, and reuse those of BEFORE")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
     shutil.rmtree(work / "after", ignore_errors=True)
     before, after = Version(given.before, work / "before"), Version(HERE, work / "after")
     text = write_text(work / "text.jsonl")
-    print("| run | digest before | after | losses | ends alike when resumed | all else |\n" + "|---" * 6 + "|")
+    print("| run | digest before | after | losses | same end when resumed | everything else |\n" + "|---" * 6 + "|")
     failures = 0
     for case in (case for case in CASES if case.name.startswith(tuple(given.only))):
         try:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"| {case.name} | {' | '.join(row)} |", flush=True)
     for version in (before, after):
         version.close()
-    print(f"\n{failures} runs with a difference" + (f"; all are in {work}" if failures or given.work else ""))
+    print(f"\n{failures} runs differ." + (f" All runs are in {work}." if failures or given.work else ""))
     if not failures and given.work is None:
         shutil.rmtree(work)
     return int(failures > 0)

@@ -1,4 +1,4 @@
-"""The runs that are compared. Each takes seconds and goes through a path that no other one here does."""
+"""The runs that are compared. Each takes seconds and covers a code path that no other run here covers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STREAMING = "--fragments 3 --overlap-steps 2"
 FEEDBACK = f"{STREAMING} --codec.error-feedback"
 NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
-"""With H = 4, P = 3 and tau = 2: a step at which a fragment has been sent and not yet merged."""
+"""A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
 
 Transport = Literal["in-process", "torch", "hivemind"]
 
@@ -35,11 +35,11 @@ class Case:
     """One run of `diloco train`.
 
     Args:
-        name: unique.
-        flags: of the command.
+        name: a unique name.
+        flags: the arguments of the command.
         transport: in-process: all replicas in one process; torch: the command starts the others; hivemind: two peers.
-        stop_after: this run is also stopped after this step and resumed. A swarm ends otherwise then, by design: those
-            that come back to it begin with fresh inner optimizers.
+        stop_after: the step after which the run is also stopped, to be resumed. Swarms are not resumed: they end
+            differently by design, because peers that rejoin start with fresh inner optimizers.
     """
 
     name: str
@@ -49,23 +49,23 @@ class Case:
 
     @property
     def folder(self) -> str:
-        """Another one for other flags."""
+        """The name of its folder, which depends on the flags."""
         return f"{self.name.replace(' ', '-')}-{zlib.crc32(self.flags.encode()):08x}"
 
     def arguments(self, text: Path) -> list[str]:
-        """Those of the command, but for its folder."""
+        """Return the arguments of the command, without the folder."""
         flags = shlex.split(f"{COMMON} {self.flags} --transport {self.transport}")
         return ["train", *flags, "--data", str(text)]
 
 
 def small(name: str, flags: str, transport: Transport = "in-process", stop_after: int | None = None) -> Case:
-    """A case with the small decoder, where ``flags`` name no other model."""
+    """Return a case with the small decoder, unless ``flags`` select another model."""
     model = "" if NORMED in flags else DECODER
     return Case(name, f"{SMALL} {model} {flags}", transport, stop_after)
 
 
 def presets() -> list[Case]:
-    """Each preset for ten steps; those larger than 14m with at most eight layers and with heads of eight channels."""
+    """Return each preset for ten steps. Those larger than 14m get at most eight layers and heads of eight channels."""
     common = "--steps 10 --data.bpe-vocab-size 270 --model.vocab-size 270 --replicas 2"
     cases = []
     for name in preset_names():
@@ -77,7 +77,7 @@ def presets() -> list[Case]:
 
 
 def faults() -> list[Case]:
-    """Rounds that go wrong: of two replicas, and of three of which two are enough."""
+    """Return cases with failing rounds: of two replicas, and of three replicas of which two are enough."""
     where = "replica=1 fragment=1 outer_step=1"
     kinds = {"drop": "", "truncate": "", "non-finite": "", "miss-commit": "", "late": " seconds=900"}
     two = [
@@ -134,7 +134,7 @@ CASES = (
 
 
 def write_text(path: Path) -> Path:
-    """Short documents, always the same ones."""
+    """Write short documents, always the same ones."""
     rng = random.Random(0)
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     texts = (" ".join(rng.choice(words) for _ in range(30)) + f" {number}." for number in range(60))

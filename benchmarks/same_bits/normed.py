@@ -1,4 +1,4 @@
-"""A model with running means, for runs that average buffers. It imports nothing of any version of the package."""
+"""A model with batch norm, for runs that average buffers. It imports nothing from the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Normed(nn.Module):
         self.head = nn.Linear(width, vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, (batch, length, vocab_size) float32."""
+        """Return logits, (batch, length, vocab_size) float32."""
         hidden: Tensor = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden.flatten(0, 1)).view_as(hidden))
@@ -27,5 +27,5 @@ class Normed(nn.Module):
 
 
 def normed(vocab_size: int) -> nn.Module:
-    """For ``--model FILE:normed``."""
+    """Return the model for ``--model FILE:normed``."""
     return Normed(vocab_size, 8)

@@ -1,1 +1,1 @@
-"""Up to 1000 replicas, simulated: ``python -m benchmarks.scale``."""
+"""Simulations of up to 1000 replicas: ``python -m benchmarks.scale``."""

@@ -9,10 +9,11 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.markdown import table, write_below
 from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import sweep
@@ -37,37 +38,31 @@ SHORT = {"all-gather": "AG", "reduce-scatter": "RS"}
 Row = dict[str, Any]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
-
-
 def costs() -> tuple[list[Row], str]:
-    """What one round costs by count."""
+    """Return what one round costs, by the number of replicas."""
     rows: list[Row] = []
     for name in ("fp4", "bfloat16", "float32"):
         for number in REPLICAS:
             rows.append({"codec": name, "replicas": number, **vars(RoundCost.of(make_codec(name), FRAGMENT, number))})
     by = {(row["codec"], row["replicas"]): row for row in rows}
-    head = ["replicas", "fp4", "bfloat16", "float32", "room, fp4 (GB)", "connections", "headers and votes"]
+    head = ["replicas", "fp4", "bfloat16", "float32", "buffers, fp4 (GB)", "connections", "headers and votes"]
     body = []
     for number in REPLICAS:
         chosen = [by[name, number] for name in ("fp4", "bfloat16", "float32")]
         cells = [f"{row['bytes_per_value']:.2f} ({SHORT[row['pattern']]})" for row in chosen]
         row = by["fp4", number]
-        room = f"{row['room_bytes'] / 1e9:.1f}"
-        body.append([number, *cells, room, f"{row['connections']:,}", f"{row['messages']:,}"])
+        buffers = f"{row['room_bytes'] / 1e9:.1f}"
+        body.append([number, *cells, buffers, f"{row['connections']:,}", f"{row['messages']:,}"])
     text = (
         "Bytes per value that the busiest replica moves each way in a round with means in float32 (AG: all-gather, RS: "
-        "reduce-scatter); what it makes room for in a round of one fragment of 100B parameters "
-        f"({FRAGMENT / 1e9:.2f}B values); connections of one replica; messages on the whole network per round.\n\n"
+        "reduce-scatter); the buffers that it allocates for a round of one fragment of 100B parameters "
+        f"({FRAGMENT / 1e9:.2f}B values); the connections of one replica; the messages of all replicas per round.\n\n"
     )
     return rows, text + table(head, body)
 
 
 def pivot(rows: Sequence[Row], key: str, cell: str = "compute_utilization") -> str:
-    """Replicas across, percent."""
+    """Return a table with one column per number of replicas, in per cent."""
     names = list(dict.fromkeys(row[key] for row in rows))
     numbers = list(dict.fromkeys(row["replicas"] for row in rows))
     by = {(row[key], row["replicas"]): row for row in rows}
@@ -76,7 +71,7 @@ def pivot(rows: Sequence[Row], key: str, cell: str = "compute_utilization") -> s
 
 
 def links() -> tuple[list[Row], str]:
-    """No losses: CU by model, codec and link."""
+    """Return the compute utilisation by model, codec and link, without losses."""
     rows = list(
         sweep(
             MODELS,
@@ -88,7 +83,7 @@ def links() -> tuple[list[Row], str]:
     )
     for row in rows:
         row["case"] = f"{row['model']}, {row['codec']}, {row['bandwidth_bits_per_s'] / 1e9:g} Gbit/s"
-    text = "Compute utilisation (%) by number of replicas; H = 100, tau = 5, 80 ms there and back, no losses.\n\n"
+    text = "Compute utilisation (%) by number of replicas; H = 100, tau = 5, a round trip of 80 ms, no losses.\n\n"
     text += pivot(rows, "case")
     text += "\n\nTime of one round (s), fp4, from the first contribution to the commit:\n\n"
     shown = [row for row in rows if row["codec"] == "fp4" and row["replicas"] in (2, 8, 64, 1000)]
@@ -106,7 +101,7 @@ def links() -> tuple[list[Row], str]:
 
 
 def periods() -> tuple[list[Row], str]:
-    """What fewer rounds buy on a link of 1 Gbit/s."""
+    """Return the effect of a larger H on a link of 1 Gbit/s."""
     rows: list[Row] = []
     for inner_steps in (100, 300, 1000):
         for row in sweep(
@@ -123,7 +118,7 @@ def periods() -> tuple[list[Row], str]:
 
 
 def jitters() -> tuple[list[Row], str]:
-    """Stragglers: steps of random length."""
+    """Return the effect of steps of random length (stragglers)."""
     rows: list[Row] = []
     for overlap_steps in (0, 5):
         for row in sweep(
@@ -137,7 +132,7 @@ def jitters() -> tuple[list[Row], str]:
         ):
             rows.append(row | {"case": f"{row['model']}, tau = {overlap_steps}, jitter {row['jitter']:g}"})
     text = (
-        "Compute utilisation (%), fp4, 100 Gbit/s, no losses; jitter is a step's standard deviation over its mean.\n\n"
+        "Compute utilisation (%), fp4, 100 Gbit/s, no losses. Jitter is a step's standard deviation over its mean.\n\n"
     )
     return rows, text + pivot(rows, "case")
 
@@ -147,13 +142,13 @@ VARIANTS: dict[str, tuple[Literal["first", "spread"], bool, float]] = {
     "spread": ("spread", False, 0.5),
     "spread, 20 %": ("spread", False, 0.2),
 }
-"""Whom joiners ask, whether they fetch again in their merges, and their share of a link."""
+"""The donors, whether joiners fetch changed fragments in their merges, and their share of a link."""
 
 LOST = {"1B": ("today",), "100B": tuple(VARIANTS), "400B": ("today", "spread, 20 %")}
 
 
 def losses() -> tuple[list[Row], str]:
-    """Replicas come and go, as the transport does it today and with changes that are not built."""
+    """Return the effect of losses and joiners, with the transport of version 0.3.0 and with two changes."""
     rows: list[Row] = []
     for name, variants in LOST.items():
         for variant in variants:
@@ -194,18 +189,18 @@ def losses() -> tuple[list[Row], str]:
         for row in rows
     ]
     text = (
-        "fp4, 10 Gbit/s, 40 cycles of H = 100 steps from a start with all replicas; away for 10 minutes in the mean, "
-        "half of the losses noticed after 15 s of silence, the others at once. `today`: joiners ask the first member, "
-        "get half of its link, and fetch what has changed in their own merges; `spread`: any free member, no second "
-        "fetch in a merge; `spread, 20 %`: with a fifth of the link (neither is built). Percentages, void rounds by "
-        "`void_probability` in brackets; staleness in H.\n\n"
+        "fp4, 10 Gbit/s, 40 cycles of H = 100 steps that all replicas begin. A lost replica is away for 10 minutes in "
+        "the mean; half of the losses are noticed after 15 s of silence, the others at once. `today` (0.3.0): a joiner "
+        "asks the first member, gets half of its link, and fetches in its own merges what has changed. `spread`: it "
+        "asks any free member and fetches nothing in a merge. `spread, 20 %`: it gets a fifth of the link. The columns "
+        "from void to members are percentages, void rounds by `void_probability` in brackets; staleness is in H.\n\n"
     )
     head = ["model", "joiners", "MTBF", "replicas", "losses, joins", "void", "goodput", "CU", "members", "staleness"]
     return rows, text + table(head, body)
 
 
 def joiners() -> tuple[list[Row], str]:
-    """From how many replicas on one donor can't keep up, by counting."""
+    """Return the number of replicas up to which one donor keeps up with the joiners."""
     rows: list[Row] = []
     for name, workload in MODELS.items():
         for rate in (1e9, 1e10):
@@ -218,8 +213,8 @@ def joiners() -> tuple[list[Row], str]:
         for row in rows
     ]
     text = (
-        "A joiner's download (s) at half of the link, and the most replicas for which one donor keeps up with the "
-        "joiners, `(MTBF + away) / download + 1`, by MTBF.\n\n"
+        "The time of a joiner's download (s) at half of the link, and by MTBF the largest number of replicas for which "
+        "one donor keeps up with the joiners, `(MTBF + away) / download + 1`.\n\n"
     )
     return rows, text + table(["model", "link", "download", *MTBFS], body)
 
@@ -235,14 +230,14 @@ SECTIONS = {
 
 
 def finite(row: Mapping[str, Any]) -> Row:
-    """JSON has no infinity: None stands for it."""
+    """Return the row with None in place of infinity, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
 
 
 def as_json(about: Row, results: Mapping[str, Sequence[Row]]) -> str:
-    """One row a line."""
+    """Return JSON with one row per line."""
     sections = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in about.items()]
     for title, rows in results.items():
         lines = ",\n  ".join(json.dumps(row) for row in rows)
@@ -262,9 +257,7 @@ def main() -> None:
     took_s = time.perf_counter() - started_s
     text.append(f"All tables took {took_s:.0f} s, in one thread.")
     (HERE / "results.json").write_text(as_json({"took_s": round(took_s)}, results), encoding="utf-8")
-    readme = HERE / "README.md"
-    before = readme.read_text(encoding="utf-8").partition(MARKER)[0]
-    readme.write_text(before + MARKER + "\n\n" + "\n\n".join(text) + "\n", encoding="utf-8")
+    write_below(MARKER, "\n\n".join(text) + "\n", HERE / "README.md")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Who comes and goes: losses, their notice, returns and downloads of joiners, drawn ahead of the rounds.
-
-None of it depends on the rounds.
-"""
+"""Losses, their detection, returns and downloads of joiners, drawn independently of the rounds."""
 
 from __future__ import annotations
 
@@ -23,19 +20,24 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Churn:
-    """How replicas come and go.
+    """How replicas fail and return.
 
     Attributes:
-        mtbf_s: mean time between failures of one replica, exponential.
-        away_s: mean time until its process runs again, exponential.
-        silence_s: until a replica that says nothing counts as lost.
-        silent_share: share of losses noticed in that way; the others at once, by their connections.
-        view_change_s: from the notice until payloads can travel again: reports, and connections between all members.
-        state_share: share of a link that the download of a joiner gets; the donor's payloads have the rest meanwhile.
-        donors: whom joiners ask: the first member, or whoever is free first. One at a time; the trainer asks several.
-        refetch: whether a joiner fetches a fragment that has changed since its download again, in its own merge, while
-            the others wait for it; the trainer did until 0.4.0, and fetches it beside its training since.
-        seed: of the draws.
+        mtbf_s: the mean time between failures of one replica, exponential.
+        away_s: the mean time until its process runs again, exponential.
+        silence_s: the time after which a silent replica counts as lost.
+        silent_share: the share of losses noticed by silence; the others are noticed at once, by their connections.
+        view_change_s: the time from the notice until payloads can travel again: reports, and connections between all
+            members.
+        state_share: the share of a link that a joiner's download gets; the donor's payloads have the rest meanwhile.
+        donors: the donor of a joiner: the first member, or the one that is free first. A joiner has one donor at a
+            time; in the trainer it has several.
+        refetch: whether a joiner fetches a fragment that has changed since its download again in its own merge, while
+            the others wait for it, as until 0.4.0; since then it does so while it trains.
+        seed: the seed of the draws.
+
+    Raises:
+        ConfigurationError: if a value is out of range.
     """
 
     mtbf_s: float = math.inf
@@ -53,24 +55,24 @@ class Churn:
         fits = self.mtbf_s > 0 and all(0 <= time_s < math.inf for time_s in times) and 0 < self.state_share < 1
         if not fits or not 0 <= self.silent_share <= 1 or self.donors not in ("first", "spread"):
             raise ConfigurationError(
-                f"{self} was given; times of 0 s or more, an mtbf_s above 0, a state_share between 0 and 1, a "
-                "silent_share from 0 to 1, and donors first or spread, would work. Nothing was computed."
+                "Times must be at least 0 s, mtbf_s above 0, state_share between 0 and 1 (exclusive), silent_share "
+                f"from 0 to 1, and donors 'first' or 'spread', got {self}. Nothing was computed."
             )
 
 
 def void_probability(members: float, round_s: float, churn: Churn, *, overlap_s: float = math.inf) -> float:
-    """Chance that a round of ``round_s`` is void, where as many join as are lost, one after the other.
+    """Return the probability that a round of ``round_s`` is void if as many replicas join as are lost, one by one.
 
-    ``1 - exp(-(M / mtbf) * (2 * round_s + silent_share * min(silence_s, overlap_s)))``: a loss or a joiner in the
-    round's time, or a loss before it that nobody has noticed. After a loss rounds are sent for ``overlap_s`` at most,
-    tau inner steps, since then the first merge waits for the notice.
+    ``1 - exp(-(M / mtbf) * (2 * round_s + silent_share * min(silence_s, overlap_s)))``: there is a loss or a join
+    during the round, or an unnoticed loss before it. After a loss rounds are sent for at most ``overlap_s``, the time
+    of tau inner steps, because then the first merge waits for the notice.
     """
     unnoticed_s = churn.silent_share * min(churn.silence_s, overlap_s)
     return -math.expm1(-members / churn.mtbf_s * (2 * round_s + unnoticed_s))
 
 
 class ViewChange(NamedTuple):
-    """The end of a view: when members notice, since when no round can be committed, and who is the reason."""
+    """The end of a view: the time of the notice, that of the cause (no later round is committed), and the replica."""
 
     notice_s: float
     cause_s: float
@@ -79,7 +81,7 @@ class ViewChange(NamedTuple):
 
 
 class Membership:
-    """Who is there, as time goes on. Changes are drawn up to any time and taken when they are noticed."""
+    """The members over time. Changes are drawn up to any time, and take effect when they are noticed."""
 
     def __init__(self, churn: Churn, bandwidth_bits_per_s: Floats, state_bytes: float) -> None:
         self.churn, self.bandwidth, self.state_bytes = churn, bandwidth_bits_per_s, state_bytes
@@ -95,7 +97,7 @@ class Membership:
                 self.expect(float(time_s), "fail", replica)
 
     def draw(self, until_s: float) -> None:
-        """Draw all changes with a cause up to then."""
+        """Draw all changes whose cause is not later than ``until_s``."""
         while self._events and self._events[0][0] <= until_s:
             time_s, _, kind, replica = heapq.heappop(self._events)
             if kind == "fail":
@@ -112,33 +114,34 @@ class Membership:
                 heapq.heappush(self.pending, ViewChange(time_s, time_s, replica, joins=True))
 
     def expect(self, time_s: float, kind: Literal["fail", "return", "join"], replica: int) -> None:
-        """Let a replica fail, come back, or join with the state it has fetched, at ``time_s``."""
+        """Let a replica fail, return, or join with the state that it has fetched, at ``time_s``."""
         heapq.heappush(self._events, (time_s, next(self._order), kind, replica))
 
     def void_at_s(self, committed_s: float) -> float:
-        """When a round in flight, which else is committed then, turns out to be void; infinite if it does not."""
+        """Return when a round to be committed at ``committed_s`` turns out to be void; infinite if it does not."""
         self.draw(committed_s)
         if not any(change.cause_s < committed_s for change in self.pending):
             return math.inf
-        self.draw(self.pending[0].notice_s)  # a joiner before that notice ends the view as well
+        self.draw(self.pending[0].notice_s)  # a join before that notice ends the view as well
         return self.pending[0].notice_s
 
     def next_event_s(self) -> float:
-        """Of the process that comes back next, or fails."""
+        """Return the time of the next return, join or failure."""
         return self._events[0][0]
 
     def serves_at(self, time_s: float) -> NDArray[np.bool_]:
-        """Who hands its state to a joiner then."""
+        """Return, by replica, whether it is sending its state to a joiner at ``time_s``."""
         return (self.serves_from_s <= time_s) & (time_s < self.serves_until_s)
 
     def transfer_s(self, replica: int, donor: int, state_bytes: float) -> float:
-        """Time of a download."""
+        """Return the duration of a download."""
         return 8 * state_bytes / (self.churn.state_share * float(min(self.bandwidth[[replica, donor]])))
 
     def _download(self, replica: int, time_s: float) -> None:
-        """Ask a donor; who finds nobody goes on from its own checkpoint, and who fails meanwhile comes back later.
+        """Download the state from a donor; if no replica is running, continue from the replica's own checkpoint.
 
-        Where the donor is lost, the download goes on from another one and takes no longer.
+        A replica that fails during its download returns later. If the donor is lost, the download continues from
+        another one and takes no longer.
         """
         fails_s = time_s + self.random.exponential(self.churn.mtbf_s)
         begin_s = ready_s = time_s

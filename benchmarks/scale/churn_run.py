@@ -1,8 +1,8 @@
-"""One run of replicas that come and go: its rounds, between those that are members when they begin.
+"""One simulated run of replicas that fail and return; a round has the replicas that are members when it begins.
 
 Schedule, sizes and links are those of `diloco.simulate.utilization`. Membership follows the torch transport: a loss or
-a joiner ends the view and voids the rounds in flight, whose work travels with the next round of their fragment. Who
-comes and goes is drawn by `benchmarks.scale.churn`.
+a join ends the view and voids the rounds in flight, whose work travels with the next round of their fragment.
+`benchmarks.scale.churn` draws the losses and joins.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ChurnRun:
     ) -> None:
         self.workload, self.schedule, self.codec, self.cluster, self.churn = workload, schedule, codec, cluster, churn
         number, fragments = cluster.num_replicas, schedule.num_fragments
-        links, everybody = cluster.links, (number,)
-        self.bandwidth: Floats = np.broadcast_to(links.bandwidth_bits_per_s, everybody)
-        self.latency: Floats = np.broadcast_to(links.latency_s, everybody)
-        self.half: NDArray[np.bool_] = np.broadcast_to(links.half_duplex, everybody)
+        links, shape = cluster.links, (number,)
+        self.bandwidth: Floats = np.broadcast_to(links.bandwidth_bits_per_s, shape)
+        self.latency: Floats = np.broadcast_to(links.latency_s, shape)
+        self.half: NDArray[np.bool_] = np.broadcast_to(links.half_duplex, shape)
         self.sizes = np.array(workload.fragment_sizes(fragments), dtype=float)
         self.state_bytes = STATE_BYTES_PER_VALUE * self.sizes
         self.membership = Membership(churn, self.bandwidth, float(self.state_bytes.sum()))
@@ -71,17 +71,17 @@ class ChurnRun:
         self.computed_s = cluster.computed_s(steps)
 
     def now_s(self, step: int) -> Floats:
-        """Every replica's clock once it has computed ``step`` steps and waited as it has."""
+        """Return each replica's clock when it has computed ``step`` steps, with its waits so far."""
         clocks: Floats = self.computed_s[step] + self.waited_s + self.spent_s + self.shift_s
         return clocks
 
-    def come_and_go(self, step: int) -> None:
-        """Take the changes that members know of before the first of them begins to synchronise ``step``."""
+    def change_members(self, step: int) -> None:
+        """Apply the changes that are noticed before the first member begins to synchronise ``step``."""
         while True:
             now_s = self.now_s(step)
             working = self._working(now_s)
             pending = self.membership.pending
-            if not working.any():  # time stands still until somebody joins
+            if not working.any():  # no time passes until a replica joins
                 if not pending:
                     self._draw(self.membership.next_event_s())
                     continue
@@ -93,10 +93,10 @@ class ChurnRun:
                     continue
                 if not pending or pending[0].notice_s > first_s:
                     return
-            self._take(heapq.heappop(pending), step, first_s)
+            self._apply(heapq.heappop(pending), step, first_s)
 
     def send(self, fragment: int, step: int) -> None:
-        """As `diloco.simulate.utilization` sends, between the members; all leaves at the end of the step."""
+        """Send between the members as `diloco.simulate.utilization` does; all payloads leave at the end of the step."""
         members = np.flatnonzero(self.present)
         parcel, overheads = self._traffic_between(len(members)).parcels[fragment], self.cluster.overheads
         self.spent_s[members] += overheads.send_s_per_value * parcel.numel
@@ -113,7 +113,7 @@ class ChurnRun:
         until_s = float(times.committed_s.max()) + overhead_s
         void_s = self._void_at_s(float(times.committed_s.max()))
         void = math.isfinite(void_s)
-        # what a void round has not moved by then is dropped with its connections
+        # what a void round has not sent by then is dropped with its connections
         self.up_free_s[members] = np.minimum(times.up_end_s, void_s)
         self.down_free_s[members] = np.minimum(np.maximum(down_s, times.down_end_s), void_s)
         if void:
@@ -127,7 +127,7 @@ class ChurnRun:
         self.in_flight[fragment] = _InFlight(members, self.settled[members, fragment], step, until_s, void)
 
     def merge(self, fragment: int, step: int) -> None:
-        """Wait for the round; who is new to the fragment finds out whether it has its present state."""
+        """Wait for the round; a replica new to the fragment finds out whether it has the current state."""
         sent, overheads = self.in_flight.pop(fragment), self.cluster.overheads
         now_s = self.now_s(step)
         here = sent.members[self._working(now_s)[sent.members]]
@@ -149,13 +149,13 @@ class ChurnRun:
                 donor = int(np.flatnonzero(self.present)[0])
                 state_bytes = float(self.state_bytes[fragment])
                 self.waited_s[replica] += self.membership.transfer_s(int(replica), donor, state_bytes)
-                self.fetched_s[replica, fragment] = math.inf  # by the next round it is what the others have
+                self.fetched_s[replica, fragment] = math.inf  # at the next round it equals that of the others
             else:
                 self.settled[replica, fragment] = True
         self.changed_s[fragment] = max(sent.until_s, float(now_s[here].min(initial=sent.until_s)))
 
     def totals(self, step: int) -> dict[str, Any]:
-        """What `simulate_churn` takes the difference of."""
+        """Return the totals so far; `simulate_churn` takes their difference."""
         away, now_s = ~self.present, self.now_s(step)
         since_s = self.computed_s[step] - np.take_along_axis(self.computed_s, self.left_step[None], 0)[0]
         return {
@@ -171,7 +171,7 @@ class ChurnRun:
             "away_compute_s": self.away_compute_s + np.where(away, since_s, 0.0),
         }
 
-    def _take(self, change: ViewChange, step: int, first_s: float) -> None:
+    def _apply(self, change: ViewChange, step: int, first_s: float) -> None:
         self.counts["joins" if change.joins else "losses"] += 1
         self.links_from_s = change.notice_s + self.churn.view_change_s
         self.present[change.replica] = change.joins
@@ -181,7 +181,7 @@ class ChurnRun:
             self.left_step[change.replica] = step
 
     def _admit(self, replica: int, step: int, time_s: float) -> None:
-        """A joiner is at the same step as the others from now on; of what it fetched some has changed meanwhile."""
+        """Put a joiner at the step of the others; some of the state that it fetched may have changed since."""
         self.shift_s[replica] += time_s - float(self.now_s(step)[replica])
         left = self.left_step[replica]
         self.away_steps[replica] += step - left
@@ -195,7 +195,7 @@ class ChurnRun:
         self.dies_s[replica] = min(losses, default=math.inf)
 
     def _working(self, now_s: Floats) -> NDArray[np.bool_]:
-        """Members that are alive at their time ``now_s``, noticed or not."""
+        """Return the members that are alive at their time ``now_s``, whether or not a loss has been noticed."""
         return self.present & (now_s < self.dies_s)
 
     def _void_at_s(self, committed_s: float) -> float:

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.scale.messages``: what members say to each other as views begin, go on and end, counted.
+"""``python -m benchmarks.scale.messages``: count the messages between members when views begin, last and end.
 
-The machines of the protocol, on the simulated network of their tests. Whatever is on its way arrives in one trip, and
-what it causes is on its way in the next one, so the counts are the same every time.
+The protocol's state machines run on the simulated network of their tests. All messages in transit arrive in one trip,
+and the replies travel in the next one, so the counts are the same in every run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from benchmarks.scale.__main__ import table
+from benchmarks.markdown import table
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.actions import Action
@@ -29,16 +29,16 @@ _MOST_TRIPS = 10_000
 
 
 class Counted(Network):
-    """Members of a view, and others that are to join it; one trip takes all that is on its way.
+    """Members of a view, and ranks that join it; one trip delivers all messages in transit.
 
     Args:
-        members: of the view.
-        outside: ranks after them that have not begun.
+        members: the number of members of the view.
+        outside: the number of further ranks, which have not started.
 
     Attributes:
-        messages, num_bytes: sent so far, by all.
-        trips: so far.
-        cpu_s: that the machines of all have taken in a phase, without JSON.
+        messages, num_bytes: the messages and bytes sent so far by all ranks.
+        trips: the number of trips so far.
+        cpu_s: the CPU seconds of all state machines in a phase, without JSON.
     """
 
     def __init__(self, members: int, outside: int = 0) -> None:
@@ -58,13 +58,17 @@ class Counted(Network):
         super().send(sender, receiver, message)
 
     def rank(self, number: int) -> Rank:
-        """A rank's node."""
+        """Return a rank's node."""
         node = self.nodes[number]
         assert isinstance(node, Rank)
         return node
 
-    def rest(self) -> None:
-        """Trips until nothing is left to say."""
+    def settle(self) -> None:
+        """Make trips until no message is left.
+
+        Raises:
+            AssertionError: if messages are still sent after `_MOST_TRIPS`.
+        """
         for _ in range(_MOST_TRIPS):
             while any([self.nodes[number].act() for number in sorted(self.alive)]):
                 pass
@@ -80,16 +84,16 @@ class Counted(Network):
             for choice in noticed:
                 if self.can(*choice):
                     self.happen(*choice, 0)
-        raise AssertionError("it goes on and on")
+        raise AssertionError(f"Messages are still sent after {_MOST_TRIPS} trips.")
 
     def join(self, number: int) -> None:
-        """One more becomes a member."""
+        """Let one more rank join."""
         self.return_whole(number)
-        self.rest()
+        self.settle()
         self.check(number + 1)
 
     def check(self, members: int) -> None:
-        """All who live are in one view of so many."""
+        """Assert that all living ranks are in one view of ``members``."""
         (view,) = {self.rank(number).view for number in self.alive}
         assert view.members == tuple(sorted(self.alive))
         assert len(view.members) == members
@@ -103,7 +107,7 @@ def _start(network: Counted) -> None:
 def _start_at_once(network: Counted) -> None:
     for number in network.ranks[1:]:
         network.return_whole(number)
-    network.rest()
+    network.settle()
     network.check(len(network.ranks))
 
 
@@ -114,28 +118,28 @@ def _join(network: Counted) -> None:
 def _round(network: Counted) -> None:
     for number in network.alive:
         network.rank(number).STEPS = 1
-    network.rest()
+    network.settle()
     assert all(network.rank(number).outcomes == {1: True} for number in network.alive)
 
 
 def _leave(network: Counted) -> None:
     network.rank(1).handle(Leave())
     network.alive.discard(1)
-    _go_on(network)
+    _check_without_one(network)
 
 
 def _kill(network: Counted) -> None:
     network.happen("ends", 1, 0, 0)
-    _go_on(network)
+    _check_without_one(network)
 
 
 def _lose_machine(network: Counted) -> None:
     network.happen("machines", 1, 0, 0)
-    _go_on(network)
+    _check_without_one(network)
 
 
-def _go_on(network: Counted) -> None:
-    network.rest()
+def _check_without_one(network: Counted) -> None:
+    network.settle()
     network.check(len(network.ranks) - 1)
 
 
@@ -148,7 +152,7 @@ PHASES: dict[str, tuple[bool, Callable[[Counted], None]]] = {
     "kill": (False, _kill),
     "machine lost": (False, _lose_machine),
 }
-"""Name -> whether only one is a member at first, and what happens."""
+"""By name: whether only one rank is a member at first, and what happens."""
 
 
 @contextmanager
@@ -175,12 +179,12 @@ def _timed(network: Counted) -> Iterator[None]:
 
 
 def counted(phase: str, members: int) -> Counted:
-    """A phase with M ``members`` before it; after it, where they join."""
+    """Return the network after a phase; it has ``members`` before it, or after it if ranks join."""
     alone, happens = PHASES[phase]
     outside = members - 1 if alone else int(happens is _join)
     with _no_training():
         network = Counted(members - outside, outside)
-        network.rest()
+        network.settle()
         network.messages = network.num_bytes = network.trips = 0
         with _timed(network):
             happens(network)

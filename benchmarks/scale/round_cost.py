@@ -1,4 +1,4 @@
-"""What one round costs by the number of replicas, with means in float32; counted and not simulated."""
+"""What one round with means in float32 costs by the number of replicas; counted, not simulated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["RoundCost"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCost:
-    """What one round of ``numel`` values costs M replicas, by count; bytes are those of the busiest replica.
+    """What one round of ``numel`` values costs M replicas; the bytes are those of the busiest replica.
 
     Attributes:
         pattern: all-gather or reduce-scatter.
-        sent_bytes: by the replica that sends most.
-        received_bytes: by the one that receives most.
+        sent_bytes: the bytes of the replica that sends most.
+        received_bytes: the bytes of the replica that receives most.
         bytes_per_value: the greater of the two over ``numel``.
-        messages: headers and votes on the whole network, ``2 M (M - 1)``.
-        connections: of one replica of one process: payload streams and control, to each other replica.
-        room_bytes: what a replica makes room for as the round begins: payloads to come, and the float32 sum. Pieces are
-            freed as they are summed, in the order of replicas; it is all full at once only when the first of them is
-            last to come.
+        messages: the headers and votes of all replicas, ``2 M (M - 1)``.
+        connections: the connections of a replica with one process: payload streams and control to each other replica.
+        room_bytes: the buffers that a replica allocates when the round begins, for payloads and the float32 sum.
+            Payloads are freed as they are summed, in replica order, so all buffers are full at once only if that of
+            the first replica arrives last.
     """
 
     pattern: str
@@ -37,7 +37,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, codec: Codec, numel: int, num_replicas: int, *, streams: int | None = None) -> RoundCost:
-        """By the trainer's own plan; ``streams`` to each other replica are by default what they are with BBR.
+        """Return the cost by the trainer's own plan; by default there are as many ``streams`` per replica as with BBR.
 
         >>> from diloco.algorithm.codec import make_codec
         >>> cost = RoundCost.of(make_codec("fp4"), 1 << 20, 2)

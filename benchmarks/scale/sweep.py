@@ -1,7 +1,7 @@
-"""Many replicas that come and go: what losses and joiners cost the others, by the number of replicas.
+"""Simulates many replicas that fail and return: what losses and joiners cost, by the number of replicas.
 
-Without losses it agrees with `diloco.simulate.utilization`: the same rounds and bytes, and the same compute utilization
-but for rounding.
+Without losses it agrees with `diloco.simulate.utilization`: the same rounds and bytes, and up to rounding the same
+compute utilisation.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ __all__ = ["Scaled", "simulate_churn", "sweep"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """What happened in the measured part of a run.
+    """The result of the measured part of a run.
 
     Attributes:
-        steps: inner steps.
-        wall_s: their time, mean over the replicas at work.
-        rounds: those merged or void.
-        void_rounds: those that no replica applied.
-        losses, joins: changes of the view.
-        compute_utilization: of the replicas while they were members.
-        goodput: replica-steps that reached the global parameters, over those that M replicas compute in ``wall_s`` if
-            they never fail nor wait.
-        members_share: mean share of the M replicas that were members.
-        staleness: steps of work that are not in the global parameters yet, mean over time, in H; ``1/2 + tau/H`` when
+        steps: the number of inner steps.
+        wall_s: their duration, mean over the members.
+        rounds: the number of rounds, merged or void.
+        void_rounds: the number of rounds that no replica applied.
+        losses, joins: the numbers of view changes.
+        compute_utilization: the compute utilisation of the replicas while they were members.
+        goodput: the replica-steps that reached the global parameters, over those that M replicas compute in ``wall_s``
+            if they never fail or wait.
+        members_share: the mean share of the M replicas that were members.
+        staleness: the steps of work that are not in the global parameters yet, mean over time, in H; ``1/2 + tau/H`` if
             every round is committed.
-        round_s: from the first contribution to the commit, mean over committed rounds.
-        download_s: of one joiner's state when nobody else asks for it.
-        sent_bytes, received_bytes: by a member in a round, void ones too, mean.
+        round_s: the time from the first contribution to the commit, mean over committed rounds.
+        download_s: the time of a joiner's download if no other replica downloads.
+        sent_bytes, received_bytes: the mean bytes of a member in a round, void rounds included.
         busiest_bytes: the most that one replica sent or received in the measured part.
     """
 
@@ -73,14 +73,14 @@ def simulate_churn(
     cycles: int = 10,
     warm_up: int = 2,
 ) -> Scaled:
-    """A run of ``(warm_up + 1 + cycles) * H`` steps that all M replicas begin; the last ``cycles * H`` are measured.
+    """Simulate ``(warm_up + 1 + cycles) * H`` steps that all M replicas begin, and measure the last ``cycles * H``.
 
-    A replica that is lost loses what it had not sent. One that joins takes part in its first round of each fragment
-    without its work counting, and again after it has fetched the fragment anew; its work since it joined comes with the
-    round after. Bytes of void rounds count as moved.
+    The work that a lost replica has not sent is lost. In its first round of each fragment, and in the first after it
+    has fetched the fragment again, a joiner takes part without its work counting; the next round contains its work
+    since it joined. The bytes of void rounds count as moved.
 
     Raises:
-        ConfigurationError: if nothing is left to measure.
+        ConfigurationError: if ``cycles`` is below 1 or ``warm_up`` below 0.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> workload = Workload(parameters=10**9, layers=24, step_time_s=0.1)
@@ -94,15 +94,15 @@ def simulate_churn(
     begin, steps = (warm_up + 1) * period, (warm_up + 1 + cycles) * period
     if cycles < 1 or warm_up < 0:
         raise ConfigurationError(
-            f"cycles={cycles} and warm_up={warm_up} were given; cycles of 1 or more and a warm_up of 0 or more would "
-            "work. Nothing was computed."
+            f"cycles must be at least 1 and warm_up at least 0, got cycles={cycles} and warm_up={warm_up}. Nothing was "
+            "computed."
         )
     run = ChurnRun(workload, schedule, codec, cluster, churn, steps)
     before = None
     for step in schedule.busy_steps(steps):
         if before is None and step > begin:
             before = run.totals(begin)
-        run.come_and_go(step)
+        run.change_members(step)
         for action in schedule.actions(step):
             if isinstance(action, Send):
                 run.send(action.fragment, step)
@@ -155,10 +155,10 @@ def sweep(
     overlap_steps: int = 5,
     cycles: int = 10,
 ) -> Iterator[dict[str, Any]]:
-    """One row for each combination, as plain values: the scenario, then the fields of `Scaled`.
+    """Yield one row for each combination, as plain values: the scenario, then the fields of `Scaled`.
 
-    Fragments are `Workload.default_fragments`, at most H; all links and step times of a scenario are alike. Everything
-    is drawn from the seeds of ``churns``, so the same call gives the same rows.
+    There are `Workload.default_fragments` fragments, at most H. All links and step times of a scenario are equal. All
+    random numbers come from the seeds of ``churns``, so the same call gives the same rows.
     """
     for (name, workload), codec, churn in itertools.product(models.items(), codecs, churns):
         schedule = SyncSchedule(

@@ -1,10 +1,10 @@
-"""``python -m benchmarks.simulator``: predicted against measured compute utilisation and wall-clock time.
+"""``python -m benchmarks.simulator``: compare predicted and measured compute utilisation and wall-clock time.
 
-Trains in one process on emulated links (a minute), reads what `benchmarks.wan` measured with real processes, and writes
-results.json and the tables of the README. ``--fit`` looks anew for the constants that fit rounds on links of up to
-300 ms best and prints them, for `diloco.simulate.overheads`; without it those that stand there are used.
+The command trains in one process on emulated links (a minute), reads what `benchmarks.wan` measured with processes, and
+writes results.json and the tables of the README. ``--fit`` first searches for the constants that best fit rounds on
+links of up to 300 ms, and prints them for `diloco.simulate.overheads`; the predictions use the constants already there.
 
-Exit code 1: the planner's own choice, run as chosen, fell short of its target by more than 3 points.
+The exit code is 1 if a run of the planner's own choice fell short of its target by more than 3 points.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.markdown import write_below
 from benchmarks.simulator import real, virtual
 from benchmarks.simulator.rounds import Rounds, fit
 from diloco.cli.tables import columns
@@ -35,7 +36,7 @@ CODECS = ("float32", "float16", "fp4")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator", description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="look for the overheads first")
+    parser.add_argument("--fit", action="store_true", help="search for the constants first, and print them")
     given = parser.parse_args(arguments)
     for wire in FITTED:
         if given.fit:
@@ -54,15 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "processes": processes,
     }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    readme = HERE / "README.md"
-    text = readme.read_text(encoding="utf-8").partition(MARK)[0]
-    readme.write_text(f"{text}{MARK}\n\n{report(results)}", encoding="utf-8")
+    write_below(MARK, report(results), HERE / "README.md")
     print(report(results))
     missed = real.missed(processes)
     for row in missed:
         print(
-            f"The planner's choice for {row['link']} reached {row['measured']['compute_utilization']:.1%} of the "
-            f"{row['planned']['target']:.0%} that it was made for.",
+            f"The planner's choice for {row['link']} reached a compute utilisation of "
+            f"{row['measured']['compute_utilization']:.1%}; its target was {row['planned']['target']:.0%}.",
             file=sys.stderr,
         )
     return 1 if missed else 0
@@ -82,7 +81,7 @@ def _described(each: Rounds) -> dict[str, Any]:
 
 
 def search_speed() -> dict[str, float]:
-    """How fast the planner looks at settings, and how long one of a 100B model takes."""
+    """Return how many settings the planner evaluates per minute, and how long one of a 100B model takes."""
     model = Workload(parameters=10**11, layers=108, step_time_s=4.9)
     site = Site(workload=model, links=(Link(1e9, 0.05),) * 8, step_time_s=(4.9,) * 8)
     started_s = time.perf_counter()
@@ -100,7 +99,7 @@ def errors(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The tables."""
+    """Return the tables."""
     in_process, processes = results["in_process"], results["processes"]
     worst = max(abs(error) for name in ("compute_utilization", "wall_s") for error in errors(in_process, name))
     low, high = (bound(row["measured"]["compute_utilization"] for row in in_process) for bound in (min, max))
@@ -108,7 +107,7 @@ def report(results: dict[str, Any]) -> str:
         "## In one process, on the virtual clock",
         "",
         f"{len(in_process)} training runs with compute utilisations from {low:.1%} to {high:.1%}. Largest error of "
-        f"utilisation and of wall-clock time: {worst:.0e}. It is the same arithmetic.",
+        f"utilisation and of wall-clock time: {worst:.0e}. Both do the same arithmetic.",
         "",
         "## Rounds of real processes",
         "",
@@ -116,7 +115,7 @@ def report(results: dict[str, Any]) -> str:
         "",
         "```",
         columns(
-            ["link", "rounds", "values", "typical, s", "measured: median", "most", "careful, s"],
+            ["link", "rounds", "values", "typical, s", "measured: median", "max", "careful, s"],
             [_round_cells(row) for row in results["rounds"]],
         ),
         "```",
@@ -143,8 +142,8 @@ def report(results: dict[str, Any]) -> str:
         "",
         "## Speed",
         "",
-        f"One set of settings of a 100B model (108 layers, 36 fragments): {results['search']['one_100b_s']:.3f} s. The "
-        f"planner's search: {results['search']['settings_per_minute']:,.0f} settings a minute, in one thread.",
+        f"One set of settings for a 100B model (108 layers, 36 fragments): {results['search']['one_100b_s']:.3f} s. "
+        f"The planner's search: {results['search']['settings_per_minute']:,.0f} settings per minute, in one thread.",
         "",
     ]
     return "\n".join(lines)
@@ -160,7 +159,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _rounds_summary(wire: str, rows: Sequence[dict[str, Any]]) -> str:
     parts = []
-    for words, chosen in (
+    for name, chosen in (
         ("fitted (*)", [row for row in rows if row["fitted"]]),
         ("on a link of 500 ms", [row for row in rows if "500 ms" in row["link"]]),
         ("all others", [row for row in rows if not row["fitted"] and "500 ms" not in row["link"]]),
@@ -169,7 +168,7 @@ def _rounds_summary(wire: str, rows: Sequence[dict[str, Any]]) -> str:
         every = [time_s <= row["careful_s"] for row in chosen for time_s in row["times_s"]]
         if of:
             parts.append(
-                f"{words}: {len(every)} rounds, a median error of {median(of):.0%}, largest {max(of):.0%}, and "
+                f"{name}: {len(every)} rounds, median error {median(of):.0%}, largest {max(of):.0%}, "
                 f"{sum(every) / len(every):.0%} within the careful prediction"
             )
     return f"- {wire}: {'; '.join(parts)}."

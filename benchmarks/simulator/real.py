@@ -1,4 +1,4 @@
-"""Real processes on emulated networks, as `benchmarks.wan` measured them, and what the simulator says of them."""
+"""The measurements of `benchmarks.wan` with real processes on emulated networks, and their predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 from benchmarks.simulator.rounds import Rounds, link_named, rounds
 from benchmarks.wan.plan import METHODS, Work
-from benchmarks.wan.planned import congestion_control, ways
+from benchmarks.wan.planned import congestion_control, planner_links
+from benchmarks.wan.report import baseline_s
+from benchmarks.wan.report import step_s as measured_step_s
 from benchmarks.wan.work import Layers
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -28,23 +30,23 @@ __all__ = ["bare_step_s", "compare", "costs_per_value", "measured_rounds", "miss
 RESULTS = Path(__file__).parents[1] / "wan" / "results.json"
 
 CORES = 2
-"""Of the machine that the rows are from; replicas in excess share them."""
+"""The cores of the machine on which the rows were measured; more replicas share them."""
 
 MOST_BY_OTHERS = 0.2
-"""Rows during which others used more than this share of the CPU are left out, but for plans: one keeps its word or
-does not. Of the rows of rounds alone, which hardly compute, all are taken."""
+"""Rows during which other programs used more of the CPU are skipped. Plans are always compared, and so are rounds
+alone, which need little of the CPU."""
 
 MISSED_BY = 0.03
-"""A plan whose run falls short of its target by more has not kept its word."""
+"""A plan whose run falls short of its target by more has failed."""
 
 
 def rows() -> list[dict[str, Any]]:
-    """Runs of this package that can be compared: those that ended, undisturbed."""
+    """Return the runs of this package to compare: those that finished and were not disturbed."""
     return [row for row in _every() if _comparable(row)]
 
 
 def measured_rounds(wire: Wire) -> list[Rounds]:
-    """Rounds alone, and those of the runs that can be compared."""
+    """Return the rounds alone, and those of the runs to compare, over one transport."""
     alone = [row for row in _every() if row["method"].startswith("rounds") and row["outcome"] == "finished"]
     whole = [
         row for row in rows() if row["method"].startswith(("DiLoCo", "Streaming")) and "paced" not in row["method"]
@@ -67,17 +69,12 @@ def _comparable(row: Mapping[str, Any]) -> bool:
 
 
 def bare_step_s() -> float:
-    """An inner step without communication, measured in the same series."""
-    walls: list[float] = [
-        max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
-        for row in _every()
-        if row["method"] == "no communication" and row["work"]["compute"] == "pause"
-    ]
-    return min(walls)
+    """Return the seconds of an inner step without communication, measured in the same series."""
+    return baseline_s(_every())
 
 
 def costs_per_value(codecs: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """By codec, seconds per value of a send and of a merge of the benchmark's model, here, in one thread."""
+    """Measure, by codec, the seconds per value of a send and of a merge of the benchmark's model in one thread."""
     torch.set_num_threads(1)
     model, found = Layers(Work()), {}
     for codec in codecs:
@@ -88,7 +85,7 @@ def costs_per_value(codecs: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
-    """Wall time of an inner step, as `diloco plan` predicts it."""
+    """Return the wall time of an inner step as `diloco plan` predicts it."""
     link, work = link_named(row["link"]), Work(**row["work"])
     method = next(method for method in METHODS if method.name == row["method"])
     planned = row.get("planned", {})
@@ -111,17 +108,17 @@ def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
         merge_s_per_value=sharing * MERGE_S_PER_VALUE,
     )
     pace = method.options.get("pace", 1.0)
-    links = [replace(way, bandwidth_bits_per_s=pace * way.bandwidth_bits_per_s) for way in ways(link)]
+    links = [replace(each, bandwidth_bits_per_s=pace * each.bandwidth_bits_per_s) for each in planner_links(link)]
     cluster = Cluster.of(links, step_s, overheads=conditions.overheads(link.replicas - 1))
     result = simulate_cycles(traffic, cluster, cycles=work.cycles)
     return float(result.wall_s) / result.steps
 
 
 def compare() -> Iterator[dict[str, Any]]:
-    """One row for each run that can be compared."""
+    """Yield one row for each run to compare."""
     step_s = bare_step_s()
     for row in rows():
-        measured_s = max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
+        measured_s = measured_step_s(row)
         predicted_s = predict_step_s(row, step_s)
         yield {
             "link": row["link"],
@@ -134,7 +131,7 @@ def compare() -> Iterator[dict[str, Any]]:
 
 
 def missed(compared: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The plans whose runs fell short of their targets by more than `MISSED_BY`."""
+    """Return the plans whose runs fell short of their targets by more than `MISSED_BY`."""
     return [
         row
         for row in compared

@@ -1,4 +1,4 @@
-"""Rounds alone, as `benchmarks.wan` measured them, what the simulator says of them, and the constants that fit."""
+"""The rounds that `benchmarks.wan` measured, their predictions, and the constants that fit them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.wan.plan import GRID, LINKS, METHODS, Link, Work
-from benchmarks.wan.planned import congestion_control, ways
+from benchmarks.wan.planned import congestion_control, planner_links
 from benchmarks.wan.report import round_times
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -23,7 +23,7 @@ from diloco.simulate.utilization import simulate
 __all__ = ["Rounds", "fit", "link_named", "rounds"]
 
 TESTED_FROM_S = 0.4
-"""Round trips of links whose rounds are predicted and not fitted to."""
+"""Links with at least this round trip are not used for the fit."""
 
 
 def link_named(name: str) -> Link:
@@ -31,7 +31,7 @@ def link_named(name: str) -> Link:
 
 
 CAREFUL = 0.9
-"""Share of the rounds that take no longer than a careful prediction."""
+"""The share of the rounds that should take no longer than a careful prediction."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Rounds:
     """Rounds of one size on one link.
 
     Attributes:
-        link, method: as `benchmarks.wan` calls them.
-        values: in a round.
-        times_s: of each, from handing in to having the average.
+        link, method: those of `benchmarks.wan`.
+        values: the number of values in a round.
+        times_s: the time of each round, from submitting to having the average.
     """
 
     link: Link
@@ -59,13 +59,16 @@ class Rounds:
 
     @property
     def fitted(self) -> bool:
-        """Whether the constants were fitted to it: not on the longest links, on those that lose packets or on those
-        whose ways differ, and not with other numbers of streams than the default."""
+        """Whether the constants are fitted to these rounds.
+
+        They are not if the link has the longest round trip, random loss or another rate for the uplink, or if the
+        number of streams is not the default.
+        """
         plain = not self.link.loss_percent and not self.link.up_bits_per_s and "streams" not in self.options
         return plain and self.link.rtt_s < TESTED_FROM_S
 
     def predicted_s(self, *, careful: bool = False, constants: Constants | None = None) -> float:
-        """With the package's constants, or with others."""
+        """Predict the time of a round, with the package's constants or with others."""
         conditions = Conditions(
             wire=self.wire,
             congestion_control=congestion_control(self.link),
@@ -81,12 +84,13 @@ class Rounds:
         schedule = SyncSchedule(inner_steps=1)
         codec, means = make_codec(self.options["codec"]), MeanEncoding.of(self.options.get("mean_codec", "auto"))
         traffic = outer_traffic(schedule, [self.values], [codec], self.link.replicas, mean=means)
-        result = simulate(traffic, Cluster.of(ways(self.link), 1.0, overheads=overheads), steps=2, measure_from=1)
+        cluster = Cluster.of(planner_links(self.link), 1.0, overheads=overheads)
+        result = simulate(traffic, cluster, steps=2, measure_from=1)
         return float(result.longest_wait_s.max())
 
 
 def rounds(rows: Sequence[Mapping[str, Any]]) -> Iterator[Rounds]:
-    """What was measured: rounds alone, and those of whole runs of this package."""
+    """Yield the measured rounds: rounds alone, and those of whole runs of this package."""
     for row in rows:
         link = link_named(row["link"])
         if row["method"].startswith("rounds"):
@@ -100,7 +104,7 @@ def rounds(rows: Sequence[Mapping[str, Any]]) -> Iterator[Rounds]:
 
 
 def fit(measured: Sequence[Rounds]) -> Fitted:
-    """Typical constants, and careful ones: the same goodput, which is a mean over a whole run, and more round trips."""
+    """Return typical constants, and careful ones: the same goodput, a mean over a run, and more round trips."""
     goodputs, trips, queue_trips = (
         [step / 20 for step in range(6, 20)],
         [0.25 * n for n in range(9)],
@@ -116,9 +120,9 @@ def fit(measured: Sequence[Rounds]) -> Fitted:
 
 
 def _least(measured: Sequence[Rounds], grid: Iterable[Constants], share: float) -> Constants:
-    """With which ``share`` of rounds take no longer than predicted.
+    """Return the constants with which about ``share`` of the rounds take no longer than predicted.
 
-    As near as can be: the least quantile loss of the logarithms; every size on every link weighs the same.
+    They minimise the quantile loss of the logarithms; every size on every link has the same weight.
     """
 
     def loss(constants: Constants) -> float:

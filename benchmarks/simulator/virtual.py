@@ -1,4 +1,4 @@
-"""Training runs in one process on emulated links, and what the simulator says of them."""
+"""Training runs in one process on emulated links, and their predictions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUNS = (
     "--algorithm streaming --inner-steps 20 --fragments 5 --overlap-steps 7 --replicas 3",
     "--algorithm streaming --inner-steps 20 --fragments 5 --overlap-steps 19 --replicas 8 --codec bfloat16",
 )
-"""Methods; each runs on each of the links."""
+"""The methods; each runs on each of the links."""
 
 LINKS = (
     "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
@@ -48,7 +48,7 @@ STEPS = 95
 
 
 def compare(folder: Path) -> Iterator[dict[str, Any]]:
-    """One row for each method on each link; ``folder`` is for the text to train on."""
+    """Yield one row for each method on each link; the training text is written to ``folder``."""
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
     for method in RUNS:

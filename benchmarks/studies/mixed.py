@@ -1,7 +1,7 @@
-"""Tried and left out: Muon that leans, between rounds, to where the global parameters went in the last one.
+"""An experiment without a gain: Muon with the last outer step added to its updates, as FedCM adds it to gradients.
 
-It finds rounds by itself: parameters that are not as it left them are new global ones. That needs a schedule without an
-overlap, and a run that is not resumed.
+The optimizer detects rounds by itself: if a parameter differs from what its last step left, a round has replaced it
+with the new global one. This requires a schedule without overlap, and a run that is not resumed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from diloco.algorithm.muon import Muon, muon, orthogonalised
 
 
 class Mixed(Muon):
-    """``O(U / |U| + mix W / |W|)`` for hidden matrices in the place of ``O(U)``, with W the last outer step."""
+    """Muon with ``O(U / |U| + mix W / |W|)`` instead of ``O(U)`` for hidden matrices; W is the last outer step."""
 
     mix: float
-    left: dict[nn.Parameter, Tensor]  # as the last step left it
+    after_step: dict[nn.Parameter, Tensor]  # values after the last inner step
     global_params: dict[nn.Parameter, Tensor]
-    way: dict[nn.Parameter, Tensor]  # from one to the next
+    outer_step: dict[nn.Parameter, Tensor]  # the previous global values minus the current ones
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         matrices = [p for group in self.param_groups if group["orthogonalise"] for p in group["params"]]
         for matrix in matrices:
             before = self.global_params.setdefault(matrix, matrix.clone())
-            if matrix in self.left and not torch.equal(self.left[matrix], matrix):
-                self.way[matrix], self.global_params[matrix] = before - matrix, matrix.clone()
+            if matrix in self.after_step and not torch.equal(self.after_step[matrix], matrix):
+                self.outer_step[matrix], self.global_params[matrix] = before - matrix, matrix.clone()
         result = super().step(closure)
-        self.left = {matrix: matrix.clone() for matrix in matrices}
+        self.after_step = {matrix: matrix.clone() for matrix in matrices}
         return result
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:
@@ -41,8 +41,8 @@ class Mixed(Muon):
             buffer = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
             momentum = buffer.mul_(group["momentum"]).add_(matrix.grad)
             update = matrix.grad.add(momentum, alpha=group["momentum"])
-            if matrix in self.way:
-                update = _unit(update) + self.mix * _unit(self.way[matrix])
+            if matrix in self.outer_step:
+                update = _unit(update) + self.mix * _unit(self.outer_step[matrix])
             alike.setdefault(matrix.shape, []).append((matrix, update))
         for (rows, columns), pairs in alike.items():
             updates = orthogonalised(torch.stack([update for _, update in pairs]), group["newton_schulz_steps"])
@@ -57,9 +57,9 @@ def _unit(values: Tensor) -> Tensor:
 
 
 def make(model: nn.Module, lr: float, *, mix: float, **arguments: Any) -> Mixed:
-    """As `muon`; ``mix`` is how much of the last outer step is added."""
+    """Return `muon` of ``model`` as a `Mixed`; ``mix`` is the length of the added outer step relative to the update."""
     made = muon(model, lr, **arguments)
     made.__class__ = Mixed
     assert isinstance(made, Mixed)
-    made.mix, made.left, made.global_params, made.way = mix, {}, {}, {}
+    made.mix, made.after_step, made.global_params, made.outer_step = mix, {}, {}, {}
     return made

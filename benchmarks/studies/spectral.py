@@ -1,4 +1,4 @@
-"""Tried and left out: an average whose hidden matrices have flatter, or steeper, singular values."""
+"""An experiment without a gain: a mean whose hidden matrices have flatter or steeper singular values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spectral:
-    """``U S^power V^T`` in the place of the mean ``U S V^T`` of each hidden matrix, as long as that.
+    """An average rule that replaces the mean ``U S V^T`` of each hidden matrix by ``U S^power V^T`` of the same norm.
 
     Args:
-        power: 1 is the mean, 0 its orthogonalisation.
-        width, ffn_width: of the native decoder; by their sizes its matrices are told from its other tensors.
+        power: 1 gives the mean, 0 its orthogonalisation.
+        width: the native decoder's width. With ``ffn_width`` it tells hidden matrices from other tensors, by size.
+        ffn_width: the width of its feed-forward layers.
     """
 
     power: float

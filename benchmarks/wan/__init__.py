@@ -1,1 +1,1 @@
-"""What does keeping replicas in step cost over a WAN? Ours and the rivals', on emulated links."""
+"""What synchronisation costs over a WAN: this package and other projects on emulated links."""

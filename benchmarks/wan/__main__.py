@@ -1,8 +1,8 @@
-"""``python -m benchmarks.wan --wan SCRIPT``: run what is missing, one run at a time, and write the tables.
+"""``python -m benchmarks.wan --wan SCRIPT``: make the missing runs one at a time, and write the tables.
 
-Needs what SCRIPT needs (root, network namespaces). Rivals run with ``--rivals-python``, the interpreter of a virtual
-environment with ``requirements-rivals.txt``; without it they are left out. What is in results.json (with ``--grid``: in
-grid.json) is not run again unless ``--again`` is given.
+SCRIPT needs root and network namespaces. The rivals run with ``--rivals-python``, the interpreter of a virtual
+environment with ``requirements-rivals.txt``; without it they are skipped. A run whose result is in results.json (with
+``--grid``: in grid.json) is not repeated unless ``--again`` is given. Without ``--wan`` only the tables are written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.wan.grid import grid_tables
 from benchmarks.wan.network import Network
 from benchmarks.wan.plan import GRID, LINKS, METHODS, Job, Link, Method, Work
 from benchmarks.wan.planned import planned
-from benchmarks.wan.report import baseline_s, write_report
+from benchmarks.wan.report import baseline_s, disturbance, least_disturbed, write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -33,42 +33,42 @@ RESULTS, GRID_RESULTS = HERE / "results.json", HERE / "grid.json"
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wan", description=__doc__)
-    parser.add_argument("--wan", type=Path, help="script that makes the network; without it only the tables are made")
+    parser.add_argument("--wan", type=Path, help="script that makes the network; without it, only tables are written")
     parser.add_argument("--prefix", default="wb", help="WAN_PREFIX for the script")
     parser.add_argument("--rivals-python", type=Path, help="interpreter that has the rivals installed")
     parser.add_argument(
-        "--grid", action="store_true", help="the links of the grid, with Streaming fp4 unless told else"
+        "--grid", action="store_true", help="run the links of the grid; Streaming fp4 unless --methods is given"
     )
-    parser.add_argument("--links", nargs="+", default=["*"], help="which links, as shell-style patterns")
-    parser.add_argument("--methods", nargs="+", help="which methods, as shell-style patterns")
-    parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what stands for a step")
+    parser.add_argument("--links", nargs="+", default=["*"], help="the links, as shell-style patterns")
+    parser.add_argument("--methods", nargs="+", help="the methods, as shell-style patterns")
+    parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what an inner step does")
     parser.add_argument(
-        "--cycles", type=int, default=Work().cycles, help="length of a run, in H; rare events take more"
+        "--cycles", type=int, default=Work().cycles, help="length of a run, in H; rare events need more"
     )
-    parser.add_argument("--limit-s", type=float, default=300.0, help="a run that takes longer is stopped")
-    parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="where logs go")
-    parser.add_argument("--again", action="store_true", help="run what has a result, too")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="stop a run that takes longer")
+    parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="folder for logs")
+    parser.add_argument("--again", action="store_true", help="repeat runs that have a result")
     parser.add_argument(
-        "--again-above", type=float, default=1.0, help="... if others used more than this share of the CPU meanwhile"
+        "--again-above", type=float, default=1.0, help="... if other programs used more than this share of the CPU"
     )
     parser.add_argument(
-        "--quiet", type=float, default=1.0, help="wait until others use less than this share of the CPU"
+        "--quiet", type=float, default=1.0, help="before a run, wait until the CPU is used less than this share"
     )
     given = parser.parse_args(arguments)
     if given.cycles < 1:
-        parser.error(f"--cycles {given.cycles} was given; it must be at least 1. Nothing was started.")
+        parser.error(f"--cycles must be at least 1, got {given.cycles}. Nothing was started.")
     return given
 
 
 def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:
-    """Pairs to run.
+    """Return the pairs to run.
 
     Args:
         of: the links to choose from.
         links, methods: patterns of names.
 
     Raises:
-        ConfigurationError: if a pattern fits nothing; it lists what there is.
+        ConfigurationError: if no pattern matches a name; the message lists the names.
     """
     picked_links = [link for link in of if any(fnmatchcase(link.name, pattern) for pattern in links)]
     picked_methods = [method for method in METHODS if any(fnmatchcase(method.name, pattern) for pattern in methods)]
@@ -78,10 +78,10 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
     ):
         if not picked:
             raise ConfigurationError(
-                f"{flag} {' '.join(given)} fits nothing; one of these, or patterns, would work: {'; '.join(names)}. "
+                f"{flag} {' '.join(given)} matches nothing. Give one of these names, or a pattern: {'; '.join(names)}. "
                 "Nothing was started."
             )
-    first = {link.replicas: link for link in reversed(of)}  # nothing to carry: one link per number of replicas
+    first = {link.replicas: link for link in reversed(of)}  # without communication, one link per number of replicas
     return [
         (link, method)
         for link in picked_links
@@ -93,15 +93,19 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
 def run_one(
     network: Network, link: Link, method: Method, work: Work, bare_s: float, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Network up, run, network down; returns the row. ``bare_s``: an inner step without communication."""
-    promise: dict[str, Any] = {}
+    """Set up the network, make one run, and return its row.
+
+    Args:
+        bare_s: seconds of an inner step without communication.
+    """
+    prediction: dict[str, Any] = {}
     if "target" in method.options:
-        method, work, promise = planned(link, method, work, bare_s)
+        method, work, prediction = planned(link, method, work, bare_s)
     addresses = tuple(network.address(node) for node in range(link.replicas))
     job = Job(method, work, link.replicas, addresses, timeout_s=2 * given.limit_s, rate_bits_per_s=link.rate_bits_per_s)
     python = given.rivals_python if method.rival else Path(sys.executable)
-    words = f"{link.name} {method.name} {work.compute}"
-    folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in words)
+    name = f"{link.name} {method.name} {work.compute}"
+    folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in name)
     wait_for_quiet(given.quiet)
     with network.up(link):
         started_s = time.monotonic()
@@ -109,13 +113,13 @@ def run_one(
         run_s = time.monotonic() - started_s
     print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
     return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured} | (
-        {"planned": promise} if promise else {}
+        {"planned": prediction} if prediction else {}
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and network are taken down on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and network are removed
     links, path = (GRID, GRID_RESULTS) if given.grid else (LINKS, RESULTS)
     methods = given.methods or ([METHODS[0].name, "Streaming fp4"] if given.grid else ["*"])
     results = _read(path)
@@ -125,11 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for link, method in chosen(links, given.links, methods):
             same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
             if method.rival and not given.rivals_python:
-                print(f"left out for want of --rivals-python: {method.name}")
-            elif given.again or not same or max(map(_disturbance, same)) > given.again_above:
+                print(f"skipped, because --rivals-python is not given: {method.name}")
+            elif given.again or not same or max(map(disturbance, same)) > given.again_above:
                 made = run_one(network, link, method, work, baseline_s(results), given)
-                # of several runs of one kind, the one that others disturbed least says most
-                kept = made if given.again else min([*same, made], key=_worth)
+                kept = made if given.again else least_disturbed([*same, made])
                 results = [row for row in results if row not in same] + [kept]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     rows, grid = _read(RESULTS), _read(GRID_RESULTS)
@@ -139,15 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _read(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
-
-
-def _disturbance(row: dict[str, Any]) -> float:
-    """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
-    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
-
-
-def _worth(row: dict[str, Any]) -> tuple[bool, float]:
-    return row["outcome"] != "finished", _disturbance(row)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""What the kernel counts. The rivals' workers import this, so nothing of ``diloco`` is imported here."""
+"""Counters of the kernel. The rivals' workers import this module, so it must not import ``diloco``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 __all__ = ["DEVICE", "busy_s", "interface_bytes", "retransmitted_segments", "sessions_s", "wait_for_quiet"]
 
 DEVICE = "wan0"
-"""The interface of every node."""
+"""The network interface of every node."""
 
 
 def interface_bytes(table: str | None = None) -> tuple[int, int]:
-    """Bytes received and sent by `DEVICE`, headers included.
+    """Return the bytes received and sent by `DEVICE`, headers included.
 
     Args:
-        table: what /proc/net/dev shows; None: of this process's network namespace.
+        table: the content of /proc/net/dev; None: that of this process's network namespace.
 
     Raises:
         LookupError: if there is no such interface.
@@ -32,14 +32,14 @@ def interface_bytes(table: str | None = None) -> tuple[int, int]:
         if name.strip() == DEVICE:
             words = counters.split()
             return int(words[0]), int(words[8])
-    raise LookupError(f"there is no interface {DEVICE} here; a worker is to be started inside a node of the network")
+    raise LookupError(f"There is no interface {DEVICE} here. Start the worker inside a node of the emulated network.")
 
 
 def retransmitted_segments(table: str | None = None) -> int:
-    """TCP segments sent again in this process's network namespace since it was made.
+    """Return the TCP segments retransmitted in this process's network namespace since it was created.
 
     Args:
-        table: what /proc/net/snmp shows; None: of this process's network namespace.
+        table: the content of /proc/net/snmp; None: that of this process's network namespace.
 
     >>> retransmitted_segments("Tcp: InSegs OutSegs RetransSegs\\nTcp: 10 20 3\\n")
     3
@@ -51,28 +51,27 @@ def retransmitted_segments(table: str | None = None) -> int:
 
 
 def busy_s() -> float:
-    """CPU seconds that all cores of this machine have worked, or were kept from it by others' machines, since it
-    started."""
+    """Return the CPU seconds that all cores have worked, or that the host took from them (steal), since the boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
     idle, waiting = ticks[3], ticks[4]
     return (sum(ticks[:8]) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
 def sessions_s(sessions: Collection[int]) -> float:
-    """CPU seconds of all processes, alive now, of these sessions (named by the process that began them)."""
+    """Return the CPU seconds of all living processes of these sessions (named by their first processes)."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         if int(fields[3]) in sessions:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_quiet(share: float, over_s: float = 5.0) -> None:
-    """Until the machine's CPU has been used less than ``share`` for ``over_s``; 1 waits for nothing."""
+    """Wait until the machine's CPU use has been below ``share`` for ``over_s`` seconds; with 1, return at once."""
     busy = share
     while share < 1 and busy >= share:
         before_s = busy_s()

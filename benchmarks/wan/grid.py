@@ -1,4 +1,4 @@
-"""The tables of the grid: what was measured on its links, what the simulator says of it, and of larger models."""
+"""The tables of the grid: measurements, the simulator's predictions for them, and larger models, simulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.simulator.real import predict_step_s
 from benchmarks.wan.plan import GRID, METHODS, Link
-from benchmarks.wan.planned import ways
+from benchmarks.wan.planned import planner_links
 from benchmarks.wan.report import HEAD, describe, step_s
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
@@ -22,20 +22,20 @@ from diloco.simulate.utilization import simulate_cycles
 __all__ = ["grid_tables"]
 
 ENOUGH = 0.95
-"""Compute utilisation; links on which it is less are listed."""
+"""Links with a lower compute utilisation are listed."""
 
 LARGE = {
     "7B": Workload(parameters=7 * 10**9, layers=32, step_time_s=0.6),
     "70B": Workload(parameters=7 * 10**10, layers=80, step_time_s=3.7),
 }
-"""The times of their steps are assumed: between those of 1B, 10B and 100B in benchmarks/scale."""
+"""The step times are assumptions, between those of 1B, 10B and 100B in benchmarks/scale."""
 
 
 def grid_tables(rows: Sequence[dict[str, Any]], bare_s: float) -> str:
-    """One table for each method that was run on the grid, then large models, simulated.
+    """Return one table for each method that was run on the grid, then one of simulated large models.
 
     Args:
-        bare_s: an inner step without communication.
+        bare_s: seconds of an inner step without communication.
     """
     lines: list[str] = []
     for method in METHODS[1:]:
@@ -52,11 +52,11 @@ def _measured(rows: dict[str, dict[str, Any]], bare_s: float) -> Iterator[str]:
     below = sorted((bare_s / each_s, name) for name, each_s in finished.items() if bare_s / each_s < ENOUGH)
     void = sum(rows[name]["replicas"][0]["failures"] for name in finished)
     listed = "; ".join(f"{name}: {reached:.1%}" for reached, name in below) or "none"
-    yield f"{len(rows)} of {len(GRID)} links. {len(rows) - len(finished)} runs did not end, {void} rounds were void."
-    yield f"Below {100 * ENOUGH:.0f} %, the lowest first: {listed}."
+    yield f"{len(rows)} of {len(GRID)} links. {len(rows) - len(finished)} runs did not finish, {void} rounds were void."
+    yield f"Below {100 * ENOUGH:.0f} %, lowest first: {listed}."
     if errors:
         largest = max(errors, key=abs)
-        yield f"The simulator's error of the wall-clock time: median {statistics.median(map(abs, errors)):.1%},"
+        yield f"The simulator's error in the wall-clock time: median {statistics.median(map(abs, errors)):.1%},"
         yield f"largest {largest:+.1%}, mean {statistics.mean(errors):+.1%} (above 0: predicted too slow)."
     yield from ("", f"| link | CU predicted {HEAD}", "|---" * (HEAD.count("|") + 1) + "|")
     for link in GRID:
@@ -67,8 +67,8 @@ def _measured(rows: dict[str, dict[str, Any]], bare_s: float) -> Iterator[str]:
 def _large() -> Iterator[str]:
     links = [link for link in GRID if link.rtt_s == max(each.rtt_s for each in GRID) and link.replicas == 2]
     yield from ("## Larger models, simulated", "")
-    yield "Compute utilisation (in brackets: the longest round from sending to merging, in seconds, which is void if it"
-    yield "takes longer than `transport.round_timeout_s`). fp4, means in fp4, three layers to a fragment, tau = H / 10."
+    yield "Compute utilisation. In brackets: the longest round from sending to merging, in seconds; it is void if it"
+    yield "takes longer than `transport.round_timeout_s`. fp4, means in fp4, three layers per fragment, tau = H / 10."
     names = " | ".join(link.name.removesuffix(", 2 replicas") for link in links)
     yield from ("", f"| model, H | replicas | {names} |", "|---" * (2 + len(links)) + "|")
     for name, workload in LARGE.items():
@@ -85,11 +85,13 @@ def _simulated(workload: Workload, inner_steps: int, link: Link) -> str:
         inner_steps=inner_steps, num_fragments=workload.default_fragments, overlap_steps=inner_steps // 10
     )
     traffic = workload.traffic(schedule, [fp4], link.replicas, positions=(0, 1), mean=MeanEncoding(fp4))
-    # these train on accelerators, whose part of a round was not measured
+    # these models train on accelerators; the compute time of their rounds was not measured
     conditions = Conditions(
         congestion_control="bbr", average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0
     )
-    cluster = Cluster.of(ways(link)[:2], workload.step_time_s, overheads=conditions.overheads(link.replicas - 1))
+    cluster = Cluster.of(
+        planner_links(link)[:2], workload.step_time_s, overheads=conditions.overheads(link.replicas - 1)
+    )
     result = simulate_cycles(traffic, cluster, cycles=1)
     longest_s = schedule.overlap_steps * workload.step_time_s + float(result.longest_wait_s.max())
     return f"{float(result.compute_utilization):.1%} ({longest_s:.0f})"

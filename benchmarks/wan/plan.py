@@ -1,4 +1,4 @@
-"""What is compared: links, the work of a replica, and methods, as data. No torch here."""
+"""The links, the work of a replica and the methods to compare, as data. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ __all__ = ["GRID", "LINKS", "METHODS", "Job", "Link", "Method", "Work"]
 
 @dataclass(frozen=True)
 class Link:
-    """Replicas behind equal links.
+    """Replicas with equal links.
 
     Attributes:
-        name: as the command line and the tables call it.
+        name: its name on the command line and in the tables.
         replicas: M.
-        rate_bits_per_s: up and down, of each replica.
-        rtt_s: between any two replicas.
-        loss_percent: of packets, one way.
-        congestion_control: of the senders' TCP; empty: the kernel's default.
-        real_packets: 1500-byte packets where TCP would hand over larger ones; a lossy link always has them.
-        up_bits_per_s: on the way up, where that is another rate.
+        rate_bits_per_s: the rate of each replica, up and down.
+        rtt_s: the round trip between any two replicas.
+        loss_percent: the packet loss, one way.
+        congestion_control: that of TCP; empty: the kernel's default.
+        real_packets: whether packets have 1500 bytes where TCP would pass larger ones to the link; on a lossy link
+            they always have.
+        up_bits_per_s: the uplink's rate, if it differs.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Link:
     up_bits_per_s: float | None = None
 
     def arguments(self) -> list[str]:
-        """For ``wan.sh up``.
+        """Return the arguments of the network script's ``up``.
 
         >>> Link("x", 2, 100e6, 0.1, loss_percent=1, congestion_control="cubic").arguments()
         ['2', 'rate=100mbit', 'rtt=100ms', 'loss=1%', 'cc=cubic']
@@ -44,7 +45,8 @@ class Link:
         return arguments + (["segs=mtu"] if self.real_packets else [])
 
     def transfer_s(self, payload_bytes: float) -> float:
-        """The least time that ``payload_bytes`` take from one replica to another: on the wire, and one way."""
+        """Return the least time that ``payload_bytes`` take from one replica to another: at the link's rate, plus the
+        latency."""
         return 8 * payload_bytes / self.rate_bits_per_s + self.rtt_s / 2
 
 
@@ -76,23 +78,23 @@ GRID = tuple(
     for rtt in (100, 300, 500)
     for replicas in (2, 4, 8)
 )
-"""All combinations; those that are in `LINKS`, too, are the same there."""
+"""All combinations; those that `LINKS` has as well are equal there."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every replica does, whatever the method.
+    """The work of every replica, whatever the method.
 
     Attributes:
-        layers, width: the model, shaped like a transformer's layers: ``12 * width**2 + 2 * width`` values each.
+        layers, width: those of the model; a layer has ``12 * width**2 + 2 * width`` values, like a transformer's.
         inner_steps: H.
         num_fragments: P of the streaming methods.
         overlap_steps: tau of the streaming methods.
-        cycles: the measured part lasts ``cycles * inner_steps`` inner steps.
-        data_parallel_steps: the measured part of methods that communicate at every step.
-        compute: what stands for an accelerator's step: a pause, during which the CPU is free, or matrix products.
-        step_s: length of the pause.
-        matmuls: number of 1024 x 1024 float32 products instead.
+        cycles: the length of the measured part, ``cycles * inner_steps`` inner steps.
+        data_parallel_steps: the length of the measured part for methods that communicate at every step.
+        compute: what takes the place of an accelerator's step: a pause, which leaves the CPU free, or matrix products.
+        step_s: the length of the pause.
+        matmuls: the number of 1024 x 1024 float32 products instead of the pause.
     """
 
     layers: int = 8
@@ -108,7 +110,7 @@ class Work:
 
     @property
     def values(self) -> int:
-        """Number of float32 values that are kept in step.
+        """The number of float32 values to synchronise.
 
         >>> Work().values
         25174016
@@ -121,10 +123,10 @@ class Method:
     """One row of a table.
 
     Attributes:
-        name: as the command line and the tables call it.
-        program: the module in ``benchmarks.wan.methods`` that does it.
-        options: what that module is told.
-        rival: runs with the rivals' interpreter.
+        name: its name on the command line and in the tables.
+        program: the module in ``benchmarks.wan.methods`` that implements it.
+        options: the options of that module.
+        rival: whether it runs with the rivals' interpreter.
     """
 
     name: str
@@ -170,7 +172,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know; travels as JSON."""
+    """All settings of a worker, which receives them as JSON."""
 
     method: Method
     work: Work
@@ -184,6 +186,6 @@ class Job:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Job:
-        """The inverse of `to_record`, after JSON."""
+        """Invert `to_record` after a round trip through JSON."""
         parts = {"method": Method(**record["method"]), "work": Work(**record["work"])}
         return cls(**{**record, **parts, "addresses": tuple(record["addresses"])})

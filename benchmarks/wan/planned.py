@@ -1,4 +1,4 @@
-"""What the planner chooses for a link, as a method to be run on it: does a plan keep its promise?"""
+"""The planner's choice for a link as a method to run on it, which shows whether the prediction holds."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from diloco.simulate.traffic import Workload
 from diloco.transport.links import Link as EmulatedLink
 from diloco.transport.tcp import CongestionControl
 
-__all__ = ["congestion_control", "planned", "ways"]
+__all__ = ["congestion_control", "planned", "planner_links"]
 
 MEASURED_STEPS = 80
-"""About how many."""
+"""The approximate length of a run."""
 
 
 def congestion_control(link: Link) -> CongestionControl:
-    """What the link asks for, or the default of the machine that the rows are from."""
+    """Return the link's congestion control, or the default of the machine on which the rows were measured."""
     return "cubic" if link.congestion_control == "cubic" else "bbr"
 
 
-def ways(link: Link) -> list[EmulatedLink]:
-    """As the planner has them: a round needs both directions, so the slower one counts."""
+def planner_links(link: Link) -> list[EmulatedLink]:
+    """Return one emulated link per replica, at the rate of its slower direction, because a round needs both."""
     rate = min(link.rate_bits_per_s, link.up_bits_per_s or math.inf)
     return [EmulatedLink(rate, link.rtt_s / 2)] * link.replicas
 
 
 def planned(link: Link, method: Method, work: Work, step_s: float) -> tuple[Method, Work, dict[str, Any]]:
-    """The method and the work that the planner chooses for ``link``, and what it promises.
+    """Return the method and the work that the planner chooses for ``link``, and its prediction.
 
     Args:
         method: its option ``target`` is the compute utilisation to reach.
-        work: of which the model counts.
-        step_s: an inner step without communication.
+        work: only its model is used.
+        step_s: seconds of an inner step without communication.
 
     Raises:
-        ConfigurationError: if it chooses nothing, or what this benchmark does not run.
+        ConfigurationError: if the planner finds no settings, or chooses data-parallel training.
     """
     site = Site(
         workload=Workload(parameters=work.values, layers=work.layers, step_time_s=step_s),
-        links=tuple(ways(link)),
+        links=tuple(planner_links(link)),
         step_time_s=(step_s,) * link.replicas,
         conditions=Conditions(congestion_control=congestion_control(link), loss=link.loss_percent / 100),
     )
     choice = plan(site, method.options["target"], candidates(site)).choice
     if choice is None or choice.algorithm == "data-parallel":
         raise ConfigurationError(
-            f"the planner chose {choice and choice.algorithm} for {link.name}; a link for which it chooses DiLoCo "
-            "would work. The benchmark stops here; finished runs are kept."
+            f"The planner chose {choice.algorithm if choice else 'nothing'} for {link.name}. Name a link for which it "
+            "chooses DiLoCo. The benchmark stops here; finished runs are kept."
         )
     chosen = replace(
         work,
@@ -62,10 +62,10 @@ def planned(link: Link, method: Method, work: Work, step_s: float) -> tuple[Meth
         cycles=max(1, round(MEASURED_STEPS / choice.inner_steps)),
     )
     options = {"codec": choice.codec, "streaming": choice.algorithm == "streaming"}
-    promise = {
+    prediction = {
         "target": method.options["target"],
         "codec": choice.codec,
         "compute_utilization": choice.compute_utilization,
         "sure_utilization": choice.sure_utilization,
     }
-    return replace(method, options=options), chosen, promise
+    return replace(method, options=options), chosen, prediction

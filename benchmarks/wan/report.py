@@ -7,27 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import write_below
 from benchmarks.wan.plan import LINKS, METHODS, Link, Work
 
-__all__ = ["baseline_s", "round_times", "write_report"]
+__all__ = ["baseline_s", "disturbance", "least_disturbed", "round_times", "write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
 HEAD = (
     "| s per inner step | CU | sent per H steps: wire, payload (MB) | wire / payload | "
-    "stands still per synchronisation: mean, most (s) | from handing in to having the average: mean (floor), s | "
+    "training loop blocked per synchronisation: mean, max (s) | transfer: mean (floor), s | "
     "same bits everywhere | CPU: workers, all |"
 )
 
 
 def write_report(results: Sequence[Row], path: Path, more: str) -> None:
-    """Put the tables, and ``more``, behind the mark in ``path``; the prose before it stays."""
-    prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(results) + "\n" + more, encoding="utf-8")
+    """Write the tables, and ``more``, below the mark in ``path``."""
+    write_below(MARK, tables(results) + "\n" + more, path)
 
 
 def tables(results: Sequence[Row]) -> str:
-    """One table per link, then rounds alone, then the cost of overlap."""
+    """Return one table per link, then the tables of rounds alone and of the cost of overlap."""
     lines = []
     runs = [row for row in results if not _of_rounds(row) and row["work"]["compute"] == "pause"]
     for link in LINKS:
@@ -43,7 +43,7 @@ def tables(results: Sequence[Row]) -> str:
 
 
 def baseline_s(results: Sequence[Row]) -> float:
-    """Seconds per inner step without communication, of the run that was disturbed least; NaN if never measured."""
+    """Return the seconds per inner step of the fastest run without communication; NaN if there is none."""
     alone = [
         step_s(row)
         for row in results
@@ -53,12 +53,22 @@ def baseline_s(results: Sequence[Row]) -> float:
 
 
 def step_s(row: Row) -> float:
-    """Seconds per inner step of the slowest replica."""
+    """Return the seconds per inner step of the slowest replica."""
     return float(max(replica["wall_s"] / replica["steps"] for replica in row["replicas"]))
 
 
+def disturbance(row: Row) -> float:
+    """Return the share of the CPU used by anything but the workers: the emulated network and other programs."""
+    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
+
+
+def least_disturbed(rows: Sequence[Row]) -> Row:
+    """Return the finished run with the lowest `disturbance`, or an unfinished one if none has finished."""
+    return min(rows, key=lambda row: (row["outcome"] != "finished", disturbance(row)))
+
+
 def describe(name: str, row: Row, link: Link, base_s: float) -> str:
-    """A finished, unfinished or failed run as a line of the table; ``name`` is what stands first in it."""
+    """Return a finished, unfinished or failed run as a line of the table; ``name`` is its first cell."""
     if row["outcome"] != "finished":
         sent = " / ".join(f"{count / 1e6:.1f}" for count in row["wire_sent_bytes"])
         return (
@@ -105,21 +115,21 @@ def _of_rounds(row: Row) -> bool:
 
 
 def round_times(row: Mapping[str, Any]) -> dict[int, list[float]]:
-    """Values in a round -> how long each such round took, in seconds, the mean over replicas."""
+    """Return, by the number of values in a round, the seconds of each such round (mean over replicas)."""
     sizes: list[int] = next(method for method in METHODS if method.name == row["method"]).options["values"]
     every_s = [statistics.mean(each) for each in zip(*(rep["transfers_s"] for rep in row["replicas"]), strict=True)]
     return {size: every_s[index :: len(sizes)] for index, size in enumerate(sizes)}
 
 
 def rounds_table(results: Sequence[Row]) -> list[str]:
-    """How long rounds alone take, from handing in to having the average, by the values in them."""
+    """Return the table of rounds alone: the time from submitting to the committed average, by number of values."""
     finished = [row for row in results if _of_rounds(row) and row["outcome"] == "finished"]
     if not finished:
         return []
     lines = [
         "## Rounds alone",
         "",
-        "| link | rounds | values: median, most (s) | CPU: workers, all |",
+        "| link | rounds | values: median, max (s) | CPU: workers, all |",
         "|---" * 4 + "|",
     ]
     order = [link.name for link in LINKS]
@@ -136,12 +146,12 @@ def rounds_table(results: Sequence[Row]) -> list[str]:
 
 
 def overlap_table(results: Sequence[Row]) -> list[str]:
-    """Compute time of an inner step (matrix products, one thread) while something is in flight, against nothing."""
+    """Return the table of an inner step's compute time (matrix products, one thread), in flight and not in flight."""
     rows = [row for row in results if row["work"]["compute"] == "matmul" and row["outcome"] == "finished"]
     lines = [
         "## Compute while a fragment is in flight",
         "",
-        "| link | method | products of a step, nothing in flight (ms) | in flight (ms) | ratio | CPU |",
+        "| link | method | matrix products of a step, nothing in flight (ms) | fragment in flight (ms) | ratio | CPU |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

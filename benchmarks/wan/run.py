@@ -1,4 +1,4 @@
-"""One run: a job's workers in their nodes, their cues, and what they measured."""
+"""One run: start a job's workers in their nodes, conduct them, and collect their measurements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.wan.counters import busy_s, sessions_s
 from benchmarks.wan.network import Network
 from diloco.errors import TransportError
 
-__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "run_job"]
+__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "measure_cpu", "run_job"]
 
 
 class Runnable(Protocol):
-    """A job: how many workers it needs, and what they are told."""
+    """A job: the number of its workers and the record that they receive."""
 
     @property
     def num_replicas(self) -> int: ...
@@ -32,14 +32,14 @@ class Runnable(Protocol):
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process and what it last said."""
+    """A worker process and its last report."""
 
     replica: int
     process: subprocess.Popen[bytes]
     result: Path
     log: Path
     buffered: bytes = b""
-    told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
     step: int = 0
 
     @property
@@ -48,27 +48,31 @@ class Worker:
         return self.process.stdin.fileno()
 
     def read(self) -> None:
-        """Take in what has arrived."""
+        """Read the messages that have arrived.
+
+        Raises:
+            TransportError: if the worker has ended; with the last line of its log.
+        """
         assert self.process.stdout is not None
         chunk = os.read(self.process.stdout.fileno(), 65536)
         if not chunk:
             last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            raise TransportError(f"replica {self.replica} ended: {' '.join(last)}", replicas=[self.replica])
+            raise TransportError(f"replica {self.replica} ended early: {' '.join(last)}", replicas=[self.replica])
         *lines, self.buffered = (self.buffered + chunk).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if said["phase"] == "step":
-                self.step = said["step"]
+            report = json.loads(line)
+            if report["phase"] == "step":
+                self.step = report["step"]
             else:
-                self.told = said
+                self.reported = report
 
     def answer(self, value: Any) -> None:
-        """What the worker waits for; one that has ended meanwhile is noticed when it is read from."""
+        """Send the value that the worker waits for; `read` notices a worker that has ended."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, json.dumps(value).encode() + b"\n")
 
     def end(self) -> None:
-        """End the worker and what it started: a session of its own, ended as a whole."""
+        """Kill the worker's session, which includes all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -90,16 +94,16 @@ def run_job(
     """Run ``job`` on a network that is up.
 
     Args:
-        python: interpreter of the workers.
-        folder: for their results and logs; emptied of older ones.
-        limit_s: a run that takes longer, start to end, is stopped and reported as unfinished.
-        module: what every worker runs.
-        conducted_by: gives the workers their cues until a deadline, and returns what they measured; None: `conduct`.
+        python: the interpreter of the workers.
+        folder: the folder for their results and logs, which are overwritten.
+        limit_s: the time from start to end after which a run is stopped and reported as unfinished.
+        module: the module that every worker runs.
+        conducted_by: conducts the workers until a deadline and returns their measurements; None: `conduct`.
 
     Returns:
-        ``outcome`` ("finished", "unfinished" or "failed"), ``replicas`` (what each worker measured), ``cpu_busy`` and
-        ``cpu_workers`` (share of all cores' time in use during the measured part, by anybody and by the workers), or
-        how far it came and why it ended.
+        ``outcome`` ("finished", "unfinished" or "failed"). If finished: ``replicas`` (the measurements of each worker)
+        and the values of `measure_cpu` for the measured part. Otherwise: the reason, the steps done, the time elapsed
+        and the bytes sent.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job_file = folder / "job.json"
@@ -141,46 +145,62 @@ def _start(network: Network, module: str, replica: int, python: Path, job_file: 
 
 
 def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
-    """The cues of `benchmarks.wan.worker`."""
+    """Conduct workers that run `benchmarks.wan.worker`."""
     await_phase(workers, "prepared", deadline_s)
-    known = [worker.told["info"] for worker in workers]
-    answer_all(workers, known)
+    answer_all(workers, [worker.reported["info"] for worker in workers])
     await_phase(workers, "warm", deadline_s)
     answer_all(workers, time.monotonic() + 0.5)
-    sessions = [worker.process.pid for worker in workers]
-    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+    cpu_shares = measure_cpu(workers)
     await_phase(workers, "measured", deadline_s)
-    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
-    cpu_busy = (busy_s() - all_before_s) / cores_s
-    cpu_workers = (sessions_s(sessions) - ours_before_s) / cores_s
+    shares = cpu_shares()
     answer_all(workers, None)
     await_phase(workers, "counted", deadline_s)
     replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
     answer_all(workers, None)
-    return {"outcome": "finished", "replicas": replicas, "cpu_busy": cpu_busy, "cpu_workers": cpu_workers}
+    return {"outcome": "finished", "replicas": replicas, **shares}
+
+
+def measure_cpu(workers: Sequence[Worker]) -> Callable[[], dict[str, float]]:
+    """Start to measure the use of the CPU.
+
+    Returns:
+        A function that returns ``cpu_busy`` and ``cpu_workers``: the shares of all cores' time used since then by
+        everything, and by the workers.
+    """
+    sessions = [worker.process.pid for worker in workers]
+    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+
+    def shares() -> dict[str, float]:
+        cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
+        return {
+            "cpu_busy": (busy_s() - all_before_s) / cores_s,
+            "cpu_workers": (sessions_s(sessions) - ours_before_s) / cores_s,
+        }
+
+    return shares
 
 
 def answer_all(workers: Sequence[Worker], value: Any) -> None:
-    """What all of them wait for."""
+    """Send all workers the value that they wait for."""
     for worker in workers:
         worker.answer(value)
 
 
 def await_phase(workers: Sequence[Worker], phase: str, deadline_s: float, *, or_phase: str = "") -> str:
-    """Until every worker has told ``phase``, or every worker ``or_phase``; returns which.
+    """Wait until all workers have reported ``phase``, or all ``or_phase``, and return which.
 
     Raises:
         TimeoutError: at ``deadline_s``.
-        TransportError: if a worker ends before; it carries the end of its log.
+        TransportError: if a worker ends earlier; with the last line of its log.
     """
     with selectors.DefaultSelector() as selector:
         for worker in workers:
             assert worker.process.stdout is not None
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-        while (told := {worker.told.get("phase") for worker in workers}) not in ({phase}, {or_phase}):
+        while (phases := {worker.reported.get("phase") for worker in workers}) not in ({phase}, {or_phase}):
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"the time allowed ended before every replica was {phase}")
             for key, _ in selector.select(remaining_s):
                 key.data.read()
-    return or_phase if told == {or_phase} else phase
+    return or_phase if phases == {or_phase} else phase

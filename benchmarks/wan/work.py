@@ -15,7 +15,7 @@ __all__ = ["InnerLoop", "Layers", "digest"]
 
 
 class Layer(nn.Module):
-    """The parameters of one transformer layer; ``width`` d: ``12 d**2 + 2 d`` values in six tensors."""
+    """The parameters of one transformer layer: ``12 width**2 + 2 width`` values in six tensors."""
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The model: layers and nothing else, the same on every replica."""
+    """The model: only layers, equal on all replicas."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer(work.width, generator) for _ in range(work.layers))
 
     def forward(self, scale: Tensor) -> Tensor:
-        """``scale``, ``()``, times the sum of all parameters: every one gets a gradient, at the price of reading it."""
+        """Return ``scale``, ``()``, times the sum of all parameters, so that each parameter gets a gradient."""
         return scale * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
 
 
 class InnerLoop:
-    """Inner steps of one replica: `compute` stands for the accelerator's work, `update` moves one layer.
+    """Inner steps of one replica: `compute` takes the place of the accelerator's work, `update` changes one layer.
 
-    The gradient of a layer is noise that differs between replicas. One layer a step, in turn, keeps the CPU's part
-    small, and every fragment has moved by the time it is sent.
+    A layer's gradient is noise that differs between replicas. Updating one layer per step, in turn, needs little of
+    the CPU, and still every fragment has changed by the time it is sent.
 
     Attributes:
-        compute_s: how long the last `compute` took.
+        compute_s: the duration of the last `compute`.
     """
 
     def __init__(self, work: Work, model: Layers, replica: int) -> None:
@@ -64,7 +64,7 @@ class InnerLoop:
         self._factors = torch.randn(2, 1024, 1024, generator=generator) if work.compute == "matmul" else None
 
     def compute(self) -> None:
-        """What stands for forward and backward pass."""
+        """Pause, or multiply matrices, in place of a forward and backward pass."""
         started_s = time.perf_counter()
         if self._factors is None:
             time.sleep(self.work.step_s)
@@ -74,7 +74,7 @@ class InnerLoop:
         self.compute_s = time.perf_counter() - started_s
 
     def update(self, step: int) -> None:
-        """An optimizer step on the layer whose turn it is; ``step`` counts from 1."""
+        """Take an optimizer step on the layer whose turn it is; ``step`` counts from 1."""
         parameters = list(self.layers[step % len(self.layers)].parameters())
         for parameter, noise in zip(parameters, self._noise, strict=True):
             parameter.grad = noise
@@ -84,7 +84,7 @@ class InnerLoop:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of float32 tensors on the CPU, in order."""
+    """Return a digest of the bits of float32 tensors on the CPU, in order."""
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.detach().contiguous().numpy().data)

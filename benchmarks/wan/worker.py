@@ -1,7 +1,8 @@
 """``python -m benchmarks.wan.worker JOB.json REPLICA RESULT.json``: one replica, started inside a node of the network.
 
-It takes its cues from the parent, one JSON line each way on standard input and output, so that nothing but the method
-under test uses the network: prepared -> known -> warm -> start at -> measured -> count -> counted -> close.
+Worker and parent exchange JSON lines on standard input and output, so that only the method under test uses the network.
+The worker reports prepared, warm, measured and counted, and waits for an answer to each; the answer to prepared is the
+information about all replicas, that to warm is the time to start.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ __all__: list[str] = []
 
 
 class Parent:
-    """The parent's end of the conversation. What libraries print to standard output goes to standard error instead."""
+    """The connection to the parent. Whatever libraries print to standard output goes to standard error instead."""
 
     def __init__(self) -> None:
         self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
-    def tell(self, phase: str, **facts: Any) -> None:
-        """One line, at once."""
+    def report(self, phase: str, **facts: Any) -> None:
+        """Send one line at once."""
         self._out.write(json.dumps({"phase": phase, **facts}) + "\n")
         self._out.flush()
 
     def ask(self, phase: str, **facts: Any) -> Any:
-        """Tell, and wait for the answer, which comes when all replicas have told the same."""
-        self.tell(phase, **facts)
+        """Report a phase, and return the answer, which arrives when all replicas have reported the same phase."""
+        self.report(phase, **facts)
         line = sys.stdin.readline()
         if not line:
-            raise SystemExit(f"the parent went away in phase {phase!r}; this replica stops.")
+            raise SystemExit(f"The parent process ended in phase {phase!r}. This replica stops.")
         return json.loads(line)
 
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     program.connect(parent.ask("prepared", info=dict(program.prepare())))
     for step in range(1, program.warmup_steps + 1):
         program.step(step)
-        parent.tell("step", step=step)
+        parent.report("step", step=step)
     start_at_s = parent.ask("warm")
     time.sleep(max(0.0, start_at_s - time.monotonic()))  # all nodes are on one machine and share this clock
     result = measure(program, parent)
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measure(program: Program, parent: Parent) -> dict[str, Any]:
-    """The measured part. Bytes are counted once every replica is through, so that late replies are in."""
+    """Run the measured part. Bytes are counted when every replica has finished, so that late replies are included."""
     received_before, sent_before = interface_bytes()
     retransmitted_before = retransmitted_segments()
     payload_before, syncs_before = program.payload_bytes, len(program.waits_s)
@@ -77,7 +78,7 @@ def measure(program: Program, parent: Parent) -> dict[str, Any]:
         flying = program.in_flight
         program.step(step)
         (flying_s if flying else quiet_s).append(program.loop.compute_s)
-        parent.tell("step", step=step)
+        parent.report("step", step=step)
     wall_s = time.perf_counter() - started_s
     parent.ask("measured")
     received, sent = interface_bytes()

@@ -1,1 +1,1 @@
-"""How long `diloco watch` takes to show a large run, and what it needs."""
+"""The time that `diloco watch` takes to show a large run, and the memory that it needs."""

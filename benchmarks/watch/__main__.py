@@ -1,4 +1,4 @@
-"""`python -m benchmarks.watch`: a run of 10,000 steps with 64 peers on the page, in a browser."""
+"""``python -m benchmarks.watch``: open a run of 10,000 steps with 64 replicas in a browser, and time it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FRAGMENTS, INNER_STEPS = 4, 100
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def told(steps: int, peers: int) -> Iterator[events.Event]:
-    """What one process with all replicas writes."""
-    everybody = tuple(range(peers))
+def run_events(steps: int, peers: int) -> Iterator[events.Event]:
+    """Yield the events of one process with all replicas."""
+    replicas = tuple(range(peers))
     yield events.RunStarted(
         step=0, total_steps=steps, algorithm="streaming", num_replicas=peers, parameters=10**9, tokens_per_step=10**6
     )
@@ -45,33 +45,33 @@ def told(steps: int, peers: int) -> Iterator[events.Event]:
             continue
         yield events.Evaluated(step=step, heldout_loss=3.0, perplexity=20.0, bits_per_byte=1.0, heldout_tokens=1)
         for fragment in range(FRAGMENTS):
-            for replica in everybody:
+            for replica in replicas:
                 where: dict[str, Any] = {"step": step, "replica": replica, "fragment": fragment}
                 where["outer_step"] = step // INNER_STEPS
                 yield events.RoundSent(**where, payload_bytes=10**6, digest="a" * 32)
                 yield events.RoundCommitted(
-                    **where, contributors=everybody, sent_bytes=10**6, received_bytes=10**6, wait_s=0.1, gain=1.5
+                    **where, contributors=replicas, sent_bytes=10**6, received_bytes=10**6, wait_s=0.1, gain=1.5
                 )
 
 
 def write(folder: Path, steps: int, peers: int) -> int:
-    """Returns the size of the file."""
+    """Write metrics.jsonl, and return its size in bytes."""
     begun_s = time.time() - steps
     path = folder / "metrics.jsonl"
     with path.open("w") as file:
-        for event in told(steps, peers):
+        for event in run_events(steps, peers):
             file.write(json.dumps({**events.to_record(event), "time_s": begun_s + event.step}) + "\n")
     return path.stat().st_size
 
 
 def resident_bytes(pid: int) -> int:
-    """The most that a process has held."""
+    """Return the peak resident memory of a process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 1000 * int(found[1]) if found else 0
 
 
 def in_browser(address: str) -> dict[str, str]:
-    """What a browser sees, with nothing in its cache."""
+    """Return the timings of a browser with an empty cache."""
     from playwright.sync_api import sync_playwright
 
     program = next(filter(None, map(shutil.which, BROWSERS)))
@@ -96,10 +96,9 @@ def in_browser(address: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--peers", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of the run")
+    parser.add_argument("--peers", type=int, default=64, help="replicas of the run")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "large"
@@ -111,7 +110,7 @@ def main() -> None:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
             assert found is not None
-            rows["from the command to its address"] = f"{time.monotonic() - begun_s:.2f} s"
+            rows["from the command to the address"] = f"{time.monotonic() - begun_s:.2f} s"
             rows |= {f"in the browser: {name}": words for name, words in in_browser(found[0]).items()}
             while True:
                 with urllib.request.urlopen(f"{found[0]}data.json") as answer:
@@ -120,7 +119,7 @@ def main() -> None:
                     break
                 time.sleep(0.05)
             rows["from the command to all records read"] = f"{time.monotonic() - begun_s:.2f} s"
-            rows["what the page is sent at first"] = format_bytes(len(data))
+            rows["first response to the page"] = format_bytes(len(data))
             rows["memory of the server"] = format_bytes(resident_bytes(process.pid))
             process.terminate()
     width = max(map(len, rows))

@@ -15,7 +15,7 @@
     │   ├── DivergedError             this replica's global parameters or outer state differ from the majority's
     │   ├── RendezvousError           the replicas did not find each other; nothing was started
     │   │   └── RunOverError          the other replicas have finished the run
-    │   └── ReplicaLostError          a replica is lost or unreachable, and this one cannot continue without it
+    │   └── ReplicaLostError          a replica is lost, and this one can't or may not continue without it
     ├── DataError                     text, tokens or shards that cannot be read or are too few
     │   └── NoDataError               the named data is missing or empty; also a ConfigurationError
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind

@@ -78,7 +78,7 @@ def test_the_implementation_that_runs_is_named() -> None:
 
 def test_native_is_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_kernels, "load_library", lambda: (None, "there was no C compiler"))
-    with pytest.raises(ConfigurationError, match=r"there was no C compiler\)\. Use 'torch'"):
+    with pytest.raises(ConfigurationError, match=r"there was no C compiler\)\. Use implementation='torch'"):
         Int8(implementation="native")
     assert make_codec("fp4").implementation == "torch"
 

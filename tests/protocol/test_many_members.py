@@ -95,7 +95,7 @@ def test_nobody_loses_its_place_since_many_join_while_the_members_change(monkeyp
     """Each further joiner prolongs the change."""
     monkeypatch.setattr(Rank, "STEPS", 0)
     network, due_s, chance = Counted(4, 12), dict[tuple[int, Timer], float](), random.Random(1)
-    network.rest()
+    network.settle()
     coming = list(network.ranks[4:])
     for trip in range(100):
         if coming and trip % 3 == 0:

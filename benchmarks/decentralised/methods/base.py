@@ -1,4 +1,4 @@
-"""What a case must offer to be measured. The rivals' workers import this, so nothing of ``diloco`` is imported here."""
+"""The interface of a method. The rivals' workers import this module, so it must not import ``diloco``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.wan.work import digest
 __all__ = ["Begin", "Program", "Rounds", "sleep_until", "values_of"]
 
 Begin = Callable[[], float]
-"""Called when this worker is ready; waits until all are, and returns when all begin, on the clock `time.monotonic`."""
+"""Waits until all workers have called it, and returns the time at which they begin, on the clock `time.monotonic`."""
 
 
 class Program(abc.ABC):
@@ -31,27 +31,31 @@ class Program(abc.ABC):
         self.address = job.addresses[replica]
 
     def prepare(self) -> Mapping[str, Any]:
-        """Open what listens; returns what the other workers must know, as JSON."""
+        """Start listening, and return what the other workers must know, as JSON values."""
         return {}
 
     @abc.abstractmethod
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        """All workers have prepared; ``known`` holds what each returned."""
+        """Connect; all workers have prepared, and ``known`` holds what `prepare` returned, by worker."""
 
     @abc.abstractmethod
     def measure(self, begin: Begin) -> None:
-        """The measured part; all workers end it before `result` is asked for."""
+        """Run the measured part; `result` is called when all workers have finished it."""
 
     @abc.abstractmethod
     def result(self) -> dict[str, Any]:
-        """What was measured, as JSON."""
+        """Return the measurements as JSON values."""
 
     def close(self) -> None:  # noqa: B027 - not every program has to
-        """Let go of everything."""
+        """Release everything."""
+
+    def wire_bytes(self) -> tuple[int, int]:
+        """Return the bytes received and sent on this worker's interface so far; (0, 0) on the shared loopback."""
+        return interface_bytes() if self.job.wan else (0, 0)
 
 
 class Rounds(Program):
-    """Averages the same values again and again; every peer has values of its own."""
+    """Averages the same values repeatedly; every peer has values of its own."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -60,10 +64,11 @@ class Rounds(Program):
 
     @abc.abstractmethod
     def average(self, number: int, begin: Begin) -> tuple[dict[str, Any], Tensor]:
-        """One round, and what it gave; ``number`` counts from 0, the warm-up.
+        """Run one round; ``number`` counts from 0, the warm-up.
 
         Returns:
-            ``began_s`` and ``had_s`` (clock time: values at hand on all peers, mean at hand on this one), and more.
+            The record of the round, and the mean. The record has ``began_s``, the time at which all peers begin,
+            ``had_s``, the time at which this peer has the mean, and more.
         """
 
     def measure(self, begin: Begin) -> None:
@@ -71,27 +76,27 @@ class Rounds(Program):
         assert isinstance(total, Tensor)
         mean = total.div_(self.job.num_replicas)
         for number in range(self.job.rounds + 1):
-            before = interface_bytes() if self.job.wan else (0, 0)
+            before = self.wire_bytes()
             used_s = sessions_s([os.getsid(0)])
-            said, got = self.average(number, begin)
-            said["cpu_s"] = sessions_s([os.getsid(0)]) - used_s
-            said["digest"] = digest([got])
-            said["error"] = float((got - mean).norm() / mean.norm())
-            begin()  # nobody sends any more
-            after = interface_bytes() if self.job.wan else (0, 0)
-            said |= {"wire_received_bytes": after[0] - before[0], "wire_sent_bytes": after[1] - before[1]}
+            record, got = self.average(number, begin)
+            record["cpu_s"] = sessions_s([os.getsid(0)]) - used_s
+            record["digest"] = digest([got])
+            record["error"] = float((got - mean).norm() / mean.norm())
+            begin()  # now no peer is sending
+            after = self.wire_bytes()
+            record |= {"wire_received_bytes": after[0] - before[0], "wire_sent_bytes": after[1] - before[1]}
             if number:
-                self.rounds.append(said)
+                self.rounds.append(record)
 
     def result(self) -> dict[str, Any]:
         return {"rounds": self.rounds}
 
 
 def values_of(peer: int, values: int) -> Tensor:
-    """``(values,)`` float32: what a peer brings, as large as pseudo-gradients are."""
+    """Return a peer's values, ``(values,)`` float32, as large as pseudo-gradients."""
     return torch.randn(values, generator=torch.Generator().manual_seed(peer)).mul_(1e-3)
 
 
 def sleep_until(clock_s: float) -> None:
-    """Until `time.monotonic` says ``clock_s``."""
+    """Sleep until `time.monotonic` reaches ``clock_s``."""
     time.sleep(max(0.0, clock_s - time.monotonic()))

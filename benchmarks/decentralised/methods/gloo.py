@@ -1,4 +1,4 @@
-"""torch's all-reduce over gloo, of one flat tensor: unencrypted, and with somebody in charge."""
+"""torch's all-reduce of one flat tensor over gloo: unencrypted, with a coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Program"]
 
 
 class Program(base.Rounds):
-    """``dtype``: in which values travel and are summed; casting there and back is part of the round."""
+    """The option ``dtype`` is that in which values are sent and summed; casting to it and back is part of the round."""
 
     def prepare(self) -> Mapping[str, Any]:
         if self.replica:

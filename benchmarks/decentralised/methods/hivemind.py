@@ -1,4 +1,4 @@
-"""hivemind's DecentralizedAverager: matchmaking, then its all-reduce, told apart by its trigger."""
+"""hivemind's DecentralizedAverager; its trigger separates matchmaking and all-reduce."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.wan.methods.base import ring_bytes
 
 __all__ = ["Program"]
 
-_LOOK_S = 0.002
+_POLL_S = 0.002
 
 
 class Program(base.Rounds):
-    """``compression`` names a class of hivemind's. One tensor, of all values."""
+    """One tensor of all values. The option ``compression`` names one of hivemind's classes."""
 
     def prepare(self) -> Mapping[str, Any]:
         self.library: Any = importlib.import_module("hivemind")
@@ -43,12 +43,12 @@ class Program(base.Rounds):
         )
 
     def average(self, number: int, begin: base.Begin) -> tuple[dict[str, Any], Tensor]:
-        sought_s = begin()
-        base.sleep_until(sought_s)
+        requested_s = begin()
+        base.sleep_until(requested_s)
         control = self.averager.step(wait=False, require_trigger=True, timeout=self.job.timeout_s)
         stages: Any = importlib.import_module("hivemind.averaging.control").AveragingStage
         while control.stage not in (stages.AWAITING_TRIGGER, stages.FINISHED):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         matched_s = time.monotonic()
         began_s = begin()
         base.sleep_until(began_s)
@@ -60,15 +60,15 @@ class Program(base.Rounds):
         with self.averager.get_tensors() as tensors:
             got = tensors[0].clone()
         moved = ring_bytes(self.job.values, self.job.num_replicas, self.options["bytes_per_value"])
-        said = {
+        record = {
             "began_s": began_s,
             "had_s": had_s,
-            "matchmaking_s": matched_s - sought_s,
+            "matchmaking_s": matched_s - requested_s,
             "failed": not done,
             "sent_bytes": moved,
             "received_bytes": moved,
         }
-        return said, got
+        return record, got
 
     def close(self) -> None:
         self.averager.shutdown()

@@ -1,6 +1,6 @@
-"""Replicas that train, and one more that takes over their state, becomes one of them and contributes.
+"""Replicas that train, and one more that fetches their state, joins and contributes.
 
-The last worker is no replica; it starts the joiner, a process of its own in the same node.
+The last worker is not a replica; it starts the joiner as a process of its own in the same node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from benchmarks.decentralised.methods import base
 from benchmarks.decentralised.peers import addresses_of, become_member, key_file, make_peer, wait_for_members
 from benchmarks.decentralised.plan import Job
 from benchmarks.decentralised.training import Trainer, work_of
-from benchmarks.wan.counters import interface_bytes
 from diloco.transport.hivemind.identity import load_identity
 
 __all__ = ["Program"]
@@ -25,7 +24,7 @@ _AFTER_S = 8.0
 
 
 class Program(base.Program):
-    """``state_bytes_per_s``: what each member gives of its state at most, or None."""
+    """The option ``state_bytes_per_s`` limits the rate at which each member sends its state; None: no limit."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -42,7 +41,7 @@ class Program(base.Program):
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
         self.known: list[str] = known[0]["addresses"]
         if self.hosts:
-            load_identity(key_file(self.job, self.replica))  # making one takes seconds, once in a peer's life
+            load_identity(key_file(self.job, self.replica))  # making a key takes seconds, once per peer
             return
         if self.replica:
             self.transport = become_member(self._make(self.known), self.job.timeout_s)
@@ -56,18 +55,18 @@ class Program(base.Program):
             self._training.start()
             return
         time.sleep(_BEFORE_S)
-        before = interface_bytes() if self.job.wan else (0, 0)
+        before = self.wire_bytes()
         number = self.job.num_replicas - 1
         guest = Guest(self.job, number, self.address, self.known, "benchmarks.decentralised.joining")
         try:
             guest.wait_for("contributed everywhere")
-            after = interface_bytes() if self.job.wan else (0, 0)
+            after = self.wire_bytes()
             time.sleep(_AFTER_S)
             ended_s = time.monotonic()
         finally:
             guest.end()
         self._result = {
-            "guest": guest.said,
+            "guest": guest.events,
             "ended_s": ended_s,
             "wire_received_bytes": after[0] - before[0],
             "wire_sent_bytes": after[1] - before[1],

@@ -1,4 +1,4 @@
-"""This package's rounds over libp2p."""
+"""Rounds of this package over libp2p."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Program"]
 
 
 class Program(base.Rounds):
-    """``codec`` and ``mean_codec``: of the package's own."""
+    """The options ``codec`` and ``mean_codec`` name codecs of this package."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -37,14 +37,14 @@ class Program(base.Rounds):
             connected = make_peer(self.job, self.replica, self.address, known[0]["addresses"])
             self.transport = become_member(connected, self.job.timeout_s)
         wait_for_members(self.transport, self.job.num_replicas, self.job.timeout_s)
-        self.transport.tick()  # rounds of the last view begin one step after those who joined have come
+        self.transport.tick()  # the rounds of the last view begin one step after the last join
 
     def average(self, number: int, begin: base.Begin) -> tuple[dict[str, Any], Tensor]:
         began_s = begin()
         base.sleep_until(began_s)
         started_s = time.monotonic()
         payload = self.codec.encode(self.values)
-        handed_in_s = time.monotonic()
+        submitted_s = time.monotonic()
         pending = self.transport.average(
             Contribution(
                 round=RoundId(0, number),
@@ -57,16 +57,16 @@ class Program(base.Rounds):
         )
         average = pending.wait()
         had_s = time.monotonic()
-        said = {
+        record = {
             "began_s": began_s,
             "had_s": had_s,
-            "encode_s": handed_in_s - started_s,
-            "handed_in_s": handed_in_s,
+            "encode_s": submitted_s - started_s,
+            "handed_in_s": submitted_s,
             "sent_bytes": average.sent_bytes,
             "received_bytes": average.received_bytes,
         }
         self.transport.tick()
-        return said, average.values
+        return record, average.values
 
     def close(self) -> None:
         self.transport.close()

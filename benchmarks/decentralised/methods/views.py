@@ -1,6 +1,7 @@
-"""Members, and one that comes, leaves or is killed: when does everybody know, and when does a round go through again?
+"""Members, and one more peer that joins, leaves or is killed: when have all members adopted the next view, and when has
+a round in it finished?
 
-The last worker is no peer; it starts and ends the one that comes and goes, a process of its own in the same node.
+The last worker is not a peer; it starts and ends the guest, a process of its own in the same node.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from diloco.transport.hivemind.identity import load_identity
 __all__ = ["Program"]
 
 _REST_S = 1.5
-"""Between two changes: longer than one takes."""
+"""The pause between two changes; longer than a change takes."""
 
 
 class Program(base.Program):
-    """``times``: how often it leaves, and how often it is killed."""
+    """The option ``times`` says how often a guest leaves, and how often one is killed."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -33,7 +34,7 @@ class Program(base.Program):
         self.guests: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         times = min(self.options["times"], job.rounds)
-        self._guests = range(replica, replica + 2 * times)  # one who comes again is another one
+        self._guests = range(replica, replica + 2 * times)  # every guest is a new peer
 
     def prepare(self) -> Mapping[str, Any]:
         if self.replica:
@@ -45,7 +46,7 @@ class Program(base.Program):
         self.known: list[str] = known[0]["addresses"]
         if self.hosts:
             for number in self._guests:
-                load_identity(key_file(self.job, number))  # making one takes seconds, once in a peer's life
+                load_identity(key_file(self.job, number))  # making a key takes seconds, once per peer
             return
         if self.replica:
             connected = make_peer(self.job, self.replica, self.address, self.known)
@@ -65,11 +66,11 @@ class Program(base.Program):
             if turn % 2:
                 guest.kill()
             else:
-                guest.ask("leave")
+                guest.command("leave")
                 guest.wait_for("left")
             time.sleep(_REST_S)
             guest.end()
-            self.guests.append(guest.said)
+            self.guests.append(guest.events)
 
     def result(self) -> dict[str, Any]:
         return {"adopted": self.adopted, "guests": self.guests}
@@ -79,14 +80,14 @@ class Program(base.Program):
             self.transport.close()
 
     def _note(self, following: NextView) -> None:
-        """In the control thread."""
+        """Record a new view; called in the control thread."""
         with self._changed:
             members = following.view.members if following.view else ()
             self.adopted.append({"at_s": time.monotonic(), "members": members, "from_step": following.from_step})
             self._changed.notify_all()
 
     def _do_rounds(self) -> None:
-        """A tiny round in every view, by all its members."""
+        """Run a tiny round in every view; all members do."""
         last: dict[str, Any] | None = None
         while True:
             with self._changed:

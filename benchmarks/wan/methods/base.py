@@ -1,4 +1,4 @@
-"""What a method must offer to be measured."""
+"""The interface of a method to measure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Program", "ring_bytes"]
 
 
 class Program(abc.ABC):
-    """One replica under one method.
+    """One replica that runs one method.
 
     Attributes:
-        warmup_steps: inner steps before the measured part; afterwards nothing is in flight.
-        measured_steps: inner steps of the measured part; afterwards nothing is in flight.
-        waits_s: for each synchronisation, how long the loop stood still for it, everything included.
-        transfers_s: for each synchronisation, from handing in to having the average, where the method tells.
-        payload_bytes: sent by this replica so far, without framing, votes or heartbeats.
-        failures: synchronisations that failed or were given up.
-        in_flight: whether something of this replica is on its way.
+        warmup_steps: the inner steps before the measured part; nothing is in flight after them.
+        measured_steps: the inner steps of the measured part; nothing is in flight after them.
+        waits_s: for each synchronisation, the total time for which it blocked the training loop.
+        transfers_s: for each synchronisation, the time from submitting to having the average, if the method reports it.
+        payload_bytes: the payload sent by this replica so far, without framing, votes and heartbeats.
+        failures: the number of synchronisations that failed or were abandoned.
+        in_flight: whether a payload of this replica is in flight.
     """
 
     in_flight = False
@@ -43,26 +43,26 @@ class Program(abc.ABC):
         self.failures = 0
 
     def prepare(self) -> Mapping[str, Any]:
-        """Open what listens; returns what the other replicas must know, as JSON."""
+        """Start listening, and return what the other replicas must know, as JSON values."""
         return {}
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 - not every method has to
-        """All replicas have prepared; ``known`` holds what each returned, by replica."""
+        """Connect; all replicas have prepared, and ``known`` holds what `prepare` returned, by replica."""
 
     @abc.abstractmethod
     def step(self, step: int) -> None:
-        """One inner step, counted from 1, and all that the method does about it."""
+        """Take one inner step, counted from 1, with all that the method does in it."""
 
     @abc.abstractmethod
     def digest(self) -> str:
-        """Of what all replicas should agree on; empty where nothing is agreed on."""
+        """Return the digest of the values that should be equal on all replicas; empty if the method has none."""
 
     def close(self) -> None:  # noqa: B027 - not every method has to
-        """Let go of everything; all replicas have been measured."""
+        """Release everything; all replicas have been measured."""
 
 
 def ring_bytes(values: int, num_replicas: int, bytes_per_value: int = 4) -> int:
-    """Sent by one replica in one all-reduce: ``2 (M - 1) / M`` times the tensor.
+    """Return the bytes that one replica sends in one ring all-reduce: ``2 (M - 1) / M`` times the tensor.
 
     >>> ring_bytes(1000, 2), ring_bytes(1000, 4)
     (4000, 6000)

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel on gloo: float32 gradients of all layers at every step."""
+"""torch's DistributedDataParallel on gloo: an all-reduce of all float32 gradients at every step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PORT = 29500
 
 
 class Program(base.Program):
-    """The pause stands for forward and backward pass; the gradients' way is not hidden behind it."""
+    """The pause takes the place of forward and backward pass; the all-reduce does not overlap it."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
-        self.warmup_steps = 1  # DDP lays out its buckets anew after the first step
+        self.warmup_steps = 1  # DDP rebuilds its buckets after the first step
         self.measured_steps = self.work.data_parallel_steps
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:

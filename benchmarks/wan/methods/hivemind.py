@@ -1,7 +1,7 @@
 """hivemind's DecentralizedAverager: one average of all pseudo-gradients every H steps, as OpenDiLoCo does it.
 
-Matchmaking starts before the average is due, so that it costs no time when it works; what is averaged is handed in
-when it is due. The outer step is torch's SGD with Nesterov momentum, on every replica.
+Matchmaking starts before the average is due, so that it costs no time if it succeeds; the values are submitted when the
+average is due. The outer step is torch's SGD with Nesterov momentum, on every replica.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.wan.work import digest
 __all__ = ["Program"]
 
 MATCHMAKING_S = 5.0
-"""hivemind's own default; so long before an average is due, the group for it is sought."""
+"""How long before an average is due the matchmaking for it starts; hivemind's default."""
 
 
 class Program(base.Program):
-    """DiLoCo with one fragment; ``compression`` names a class of hivemind's."""
+    """DiLoCo with one fragment. The option ``compression`` names one of hivemind's classes."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)

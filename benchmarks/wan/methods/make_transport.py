@@ -1,4 +1,4 @@
-"""How a replica gets its transport: the one place that knows how it is made."""
+"""Makes the transport of a replica, over torch or in a swarm."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from diloco.transport.base import Transport
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["Way"]
+__all__ = ["Connector"]
 
 PORT = 29400
 
 
-class Way:
-    """A replica's way to the others, with the package's defaults but for what the method's options say.
+class Connector:
+    """Connects a replica to the others, with the package's defaults except for the method's options.
 
-    ``swarm``: the hivemind transport instead of torch. ``streams``: payload connections to each peer; absent or 0: the
-    transport's own choice. ``pace``: hold sending back to this share of the link's rate, as who knows the link would.
-    ``no_pace``: send as fast as TCP does.
+    ``swarm``: the hivemind transport instead of torch. ``streams``: the number of payload connections to each peer;
+    absent or 0: the transport chooses. ``pace``: a sending rate as a share of the link's, for which the link must be
+    known. ``no_pace``: no pacing; TCP decides.
     """
 
     def __init__(self, job: Job, replica: int) -> None:
@@ -38,19 +38,19 @@ class Way:
         self._founder: PeerTransport | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """What the others must know: the addresses of the swarm's founder."""
+        """Return what the others must know: the addresses of the swarm's founder."""
         if not self._options.get("swarm") or self._replica:
             return {}
         self._founder = self._make_peer([]).transport
         return {"addresses": addresses_of(self._founder)}
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> Transport:
-        """A transport to all others."""
+        """Return a transport to all other replicas."""
         if not self._options.get("swarm"):
             return self._over_torch()
         peer = self._founder or become_member(self._make_peer(known[0]["addresses"]), self._job.timeout_s)
         wait_for_members(peer, self._job.num_replicas, self._job.timeout_s)
-        peer.tick()  # rounds of the last view begin one step after those who joined have come
+        peer.tick()  # the rounds of the last view begin one step after the last join
         return peer
 
     def close(self) -> None:

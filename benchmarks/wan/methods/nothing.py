@@ -1,4 +1,4 @@
-"""No communication: what the others are measured against."""
+"""No communication: the baseline of all other methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Program"]
 
 
 class Program(base.Program):
-    """Inner steps alone."""
+    """Only inner steps."""
 
     def step(self, step: int) -> None:
         self.loop.compute()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.wan.methods import base
-from benchmarks.wan.methods.make_transport import Way
+from benchmarks.wan.methods.make_transport import Connector
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
@@ -19,8 +19,8 @@ __all__ = ["Program"]
 
 
 class Program(base.Program):
-    """``codec``, ``mean_codec`` (`DiLoCo`'s default), and ``streaming`` for P fragments that are merged tau steps after
-    they were sent."""
+    """Options: ``codec``, ``mean_codec`` (by default `DiLoCo`'s), and ``streaming`` for P fragments and tau overlap
+    steps."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -30,18 +30,18 @@ class Program(base.Program):
             num_fragments=self.work.num_fragments if streaming else 1,
             overlap_steps=self.work.overlap_steps if streaming else 0,
         )
-        self._way = Way(job, replica)
-        self._standing_s = 0.0
-        self._sent: deque[Any] = deque()  # rounds on their way, oldest first
-        # the first fragment's first round ends here, and the second's has not begun
+        self._connector = Connector(job, replica)
+        self._blocked_s = 0.0
+        self._sent: deque[Any] = deque()  # rounds in flight, oldest first
+        # the first round of the first fragment ends here, and that of the second has not begun
         self.warmup_steps = self.work.inner_steps + self.schedule.overlap_steps
 
     def prepare(self) -> Mapping[str, Any]:
-        return self._way.prepare()
+        return self._connector.prepare()
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        self.transport = self._way.connect(known)
-        self.transport.average = self._watching(self.transport.average)  # type: ignore[method-assign, assignment] # times
+        self.transport = self._connector.connect(known)
+        self.transport.average = self._recording(self.transport.average)  # type: ignore[method-assign, assignment]
         self.diloco = DiLoCo(
             self.model,
             self.loop.optimizer,
@@ -56,32 +56,32 @@ class Program(base.Program):
         self.loop.update(step)
         started_s = time.perf_counter()
         self.diloco.step()
-        self._standing_s += time.perf_counter() - started_s
+        self._blocked_s += time.perf_counter() - started_s
         self.payload_bytes = self.transport.sent_bytes
         self.failures = self.diloco.rounds_void
         if self.diloco.rounds_committed + self.diloco.rounds_void > len(self.waits_s):
-            self.waits_s.append(self._standing_s)
-            self._standing_s = 0.0
+            self.waits_s.append(self._blocked_s)
+            self._blocked_s = 0.0
             sent = self._sent.popleft()
             if sent.decided_s is not None:
                 self.transfers_s.append(sent.decided_s - sent.sent_s)
 
     @property
-    def in_flight(self) -> bool:  # type: ignore[override] # a method that sends in the background has to look
+    def in_flight(self) -> bool:  # type: ignore[override] # depends on the rounds in flight
         return bool(self.diloco.in_flight)
 
     def digest(self) -> str:
         return digest(self.diloco.outer_loop.named_global_params().values())
 
     def close(self) -> None:
-        self._way.close()
+        self._connector.close()
 
-    def _watching(self, average: Callable[[Contribution], Pending]) -> Callable[[Contribution], Pending]:
-        """``average``, keeping what it returns until it is merged."""
+    def _recording(self, average: Callable[[Contribution], Pending]) -> Callable[[Contribution], Pending]:
+        """Return ``average`` wrapped so that it also records the pending round for its times."""
 
-        def kept(contribution: Contribution) -> Pending:
+        def recorded(contribution: Contribution) -> Pending:
             pending = average(contribution)
             self._sent.append(pending)
             return pending
 
-        return kept
+        return recorded

@@ -1,4 +1,4 @@
-"""Rounds of this package and nothing else, of several sizes in turn, each after a pause: how long one takes."""
+"""Only rounds of this package, of several sizes in turn, each after a pause, to time them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.wan.methods import base
-from benchmarks.wan.methods.make_transport import Way
+from benchmarks.wan.methods.make_transport import Connector
 from benchmarks.wan.plan import Job
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import make_codec
@@ -19,7 +19,7 @@ __all__ = ["Program"]
 
 
 class Program(base.Program):
-    """``codec``; ``values`` of each size; ``repeats`` of all; ``pause_s`` before each; and what `Way` knows."""
+    """Options: ``codec``; ``values``, the sizes; ``repeats`` of all sizes; ``pause_s``; and those of `Connector`."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -29,13 +29,13 @@ class Program(base.Program):
         self.payloads: list[Tensor] = [self.codec.encode(values[:size]) for size in self.sizes]
         self.warmup_steps = len(self.sizes)
         self.measured_steps = self.options["repeats"] * len(self.sizes)
-        self._way = Way(job, replica)
+        self._connector = Connector(job, replica)
 
     def prepare(self) -> Mapping[str, Any]:
-        return self._way.prepare()
+        return self._connector.prepare()
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        self._transport = self._way.connect(known)
+        self._transport = self._connector.connect(known)
 
     def step(self, step: int) -> None:
         time.sleep(self.options["pause_s"])
@@ -59,4 +59,4 @@ class Program(base.Program):
         return ""
 
     def close(self) -> None:
-        self._way.close()
+        self._connector.close()

@@ -24,7 +24,10 @@ MANAGER_PORT = 29512
 
 
 class Program(base.Program):
-    """Streaming: fragments of every P-th layer, as ours; sent tau steps before their turn, merged at it."""
+    """With ``streaming``, fragments of every P-th layer as in this package.
+
+    A fragment is sent tau steps before it is due, and merged when it is due.
+    """
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -33,7 +36,7 @@ class Program(base.Program):
         layers = list(self.model.layers)
         self.parts: list[nn.Module] = [nn.ModuleList(layers[part::count]) for part in range(count)]
         self.overlap_steps = self.work.overlap_steps if streaming else 0
-        self._standing_s = 0.0
+        self._blocked_s = 0.0
 
     def prepare(self) -> Mapping[str, Any]:
         if self.replica == 0:
@@ -41,7 +44,7 @@ class Program(base.Program):
             self.lighthouse = coordination.LighthouseServer(
                 bind=f"[::]:{LIGHTHOUSE_PORT}", min_replicas=self.job.num_replicas
             )
-        self.store = dist.TCPStore(  # type: ignore[attr-defined] # torch does not list it
+        self.store = dist.TCPStore(  # type: ignore[attr-defined] # torch does not export it
             self.address, STORE_PORT, is_master=True, wait_for_workers=False
         )
         return {}
@@ -78,9 +81,9 @@ class Program(base.Program):
             sync_every=self.work.inner_steps,
             fragment_sync_delay=self.overlap_steps,
         )
-        self.manager.start_quorum = self._standing(self.manager.start_quorum)
+        self.manager.start_quorum = self._timed(self.manager.start_quorum)
         for fragment in self.diloco._fragments:
-            fragment.prepare_sync = self._standing(fragment.prepare_sync)
+            fragment.prepare_sync = self._timed(fragment.prepare_sync)
             fragment.perform_sync = self._finishing(fragment.perform_sync)
         self.diloco.__enter__()
 
@@ -89,7 +92,7 @@ class Program(base.Program):
         self.loop.update(step)  # torchft acts in a hook of the optimizer
 
     @property
-    def in_flight(self) -> bool:  # type: ignore[override] # a method that sends in the background has to look
+    def in_flight(self) -> bool:  # type: ignore[override] # depends on the all-reduces in flight
         return any(fragment._allreduce_work for fragment in self.diloco._fragments)
 
     def digest(self) -> str:
@@ -102,26 +105,26 @@ class Program(base.Program):
         if self.replica == 0:
             self.lighthouse.shutdown()
 
-    def _standing(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """``function``, with its time counted as standing still."""
+    def _timed(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``function`` wrapped so that its time counts as time for which the training loop is blocked."""
 
         def timed() -> Any:
             started_s = time.perf_counter()
             result = function()
-            self._standing_s += time.perf_counter() - started_s
+            self._blocked_s += time.perf_counter() - started_s
             return result
 
         return timed
 
     def _finishing(self, function: Callable[[], bool]) -> Callable[[], bool]:
-        """``perform_sync``: ends a synchronisation, which torchft commits or gives up."""
+        """Return ``perform_sync`` wrapped so that its end, committed or not, counts as a synchronisation."""
 
         def counted() -> bool:
-            committed: bool = self._standing(function)()
-            self.waits_s.append(self._standing_s)
+            committed: bool = self._timed(function)()
+            self.waits_s.append(self._blocked_s)
             if not self.overlap_steps:
-                self.transfers_s.append(self._standing_s)
-            self._standing_s = 0.0
+                self.transfers_s.append(self._blocked_s)
+            self._blocked_s = 0.0
             self.failures += not committed
             self.payload_bytes += base.ring_bytes(self.work.values // len(self.parts), self.job.num_replicas)
             return committed

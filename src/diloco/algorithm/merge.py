@@ -6,7 +6,7 @@ With alpha = 0 and tau = 0 both rules replace the local parameters by the global
 rule         equation                                                    source
 ===========  ==========================================================  ==============================================
 ``alpha``    ``local <- alpha * local + (1 - alpha) * global``           Streaming DiLoCo, Algorithm 2, line 12
-``rebase``   ``local <- global + (local - local at sending)``            as LOSCAR-SGD: keep the work of the overlapped
+``rebase``   ``local <- global + (local - local when sent)``            as LOSCAR-SGD: keep the work of the overlapped
                                                                          steps, replace the rest
 ===========  ==========================================================  ==============================================
 
@@ -31,7 +31,7 @@ class MergeRule(Protocol):
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether the rule needs the local parameters at sending, which cost 4 bytes per value while in flight."""
+        """Whether the rule needs the local parameters when sent, which cost 4 bytes per value while in flight."""
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         """Update ``local`` in place. With an attribute ``elementwise = True`` the rule also accepts part of the values.
@@ -39,7 +39,7 @@ class MergeRule(Protocol):
         Args:
             local: ``(numel,)`` float32, the current local parameters.
             global_params: ``(numel,)`` float32, the global parameters after the outer step.
-            sent: ``(numel,)`` float32, the local parameters at sending if ``keeps_sent``, else None.
+            sent: ``(numel,)`` float32, the local parameters when sent if ``keeps_sent``, else None.
         """
 
 
@@ -69,7 +69,7 @@ class AlphaMerge:
 
 @dataclass(frozen=True)
 class RebaseMerge:
-    """``local <- global + (local - local at sending)``, which keeps all work of the overlapped steps.
+    """``local <- global + (local - local when sent)``, which keeps all work of the overlapped steps.
 
     >>> import torch
     >>> local, sent = torch.tensor([1.5]), torch.tensor([1.0])
@@ -82,7 +82,7 @@ class RebaseMerge:
     elementwise = True
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        assert sent is not None, "RebaseMerge needs the local parameters at sending"
+        assert sent is not None, "RebaseMerge needs the local parameters when sent"
         local.sub_(sent).add_(global_params)
 
 

@@ -59,7 +59,7 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
 
 
 def learning_rate_of_gain(gain: float, momentum: float) -> float:
-    """Return ``gain (1 - mu)``, the learning rate at which a long run of equal means moves by ``gain`` times each mean.
+    """Return ``gain (1 - mu)``: then each of many equal means moves parameters by ``gain`` times that mean.
 
     >>> learning_rate_of_gain(4.0, 0.9), learning_rate_of_gain(1.75, 0.6), learning_rate_of_gain(1.0, 0.0)
     (0.4, 0.7, 1.0)

@@ -110,10 +110,10 @@ class Nesterov:
 
     @classmethod
     def of_gain(cls, gain: float, momentum: float = 0.9) -> Self:
-        """Return an optimizer with ``lr = gain (1 - mu)``: each of many equal means moves by ``gain`` times the mean.
+        """Return an optimizer with ``lr = gain (1 - mu)``: each of many equal means moves values by ``gain`` times it.
 
         Over many rounds, settings of equal gain behave alike. In a short run the momentum does not build up; the first
-        step moves by only ``lr (1 + mu)`` times the mean.
+        step moves them by only ``lr (1 + mu)`` times the mean.
 
         >>> Nesterov.of_gain(1.75, momentum=0.6)
         Nesterov(learning_rate=0.7, momentum=0.6)

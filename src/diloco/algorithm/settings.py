@@ -55,8 +55,8 @@ class FragmentSettings:
     def __post_init__(self) -> None:
         if (self.strategy == "patterns") != bool(self.patterns):
             raise ConfigurationError(
-                f'The strategy "patterns", and no other, needs fragments.patterns, got fragments.strategy='
-                f"{self.strategy!r} with {len(self.patterns)} lists of patterns."
+                f'fragments.patterns must be set if, and only if, fragments.strategy is "patterns"; got '
+                f"fragments.strategy={self.strategy!r} with {len(self.patterns)} lists of patterns."
             )
 
 
@@ -122,7 +122,7 @@ class MergeSettings:
     """Settings of how an average is merged into the local parameters."""
 
     rule: str | None = None
-    """alpha: local <- alpha * local + (1 - alpha) * global; rebase: local <- global + (local - local at sending);
+    """alpha: local <- alpha * local + (1 - alpha) * global; rebase: local <- global + (local - local when sent);
     or module:class for your own. Default: alpha if `alpha` is given, else rebase for streaming and alpha for diloco."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of your own merge rule, as a table."""

@@ -1,4 +1,4 @@
-"""Search for checkpoints, and opening and loading of them."""
+"""Finding, opening and loading checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving of a checkpoint, from one process or from all ranks of a replica, in the layout of `diloco.checkpoint`.
+"""Saving a checkpoint, from one process or from all ranks of a replica, in the layout of `diloco.checkpoint`.
 
 The share of the rank at position 0 in a sharded part NAME is saved as::
 

@@ -70,7 +70,9 @@ def line(event: events.Event, progress: RunProgress) -> str:
         case events.ViewChanged():
             return f"now {_counted(len(event.members))}: {event.reason}"
         case events.RoundSent():
-            return f"fragment {event.fragment}: values outside the codec's range were clamped (reported only once)"
+            return (
+                f"fragment {event.fragment}: values outside the codec's range were clamped (reported once per fragment)"
+            )
         case events.StepFinished():
             return f"the gradient scaler skipped the inner step of {_counted(event.skipped_replicas)}"
         case events.Interrupted():

@@ -39,7 +39,7 @@ class _InFlight:
 
     contribution: Contribution  # submitted again after a resume, it gives the same average
     pending: Pending  # the average in flight
-    sent: Tensor | None  # ``(numel,)`` float32, the local parameters at sending, if the merge rule needs them
+    sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
 
 
 class FragmentRounds:

@@ -76,7 +76,7 @@ def header_of(contribution: Contribution) -> Header:
             withdrawn = str(error)
     buffers, integers = contribution.buffers, contribution.integers
     if not withdrawn and buffers is not None and not bool(torch.isfinite(buffers).all()):
-        withdrawn = "holds model buffers that are not finite"
+        withdrawn = "its model buffers are not finite"
     return Header(
         contribution.round,
         contribution.numel,

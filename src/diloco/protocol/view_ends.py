@@ -128,7 +128,7 @@ class ViewEnds:
 
         Args:
             rank: the rank that asks.
-            connected: the ranks to which it is connected. If a member is missing, it is asked to try again.
+            connected: the ranks to which it is connected. If a member is missing, the rank is asked to try again.
         """
         replica = self._rules.replica_of(rank)
         if self._roster.is_connected(rank):

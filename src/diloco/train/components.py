@@ -1,4 +1,4 @@
-"""Construction of fragments, codecs, optimizers, rules and transports from settings."""
+"""Builds fragments, codecs, optimizers, rules and transports from settings."""
 
 from __future__ import annotations
 

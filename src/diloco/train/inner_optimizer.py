@@ -1,4 +1,4 @@
-"""Construction of the inner optimizer that settings name."""
+"""Builds the inner optimizer that settings name."""
 
 from __future__ import annotations
 

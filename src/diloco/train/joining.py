@@ -1,4 +1,4 @@
-"""Entry of a replica into its run: from a checkpoint, by joining the other replicas, or by rejoining them."""
+"""How a replica enters its run: from a checkpoint, by joining the other replicas, or by rejoining them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _watch(
                 kill_all()
             if finished_s is not None and now_s - finished_s > patience_s:
                 for replica, _ in running:
-                    say(f"replica {replica} did not end with the others and was killed.")
+                    say(f"replica {replica} did not end with the others and is killed.")
                 kill_all()
             for (replica, position), process in list(running.items()):
                 code = process.poll()

@@ -1,4 +1,4 @@
-"""Construction of one replica of a run from the settings."""
+"""Builds one replica of a run from the settings."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class TransportSettings:
     instead of repeatedly filling the queues of routers. Higher rates are tried from time to time."""
     piece_bytes: int = 524_288
     """torch, hivemind: payloads are sent in pieces of about this many bytes. Small payloads are divided into smaller
-    pieces, so that there are about sixteen."""
+    pieces, so that there are about sixteen, but none below 256 KiB."""
     heartbeat_s: float = 2.0
     """torch, hivemind: interval between heartbeats, in seconds."""
     silence_s: float = 15.0

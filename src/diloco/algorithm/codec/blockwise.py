@@ -74,7 +74,8 @@ class BlockwiseCodec(Codec):
         self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
         if implementation == "native" and self._kernels is None:
             raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use 'torch'."
+                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use "
+                "implementation='torch'."
             )
         self.implementation = "native (C)" if self._kernels else "torch"
 

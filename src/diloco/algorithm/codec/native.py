@@ -1,4 +1,4 @@
-"""Loading and calling of the compiled codec kernels in ``_kernels.c``.
+"""Loads and calls the compiled codec kernels in ``_kernels.c``.
 
 They are built when the package is installed if there is a C compiler. Without them the codecs run the same arithmetic
 as torch operations and give the same bytes. Each call uses one thread; ctypes releases the GIL during the call.

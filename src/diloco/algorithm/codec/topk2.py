@@ -64,7 +64,8 @@ class TopK2(Codec):
         self._kernels = None if implementation == "torch" else native.load_sparse(self.name)
         if implementation == "native" and self._kernels is None:
             raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use 'torch'."
+                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use "
+                "implementation='torch'."
             )
         self.implementation = "native (C)" if self._kernels else "torch"
 

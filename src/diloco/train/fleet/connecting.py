@@ -1,4 +1,4 @@
-"""Construction of a fleet that is connected to the other ranks, from settings and a role."""
+"""Builds a fleet that is connected to the other ranks, from settings and a role."""
 
 from __future__ import annotations
 

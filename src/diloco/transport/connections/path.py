@@ -30,7 +30,8 @@ senders meets, acknowledgements arrive in bunches, and a shorter measurement wou
 OVERFLOW, LEAST_RESENT = 0.15, 100
 """Retransmissions that indicate an overflowing queue: their share of the arriving segments, and their least number. A
 burst that lasts no longer than a window may overflow a queue before the path is full for a whole window. Half a window
-suffices then, provided that a window is longer than a round trip."""
+suffices then, provided that a window is longer than a round trip. A burst that ends within a window counts if it has so
+many retransmissions and the path was full in most of its intervals."""
 
 UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
 """Shares of the measured rate: in normal use; while probing for more bandwidth, in `PROBES` of every `CYCLE` intervals;

@@ -40,7 +40,7 @@ _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """The unsent data that the kernel may buffer for one connection: as much as it sends in so many seconds, and at least
 so many bytes. With more, data would wait for a slow connection while others are free."""
 
-_TOO_SLOW = 16  # slowdown that does not come from sharing a path with a few others
+_TOO_SLOW = 16  # times slower than the connection once was; sharing a path does not slow it that much
 
 _LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
 _MOST_PART_S = 0.005  # longest part at a known pacing rate, as a part leaves in one burst and queues up

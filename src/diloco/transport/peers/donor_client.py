@@ -165,7 +165,7 @@ class Donor:
         return self.fetch.assembly is not None and self.offer == self.fetch.assembly.description
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Description | None:
-        """Ask what the donor holds. Return None if it is to be asked again later."""
+        """Ask what the donor holds. Return None if the caller should ask again later."""
         writer.write(pack(self._request("")))
         message, _ = await self._read(reader)
         if message["kind"] != "offer":

@@ -244,9 +244,7 @@ class PayloadExchange:
             values = {member: raw[member][:size].clone().view(torch.float32) for member in contributors}
             for member, each in values.items():
                 if not bool(torch.isfinite(each).all()):
-                    words = (
-                        f"the contribution of replica {member} was refused: it holds model buffers that are not finite"
-                    )
+                    words = f"the contribution of replica {member} was refused: its model buffers are not finite"
                     raise CodecError(words, replica=member)
             buffers = mean_of_buffers(values, weights)
         if mine.integers is not None:
