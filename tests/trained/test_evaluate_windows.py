@@ -111,7 +111,7 @@ def test_without_overlap_it_is_the_evaluation_of_training() -> None:
 def test_misuse_says_what_would_work() -> None:
     arguments: dict[str, Any] = {"sequence_length": 4, "batch_size": 1}
     for stride in (0, 5):
-        with pytest.raises(ConfigurationError, match=f"between 1 and the sequence length of 4, not {stride}"):
+        with pytest.raises(ConfigurationError, match=f"between 1 and the sequence length of 4, got {stride}"):
             evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(9)], stride=stride, **arguments)
     with pytest.raises(DataError, match="no token to predict"):
         evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(1)], stride=4, **arguments)
