@@ -1,4 +1,4 @@
-"""The parser accepts the flags of every `diloco` command on the documentation pages listed here."""
+"""The parser accepts the flags of every `diloco` command on the pages listed here, and the tests they name exist."""
 
 from __future__ import annotations
 
@@ -77,3 +77,16 @@ def test_commands_are_found_where_pages_have_them() -> None:
     text = "```\nmachine-a$ diloco doctor a:1 b:2   # a comment\nOUT=x diloco train \\\n    --steps 5 && ls\n```\n"
     assert list(commands(text)) == [["doctor", "a:1", "b:2"], ["train", "--steps", "5"]]
     assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 20
+
+
+def test_the_tests_named_on_the_pages_exist() -> None:
+    named = {
+        name for page in (ROOT / "docs").glob("*.md") for name in re.findall(r"`(test_\w+)`", page.read_text("utf-8"))
+    }
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
+    }
+    assert len(named) > 30
+    assert named <= there

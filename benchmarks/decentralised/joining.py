@@ -51,14 +51,14 @@ def main(arguments: Sequence[str]) -> None:
         count(state, began_s)
         return state
 
-    def counted_beside(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+    def counted_in_background(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         began_s = time.monotonic()
         fetching = fetch_in_background(fragment, donors, expected_bytes)
         threading.Thread(target=lambda: count(fetching.result(), began_s), daemon=True).start()
         return fetching
 
-    transport.fetch = counted  # type: ignore[method-assign]
-    transport.fetch_in_background = counted_beside  # type: ignore[method-assign]
+    transport.fetch = counted  # type: ignore[method-assign]  # to count the bytes
+    transport.fetch_in_background = counted_in_background  # type: ignore[method-assign]  # the same
     contributed: set[int] = set()
 
     def note(event: Event) -> None:

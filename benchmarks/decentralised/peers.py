@@ -72,6 +72,6 @@ def wait_for_members(transport: PeerTransport, number: int, timeout_s: float) ->
     transport.on_change = note
     with changed:
         reached = changed.wait_for(lambda: len(transport.view.members) >= number, timeout_s)
-    transport.on_change = before  # type: ignore[assignment]
+    transport.on_change = before  # type: ignore[assignment]  # an attribute that holds a callable
     if not reached:
         raise TimeoutError(f"The view does not have {number} members after {timeout_s:g} s. It is {transport.view}")
