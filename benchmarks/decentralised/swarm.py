@@ -27,6 +27,7 @@ __all__: list[str] = []
 
 RESULTS = Path(__file__).parent / "swarm.json"
 RTT_S = 0.1
+LEAST_MEMBERS = 4
 
 _VALUES = 393_216
 _STEADY_S = 40.0
@@ -288,6 +289,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/decentralised"), help="folder for keys")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file, for trials")
     given = parser.parse_args(arguments)
+    if few := [members for members in given.members if members < LEAST_MEMBERS]:
+        parser.error(
+            f"--members must be at least {LEAST_MEMBERS}, got {few[0]}: two members are killed one after the other, "
+            "and each time more than half must be left. Nothing was started."
+        )
     network = Network(given.wan, given.prefix) if given.wan else Loopback()
     os.environ.update(network.environment)
     given.rtt_s = RTT_S if given.wan else 0.0

@@ -12,9 +12,9 @@ from diloco.transport.address import Address, address_of_interface, parse_addres
 from diloco.transport.connections.streams import ASKS, Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
 
-__all__ = ["TcpStreams", "stop_listening"]
+__all__ = ["NONCE_BYTES", "TcpStreams", "stop_listening"]
 
-_NONCE_BYTES = 16
+NONCE_BYTES = 16
 PROOF_S = 4.0  # less than the time that a peer waits for its answer
 _LOW_DELAY = 0x10  # in the type-of-service byte: routers that support it let these packets overtake payloads
 
@@ -117,7 +117,7 @@ class TcpStreams:
         return reader, writer
 
     async def _prove(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked, mine = await reader.readexactly(len(ASKS) + _NONCE_BYTES), os.urandom(_NONCE_BYTES)
+        asked, mine = await reader.readexactly(len(ASKS) + NONCE_BYTES), os.urandom(NONCE_BYTES)
         ends = f"opens {mine.hex()}", f"listens {asked[len(ASKS) :].hex()}"
         writer.write(mine + proof("tcp", self._secret, *ends))
         answer = await reader.readexactly(PROOF_BYTES)
@@ -127,11 +127,11 @@ class TcpStreams:
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if not self._secret:
             return True
-        mine = os.urandom(_NONCE_BYTES)
+        mine = os.urandom(NONCE_BYTES)
         writer.write(ASKS + mine)
-        answer = await reader.readexactly(_NONCE_BYTES + PROOF_BYTES)
-        ends = f"opens {answer[:_NONCE_BYTES].hex()}", f"listens {mine.hex()}"
-        if not is_proof(answer[_NONCE_BYTES:], "tcp", self._secret, *ends):
+        answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
+        ends = f"opens {answer[:NONCE_BYTES].hex()}", f"listens {mine.hex()}"
+        if not is_proof(answer[NONCE_BYTES:], "tcp", self._secret, *ends):
             return False
         writer.write(proof("tcp", self._secret, *reversed(ends)))
         return True
