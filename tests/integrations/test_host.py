@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diloco import SyncSchedule
+from diloco import DiLoCo, SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.integrations.host import StepWatch, bare_model, bare_optimizer, replica_share
-from diloco.integrations.hosted_replica import HostedReplica
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
     return type(name, (base,), {"__module__": module})
+
+
+def test_integrations_pass_on_every_argument_that_they_do_not_make_themselves() -> None:
+    offered = {name: each.annotation for name, each in inspect.signature(DiLoCo).parameters.items()}
+    for name in ("model", "inner_optimizer", "transport", "compare_arguments"):
+        del offered[name]
+    assert {name: each.__forward_arg__ for name, each in DiLoCoArguments.__annotations__.items()} == offered
 
 
 def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.digest import digest_tensors
@@ -57,10 +58,12 @@ class DiLoCoArguments(TypedDict, total=False):
     outer_optimizer: OuterOptimizer | None
     merge: MergeRule | None
     codec: Codec | str
-    error_feedback: bool
+    error_feedback: bool | float
     global_device: torch.device | str | None
     weight: float
     clipping: Clipping | None
+    average: AverageRule | None
+    telemetry: bool
     mean_codec: Codec | str
     mean_error_feedback: bool | float
     on_event: Callable[[Event], None] | None

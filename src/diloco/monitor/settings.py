@@ -25,7 +25,7 @@ class WandbSettings:
     """User or team. Default: the owner of the API key."""
     name: str | None = None
     """Name of the run. Default: the name of its folder. If replicas are processes, replicas N > 0 append
-    "-replica-N"."""
+    "-replica-N"; a peer of a swarm appends the name of its host."""
     group: str | None = None
     """Group that the replicas of one run are shown in. Default: swarm.run, or the name."""
     tags: tuple[str, ...] = ()

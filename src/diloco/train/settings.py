@@ -170,7 +170,8 @@ class RunSettings:
     """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Run folder. Default: runs/ALGORITHM-PRESET, with a number appended if that folder exists."""
+    """Run folder. Default: runs/RUN in a swarm (swarm.run), otherwise runs/ALGORITHM-PRESET, with a number appended if
+    that folder exists."""
     seed: int = 0
     """Seed of the initial weights, the data order and every replica's random generators."""
     algorithm: Algorithm = "streaming"
