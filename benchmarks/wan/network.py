@@ -18,9 +18,9 @@ __all__ = ["Loopback", "Network"]
 class Network:
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1) on wan0.
 
-    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set all up=..mbit``, ``exec I
-    COMMAND...`` (which replaces the script's own process) and ``down``. It must keep networks with different
-    ``WAN_PREFIX`` apart.
+    The script must support ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set I up=..mbit`` (I: a node,
+    or ``all``), ``exec I COMMAND...`` (which replaces the script's own process) and ``down``. It must keep networks
+    with different ``WAN_PREFIX`` apart.
 
     Args:
         script: the path of the script.
@@ -55,7 +55,8 @@ class Network:
         try:
             self._do("up", *link.arguments())
             if link.up_bits_per_s:
-                self._do("set", "all", f"up={link.up_bits_per_s / 1e6:g}mbit")
+                for node in map(str, range(link.slow_replicas)) if link.slow_replicas else ("all",):
+                    self._do("set", node, f"up={link.up_bits_per_s / 1e6:g}mbit")
             self._check_congestion_control(link)
             yield
         finally:

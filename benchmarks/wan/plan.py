@@ -22,6 +22,7 @@ class Link:
         real_packets: whether packets have 1500 bytes where TCP would pass larger ones to the link; on a lossy link
             they always have.
         up_bits_per_s: the uplink's rate, if it differs.
+        slow_replicas: how many replicas have that uplink; 0: all.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Link:
     congestion_control: str = ""
     real_packets: bool = False
     up_bits_per_s: float | None = None
+    slow_replicas: int = 0
 
     def arguments(self) -> list[str]:
         """Return the arguments of the network script's ``up``.
@@ -68,6 +70,8 @@ LINKS = (
     Link("200 Mbit/s, 500 ms, 2 replicas", 2, 200e6, 0.5),
     Link("200 Mbit/s, 500 ms, cubic", 2, 200e6, 0.5, congestion_control="cubic"),
     Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=20e6),
+    Link("100 Mbit/s, 100 ms, 3 replicas, one sends at 20", 3, 100e6, 0.1, up_bits_per_s=20e6, slow_replicas=1),
+    Link("100 Mbit/s, 100 ms, 8 replicas, one sends at 20", 8, 100e6, 0.1, up_bits_per_s=20e6, slow_replicas=1),
     Link("300 Mbit/s, 80 ms, 0.5 % loss, cubic, 3 replicas", 3, 300e6, 0.08, 0.5, "cubic"),
     Link("300 Mbit/s, 80 ms, 0.5 % loss, bbr, 3 replicas", 3, 300e6, 0.08, 0.5, "bbr"),
 )

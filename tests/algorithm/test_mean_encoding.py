@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.algorithm.codec import Float32, make_codec
-from diloco.algorithm.exchange import plan_exchange, shard_bounds
+from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import (
     PLAIN_MEAN,
     MeanEncoding,
@@ -24,6 +24,7 @@ from diloco.algorithm.mean_encoding import (
     lost_residual_note,
     overlap,
 )
+from diloco.algorithm.shards import shard_bounds
 from diloco.errors import ConfigurationError
 
 LOSSY = [("bfloat16", {}), ("int8", {"block_size": 8}), ("fp4", {"block_size": 8})]

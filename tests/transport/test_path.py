@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.algorithm.shards import UNKNOWN_UPLINK
 from diloco.transport.connections.path import (
     CYCLE,
     LEAST_SEGMENTS,
@@ -173,6 +174,10 @@ def test_a_way_that_never_fills_is_not_held_back() -> None:
         pace.spend(n * INTERVAL_S, 1 << 20)
         assert pace.wait_s(n * INTERVAL_S) == 0.0
     assert math.isinf(pace.bits_per_s)
+    assert pace.uplink == UNKNOWN_UPLINK, "the burst lasts still"
+    pace.observe(5.0, sample(0.0, busy=False))
+    assert not pace.uplink.full
+    assert 4e6 <= pace.uplink.bits_per_s <= 7e6, "the mean of the last intervals, a lower limit"
 
 
 def test_one_late_answer_is_no_queue() -> None:
@@ -180,6 +185,12 @@ def test_one_late_answer_is_no_queue() -> None:
     for n in range(100):
         pace.observe(n * INTERVAL_S, sample(1e6, trip_s=TRIP_S * (3 if n % 2 else 1)))
     assert math.isinf(pace.bits_per_s)
+
+
+def test_the_rate_of_a_full_way_is_that_of_the_uplink() -> None:
+    pace = burst()
+    assert pace.uplink.full
+    assert pace.uplink.bits_per_s == pytest.approx(pace.bits_per_s / UTILIZATION, abs=1)
 
 
 def test_answers_that_were_held_up_do_not_show_a_faster_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.outer.diloco import DiLoCo
+from diloco.transport.links import Link
 from tests.replicas import Swarm, Vectors, quadratic
 from tests.transport.wires import Wires
 
@@ -49,7 +51,10 @@ def in_process(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple
     return [(swarm.local(m), swarm.global_params(m)) for m in range(num_replicas)]
 
 
-def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple[Tensor, Tensor]]:
+def over_sockets(
+    num_replicas: int, codec: Codec | str, links: Sequence[Link] = (), **more: Any
+) -> list[tuple[Tensor, Tensor, int]]:
+    """Return the local and the global parameters of each replica, and the bytes that it has sent."""
     wires, results = Wires(), {}
     gradient = quadratic(1)
 
@@ -75,10 +80,12 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
                 diloco.step()
         named = diloco.outer_loop.named_global_params()
         local = torch.cat([p.detach().flatten() for p in model.parameters()])
-        results[number] = (local, torch.cat([named[name].flatten() for name, _ in model.named_parameters()]))
+        shared = torch.cat([named[name].flatten() for name, _ in model.named_parameters()])
+        results[number] = (local, shared, transports[number].sent_bytes)
 
     try:
-        transports = wires.meet(num_replicas, piece_bytes=512)  # small payloads are also divided into several pieces
+        # small payloads are also divided into several pieces
+        transports = wires.meet(num_replicas, links=links, piece_bytes=512)
         threads = [threading.Thread(target=live, args=(number,)) for number in range(num_replicas)]
         for thread in threads:
             thread.start()
@@ -102,10 +109,27 @@ def test_so_they_do_with_encoded_means_and_what_these_lost(codec: str, mean_code
     check_both(4, make_codec(codec, block_size=64), mean_codec=means, mean_error_feedback=True)
 
 
-def check_both(num_replicas: int, codec: Codec | str, **more: Any) -> None:
+INT8 = make_codec("int8", block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("codec", "means"), [("float32", {}), (INT8, {"mean_codec": INT8, "mean_error_feedback": True})]
+)
+def test_so_they_do_if_a_replica_with_a_slow_uplink_owns_less_from_the_second_round_on(
+    codec: Codec | str, means: dict[str, Any]
+) -> None:
+    """Residuals move to the new owners. In one process all own equal parts."""
+    slow, fast = Link(20e6), Link(200e6)
+    sent_bytes = check_both(4, codec, links=[fast, slow, fast, fast], **means)
+    assert sent_bytes[1] < 0.8 * min(sent_bytes[0], *sent_bytes[2:])
+
+
+def check_both(num_replicas: int, codec: Codec | str, links: Sequence[Link] = (), **more: Any) -> list[int]:
+    """Compare both transports, and return the bytes that each replica sent over sockets."""
     expected = in_process(num_replicas, codec, **more)
-    there = over_sockets(num_replicas, codec, **more)
-    for (local, shared), (local_there, shared_there) in zip(expected, there, strict=True):
+    there = over_sockets(num_replicas, codec, links, **more)
+    for (local, shared), (local_there, shared_there, _) in zip(expected, there, strict=True):
         assert torch.equal(local, local_there)
         assert torch.equal(shared, shared_there)
     assert all(torch.equal(shared, expected[0][1]) for _, shared in expected)
+    return [sent_bytes for _, _, sent_bytes in there]

@@ -12,6 +12,7 @@ from diloco.protocol.registry import Registry
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.transport.links import Link
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
@@ -73,7 +74,10 @@ class Wires:
         self._open: list[PeerTransport] = []
         self._exits: list[Any] = []
 
-    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[PeerTransport]:
+    def meet(
+        self, num_replicas: int, *, ranks_per_replica: int = 1, links: Sequence[Link] = (), **wire: Any
+    ) -> list[PeerTransport]:
+        """Return the transports of all ranks; ``links`` are their emulated links, if any."""
         context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, wire.get("secret", ""))
         self.address = context.__enter__()
         self._exits.append(context)
@@ -86,7 +90,8 @@ class Wires:
                 ranks_per_replica=ranks_per_replica,
                 rendezvous=self.address,
             )
-            return connect(place, TcpWire(**(QUICK | wire)))
+            own = {"link": links[rank]} if links else {}
+            return connect(place, TcpWire(**(QUICK | wire | own)))
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
         for each in found:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from diloco.algorithm.averaging import Contribution
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
+from diloco.algorithm.shards import Uplink, owned_shares, shard_bounds, speeds
 
-__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round", "shard_bounds"]
+__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round"]
+
+_WORTH_IT = 0.8
+"""Unequal shares must take at most this part of the time, since measured rates are not exact."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +56,10 @@ class Exchange:
         """The most bytes that a replica moves in one direction."""
         return max(*self.sent, *self.received)
 
-
-def shard_bounds(numel: int, num_replicas: int, block_size: int) -> tuple[tuple[int, int], ...]:
-    """Divide ``numel`` values into ``num_replicas`` consecutive ranges and return their ``(start, stop)``.
-
-    Ranges consist of whole blocks and differ by at most one block. With fewer blocks than replicas some are empty. The
-    last range holds the last, perhaps shorter block and is one of those with the most blocks, so no other division into
-    whole blocks has a shorter longest range.
-
-    >>> shard_bounds(10, 3, block_size=1)
-    ((0, 3), (3, 6), (6, 10))
-    >>> shard_bounds(1000, 3, block_size=256)
-    ((0, 256), (256, 512), (512, 1000))
-    >>> shard_bounds(300, 3, block_size=256)
-    ((0, 0), (0, 256), (256, 300))
-    """
-    blocks = -(-numel // block_size)
-    cuts = [min(position * blocks // num_replicas * block_size, numel) for position in range(num_replicas + 1)]
-    return tuple(pairwise(cuts))
+    def time(self, rates: Sequence[float]) -> float:
+        """Return the time of the slowest replica, in bytes over the unit of ``rates``, which are by position."""
+        moved = map(max, self.sent, self.received)
+        return max(num_bytes / rate for num_bytes, rate in zip(moved, rates, strict=True))
 
 
 def plan_exchange(
@@ -80,12 +70,17 @@ def plan_exchange(
     *,
     mean: MeanEncoding = PLAIN_MEAN,
     whole: bool = False,
+    uplinks: Sequence[Uplink] = (),
 ) -> Exchange:
     """Return the exchange pattern that moves fewer bytes at its busiest replica.
 
     With n the payload and m the encoded mean of all values, in bytes, an all-gather moves ``(M - 1) * n`` bytes each
     way. A reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here
     exactly for each range. On a tie the all-gather is chosen, which needs one trip instead of two.
+
+    In a reduce-scatter, replicas with slow uplinks may own less of the sum, or nothing: such a replica sends n and no
+    mean. Unequal shares are chosen if they save at least a fifth of the time of the slowest. They don't change the
+    pattern, nor the result: ranges consist of whole blocks, which are summed and encoded alike by any owner.
 
     Args:
         codec: The codec of the contributions.
@@ -96,6 +91,7 @@ def plan_exchange(
             of both codecs.
         whole: Whether every replica needs whole contributions, e.g. to clip them by norm. The pattern is then
             all-gather.
+        uplinks: What is known about the uplink of each replica; empty: nothing.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
@@ -105,25 +101,41 @@ def plan_exchange(
     'all-gather'
     >>> plan_exchange(make_codec("fp4"), 1024, 4, mean=MeanEncoding.of("fp4")).sent
     (774, 774, 774, 774)
+    >>> slow, fast = Uplink(20_000_000, full=True), Uplink(100_000_000)
+    >>> plan_exchange(make_codec("int8"), 4096, 3, mean=MeanEncoding.of("int8"), uplinks=[slow, fast, fast]).shards
+    ((0, 0), (0, 2048), (2048, 4096))
     """
-    others, mean = num_replicas - 1, mean.among(num_replicas, codec)
-    shards = shard_bounds(numel, num_replicas, math.lcm(codec.block_size, mean.codec.block_size))
+    mean = mean.among(num_replicas, codec)
+    block_size = math.lcm(codec.block_size, mean.codec.block_size)
+    shards = shard_bounds(numel, num_replicas, block_size)
+    gathered = ((num_replicas - 1) * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
+    gather = Exchange("all-gather", shards, mean, gathered, gathered)
+    scatter = _scatter(codec, mean, shards, extra_bytes)
+    if whole or gather.busiest_bytes <= scatter.busiest_bytes:
+        return gather
+    if not (rates := speeds(uplinks)):
+        return scatter
+    shares = owned_shares(rates, codec.payload_bytes(numel), mean.codec.payload_bytes(numel))
+    unequal = _scatter(codec, mean, shard_bounds(numel, num_replicas, block_size, shares), extra_bytes)
+    return unequal if unequal.time(rates) <= _WORTH_IT * scatter.time(rates) else scatter
+
+
+def _scatter(codec: Codec, mean: MeanEncoding, shards: tuple[tuple[int, int], ...], extra_bytes: int) -> Exchange:
+    """Return the reduce-scatter in which the replica at position i owns the range ``shards[i]``."""
+    others = len(shards) - 1
     payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
     means = [mean.codec.payload_bytes(stop - start) for start, stop in shards]
     both = list(zip(payloads, means, strict=True))
-    gathered = (others * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
-    gather = Exchange("all-gather", shards, mean, gathered, gathered)
-    scatter = Exchange(
+    return Exchange(
         "reduce-scatter",
         shards,
         mean,
         sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
         received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
     )
-    return gather if whole else min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
 
 
-def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
+def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Exchange:
     """Return `plan_exchange` for a round of ``num_replicas`` contributions like this one."""
     return plan_exchange(
         contribution.codec,
@@ -132,6 +144,7 @@ def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
         contribution.extra_bytes,
         mean=contribution.mean,
         whole=contribution.whole,
+        uplinks=uplinks,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import TransportError
 from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
@@ -148,6 +149,7 @@ class Submitted:
     sent_s: float
     # how much of the time since then went into view changes, during which the round made no progress
     paused_s: float = 0.0
+    uplink: Uplink = UNKNOWN_UPLINK  # what is known about this rank's uplink
 
 
 @dataclass(frozen=True)

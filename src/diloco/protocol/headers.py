@@ -10,6 +10,7 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
 from diloco.algorithm.mean_encoding import ValueRange
+from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import CodecError
 from diloco.membership.quorum import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
@@ -38,12 +39,15 @@ class Header:
     # the range of values for which the sender holds the residual of earlier means; empty: none
     residual: ValueRange = (0, 0)
     key: str = ""  # the public key of the sender's vote on the round
+    uplink: Uplink = UNKNOWN_UPLINK  # for the plan of the fragment's next round
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """Convert to JSON; weights are sent as strings, since they may be NaN or infinite."""
         weights = {"weight": repr(self.weight), "base_weight": repr(self.base_weight)}
         fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step]} | weights
         fields["residual"] = list(self.residual)
+        uplink = fields.pop("uplink")
+        fields |= {"uplink_bits_per_s": uplink.bits_per_s, "uplink_full": uplink.full}
         return {"kind": "header", "view": view_id, **fields}
 
     @classmethod
@@ -63,6 +67,7 @@ class Header:
             fields.flag("taking_over"),
             fields.value_range("residual", numel),
             fields.text("key", KEY_CHARACTERS),
+            Uplink(fields.integer("uplink_bits_per_s"), fields.flag("uplink_full")),
         )
 
 

@@ -71,9 +71,12 @@ class RoundState:
         return self.begun is not None or self.concluded
 
     def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and the signing keys of all ranks, so that a vote covers the keys."""
-        keys = (self.headers[rank].key for rank in sorted(self.headers))
-        return blake2b("\0".join((digest, *keys)).encode(), digest_size=16).hexdigest()
+        """Return a digest of an average's digest and what later rounds take from the headers: keys and uplinks.
+
+        Since votes cover it, every rank that commits the round has the same keys and uplinks.
+        """
+        taken = (f"{self.headers[rank].key} {self.headers[rank].uplink}" for rank in sorted(self.headers))
+        return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
 
     def signed_votes(self) -> Mapping[int, SignedVote]:
         """Return rank -> its vote, for the votes that are signed."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from diloco.algorithm.averaging import RoundId, Verdict
 from diloco.algorithm.exchange import plan_round
+from diloco.algorithm.shards import Uplink
 from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
 from diloco.membership.proofs import SignedVote
@@ -116,9 +117,14 @@ class RoundTable:
         if state.key in self._voting.decided.void and state.committed is None:
             self._voting.decide(state, False, _VOTED_AGAINST)
             return
-        state.plan = plan_round(contribution, len(self.view.members))
+        state.plan = plan_round(contribution, len(self.view.members), self._uplinks_before(contribution.round))
         state.heard_s[self._rules.rank] = submitted.sent_s
-        header = replace(header_of(contribution), taking_over=state.taking_over, key=public_key(self._rules.secret))
+        header = replace(
+            header_of(contribution),
+            taking_over=state.taking_over,
+            key=public_key(self._rules.secret),
+            uplink=submitted.uplink,
+        )
         state.headers[self._rules.rank] = header
         self._voting.broadcast(header.to_message(self.view.id))
         state.exchanging = True
@@ -275,6 +281,17 @@ class RoundTable:
 
     def _state(self, round_id: RoundId) -> RoundState:
         return self._rounds.setdefault(round_id, RoundState(round_id))
+
+    def _uplinks_before(self, round_id: RoundId) -> tuple[Uplink, ...]:
+        """Return the members' uplinks according to the fragment's last round; () if this view has not committed it.
+
+        A fragment's round is decided on every rank before the rank begins the next one. So all members of the view,
+        which have the same votes, plan the next one alike.
+        """
+        last = self._rounds.get(RoundId(round_id.fragment, round_id.outer_step - 1))
+        if last is None or not last.committed:
+            return ()
+        return tuple(header.uplink for header in last.headers_here(self.view.members, self._rules).values())
 
     def _forget_before(self, begun: RoundId) -> None:
         """Discard earlier rounds of the fragment that have ended, as this rank begins a new one."""

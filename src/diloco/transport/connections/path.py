@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diloco.algorithm.shards import Uplink
 from diloco.transport.tcp import SEGMENT_BYTES
 
 __all__ = ["Pace", "PathEstimate", "PathSample", "together"]
@@ -147,8 +148,8 @@ class Pace:
     >>> filled = PathSample(0.2, 250_000, round_trip_s=0.2, least_round_trip_s=0.1)  # 10 Mbit/s, and a queue
     >>> for now_s in (0.4, 0.6, 0.8, 1.0):
     ...     pace.observe(now_s, filled)
-    >>> pace.bits_per_s
-    9700000.0
+    >>> pace.bits_per_s, pace.uplink
+    (9700000.0, Uplink(bits_per_s=10000000, full=True))
     >>> pace.spend(1.0, 93_750)
     >>> round(pace.wait_s(1.0), 3)  # 0.1 s at 75 % of the rate, less 0.01 s of burst credit
     0.09
@@ -157,6 +158,7 @@ class Pace:
     def __init__(self) -> None:
         self._full: deque[tuple[float, float]] = deque()  # times and rates (bits per second) at which the path was full
         self._rate = math.inf
+        self._seen = 0.0  # the highest rate (bits per second) measured so far, whether or not the path was full
         self._intervals = 0
         # the samples since the first acknowledgement after a pause, or since the time at which it was due
         self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)
@@ -170,9 +172,17 @@ class Pace:
         """The pacing rate, probing and draining aside; infinite if there is no limit."""
         return UTILIZATION * self._rate
 
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth of the uplink."""
+        full = math.isfinite(self._rate)
+        return Uplink(int(self._rate if full else self._seen), full)
+
     def observe(self, now_s: float, sample: PathSample) -> None:
         """Process the combined sample of all links that have or had data in flight."""
         if not sample.busy:
+            if self._burst:
+                self._seen = max(self._seen, self._measured())
             if 0 < len(self._burst) < WINDOW and self._was_full():
                 self._full.append((now_s, self._measured()))
             self._burst.clear()

@@ -10,10 +10,12 @@ bytes.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import TransportError
 from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
 from diloco.transport.connections.send_scheduler import SendScheduler
@@ -82,6 +84,14 @@ class ReliableLink:
             self._loop.call_soon_threadsafe(self.end, "it was closed")
         except RuntimeError:  # the loop is closed, and all connections with it
             self.end("it was closed")
+
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the uplink of this rank, which all its links share."""
+        if self._pacer is None:
+            return self._scheduler.pace.uplink
+        emulated = self._pacer.link.bandwidth_bits_per_s
+        return Uplink(int(emulated), full=True) if math.isfinite(emulated) else UNKNOWN_UPLINK
 
     @property
     def ended(self) -> bool:

@@ -7,6 +7,7 @@ replicas that own the values now.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -59,11 +60,12 @@ class MeanExchange:
     ) -> None:
         self._shards = dict(zip(members, plan.shards, strict=True))
         self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
-        self._shared = False
+        self._unsent = deque(enumerate(messages.pieces(*self.owned, plan.mean.codec)))
         self._encoding = plan.mean
         self._codec = plan.mean.codec
         self._mine = contribution.residual
         self._keeps = plan.keeps_residual
+        self._left: Tensor | None = None  # the residual of this rank's slice, replaced by the new one piece by piece
         self._messages = messages
         self._values = values
         self._incoming_residuals: list[tuple[int, Residual, list[Future[None]]]] = []
@@ -94,8 +96,21 @@ class MeanExchange:
             ]
             self._incoming_residuals.append((member, Residual(start, buffer), works))
 
-    def share(self) -> Residual | None:
-        """Send the mean of this rank's slice, which ``values`` holds, and receive those of the others.
+    def send(self, stop: int) -> None:
+        """Send the pieces of this rank's slice that end at ``stop`` or before it. Up to there ``values`` is the mean.
+
+        So the others receive means while this rank still waits for the last contributions.
+
+        Raises:
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent a residual that is not finite.
+        """
+        if self._keeps and self._left is None:
+            self._left = self._residual()
+        self._send(stop)
+
+    def receive(self) -> Residual | None:
+        """Send what is left of this rank's slice, and receive the means of the others' slices.
 
         Returns:
             The residual of this rank's slice, this round included, or None if residuals are not kept.
@@ -105,7 +120,7 @@ class MeanExchange:
             CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
                 large.
         """
-        left = self._send(self._residual())
+        self.send(self.owned[1])
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
             values = self._values[piece.start : piece.stop]
@@ -114,29 +129,31 @@ class MeanExchange:
             if not largest_magnitude(values) <= LARGEST_MEAN:
                 words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
                 raise CodecError(words, replica=piece.member)
-        return None if left is None else Residual(self.owned[0], left)
+        return None if self._left is None else Residual(self.owned[0], self._left)
 
     def drain(self) -> None:
-        """Complete the exchange of a void round: send zeros unless a mean was sent, and receive what others send."""
-        if not self._shared:
-            self._values[slice(*self.owned)] = 0.0
-            self._send(None)
+        """Complete the exchange of a void round: send zeros for what was not sent, and receive what others send."""
+        if self._unsent:
+            _, (start, _) = self._unsent[0]
+            self._values[start : self.owned[1]] = 0.0
+            self._left = None
+            self._send(self.owned[1])
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
         for member, _, works in self._incoming_residuals:
             for work in works:
                 self._messages.wait(member, work)
 
-    def _send(self, residual: Tensor | None) -> Tensor | None:
-        """Encode and send this rank's slice. Overwrite ``residual``, its quantisation error, by the new one."""
-        self._shared, first = True, self.owned[0]
-        for piece, (start, stop) in enumerate(self._messages.pieces(*self.owned, self._codec)):
-            lost = None if residual is None else residual[start - first : stop - first]
+    def _send(self, end: int) -> None:
+        """Encode and send the next pieces, up to the value ``end``."""
+        first = self.owned[0]
+        while self._unsent and self._unsent[0][1][1] <= end:
+            piece, (start, stop) = self._unsent.popleft()
+            lost = None if self._left is None else self._left[start - first : stop - first]
             payload, left = encode_mean(self._values[start:stop], lost, self._encoding)
             if lost is not None and left is not None:
                 lost.copy_(left)
             self._messages.send(self._messages.links, payload, piece, second=True)
-        return residual
 
     def _residual(self) -> Tensor | None:
         """Wait for the residual of this rank's slice and return it, or None if residuals are not kept."""

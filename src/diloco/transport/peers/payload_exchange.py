@@ -143,7 +143,7 @@ class PayloadExchange:
             if self._means is not None:
                 self._means.send_residuals(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
-            left = None if self._means is None else self._means.share()
+            left = None if self._means is None else self._means.receive()
             buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         except CodecError:  # the round is void; the others wait for their payloads, and the links must be left clean
             self.drain()
@@ -163,7 +163,7 @@ class PayloadExchange:
     def _reduce_mine(
         self, weights: Mapping[int, float], contributors: Sequence[int], total: float
     ) -> tuple[dict[int, float], tuple[float, float]]:
-        """Sum this rank's slice. Return the clipping factors by replica, and the terms of the spread."""
+        """Sum this rank's slice, and send its mean. Return the clipping factors and the terms of the spread."""
         codec, rule = self.contribution.codec, self.contribution.average_rule
         factors = self._scale_factors(contributors) if self.contribution.clipping.active else {}
         if rule is not None:
@@ -187,6 +187,8 @@ class PayloadExchange:
             if rule is None:
                 self.values[a:b].div_(total)
             check_mean(self.values[a:b], addends)
+            if self._means is not None:
+                self._means.send(b)
             within = [(max(low, a) - a, min(high, b) - a) for low, high in watched if low < b and high > a]
             payloads = [(weights[member], payload) for member, (_, payload, _) in addends.items()]
             terms = spread_terms(codec, payloads, b - a, within)

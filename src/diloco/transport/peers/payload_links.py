@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from diloco.algorithm.averaging import Contribution
+from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import TransportError
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies, Rules
@@ -60,6 +61,11 @@ class PayloadLinks:
         """Open the links now, as a round begins."""
         self._used = True
         self._needed.set()
+
+    @property
+    def uplink(self) -> Uplink:
+        """What is known about the uplink of this rank. For any thread."""
+        return next((link.uplink for link in self._made.values()), UNKNOWN_UPLINK)
 
     @property
     def descriptions(self) -> dict[int, str]:

@@ -110,7 +110,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self._guard_s, self)
-        submitted = events.Submitted(contribution, self.step, pending.sent_s)
+        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self._links.uplink)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)))
