@@ -88,6 +88,10 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in ranks:
         assert not rank.exchanging, "a thread waits for ever"
+    planned: dict[object, object] = {}
+    for rank in ranks:
+        for what, shards in rank.shards.items():
+            assert planned.setdefault(what, shards) == shards, "plans differ"
     adopted: dict[int, object] = {}
     for rank in going_on:
         for each in rank.changes:

@@ -15,6 +15,7 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.shards import Uplink
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
@@ -56,6 +57,8 @@ class Rank:
         averages: step -> the average of its committed round.
         errors: step -> why its round was void.
         changes: the views that it adopted.
+        shards: view, round and position among the ranks of a replica -> the parts of the sum that its plan gives to
+            each replica.
         sent: the messages that it sent.
         lie: maps a receiver and a message to the messages sent instead; the identity unless a test replaces it.
         finds_unusable: the replica whose values, as this rank finds, spoil every mean that contains them; or None.
@@ -87,6 +90,7 @@ class Rank:
         self.averages: dict[int, Average] = {}
         self.errors: dict[int, TransportError] = {}
         self.changes: list[NextView] = []
+        self.shards: dict[tuple[View, RoundId, int], tuple[tuple[int, int], ...]] = {}
         self.sent: list[Mapping[str, Any]] = []
         self.lie: Callable[[int, Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda receiver, message: (message,)
         self.finds_unusable: int | None = None
@@ -248,8 +252,9 @@ class Rank:
                     self.timers = [each for each in self.timers if each[1] != timer]
                 case actions.OpenLinks(view):
                     self._open_links(view)
-                case actions.StartExchange(view, contribution):
+                case actions.StartExchange(view, contribution, plan):
                     self._exchanges[view.id, contribution.round] = None
+                    self.shards[view, contribution.round, self.machine.rules.position] = plan.shards
                 case actions.GiveVerdict(view_id, round_id) if (view_id, round_id) in self._exchanges:
                     self._exchanges[view_id, round_id] = action
                 case actions.Commit(average):
@@ -340,7 +345,8 @@ class Rank:
     def _submit(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
-        self._todo.append(events.Submitted(given, step, self.now_s))
+        uplink = Uplink(10 ** ((self.rank + step) % 3), full=True)
+        self._todo.append(events.Submitted(given, step, self.now_s, uplink=uplink))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)
