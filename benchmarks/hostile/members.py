@@ -133,6 +133,8 @@ HEADER = {
     "taking_over": False,
     "residual": [0, 0],
     "key": "",
+    "uplink_bits_per_s": 0,
+    "uplink_full": False,
 }
 _DEEP: Any = []
 for _ in range(30):
@@ -247,6 +249,11 @@ ATTACKS = [
     forges("another state", instead("header", digest="another"), "all rounds void"),
     forges("a digest of 60 kB", instead("header", digest="x" * 60_000), "kept", provable=True),
     forges("each contribution is withdrawn", instead("header", withdrawn="\x1b[31mno"), "escapes printed"),
+    forges("an uplink of 1 bit/s", instead("header", uplink_bits_per_s=1, uplink_full=True)),
+    forges("an uplink of 2^62 bit/s", instead("header", uplink_bits_per_s=1 << 62, uplink_full=True)),
+    forges("a full uplink of 0 bit/s", instead("header", uplink_bits_per_s=0, uplink_full=True)),
+    forges("another uplink to one", to_one("header", uplink_bits_per_s=1, uplink_full=True)),
+    forges("an uplink of -1 bit/s", instead("header", uplink_bits_per_s=-1), provable=True),
     forges("it is taking over, for ever", instead("header", taking_over=True)),
     forges("it never votes", silent("vote"), "all rounds void"),
     forges("it never contributes", silent("header"), "stalls"),
