@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import fsum
 
 __all__ = ["MOST_SHARE", "UNKNOWN_UPLINK", "Uplink", "owned_shares", "shard_bounds", "speeds"]
 
@@ -51,7 +52,8 @@ def owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float
     The replica at position i has the share s_i. It sends ``(1 - s_i) n + (M - 1) s_i m`` and receives
     ``(M - 1) s_i n + (1 - s_i) m``, where n is the payload and m the encoded mean of all values. T is the least time in
     which all replicas can do both, at their rates, with s_i at most `MOST_SHARE` / M. What T leaves open is shared out
-    in proportion. Only IEEE additions, multiplications and divisions are used, so every machine gets the same bits.
+    in proportion. Every operation is correctly rounded (`sum` is not, in some versions of Python), so every machine
+    gets the same bits.
 
     Args:
         rates: the rates of the replicas, positive, in any unit; a downlink is assumed to be as fast as the uplink.
@@ -82,15 +84,15 @@ def owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float
     def enough(time: float) -> bool:
         found = limits(time)
         possible = all(least <= greatest for least, greatest in found)
-        return possible and sum(least for least, _ in found) <= 1 <= sum(greatest for _, greatest in found)
+        return possible and fsum(least for least, _ in found) <= 1 <= fsum(greatest for _, greatest in found)
 
     low, high = 0.0, 2 * (payload_bytes + mean_bytes) / min(rates)  # equal shares take less
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     found = limits(high)
-    open_ = sum(greatest - least for least, greatest in found)
-    part = (1 - sum(least for least, _ in found)) / open_ if open_ else 0.0
+    open_ = fsum(greatest - least for least, greatest in found)
+    part = (1 - fsum(least for least, _ in found)) / open_ if open_ else 0.0
     return [least + part * (greatest - least) for least, greatest in found]
 
 
