@@ -1,7 +1,7 @@
 """The second half of a reduce-scatter: each owner encodes the mean of its slice once, and all replicas decode it alike.
 
-After a change of the view, the owners of the previous view first send the residuals of earlier encoded means to the
-replicas that own the values now.
+If the plan cuts the values differently than the last one, after a change of the view or of the uplinks, the owners of
+that one first send the residuals of earlier encoded means to the replicas that own the values now.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MeanExchange:
     def send_residuals(self, held: Mapping[int, ValueRange]) -> None:
         """Send the residuals that this rank holds to the owners of their values, and start receiving its own.
 
-        There are such residuals only after a change of the view. Otherwise each rank holds those of its own values.
+        There are such residuals only if the plan has changed. Otherwise each rank holds those of its own values.
 
         Args:
             held: replica -> the slice of values whose residual it holds, for all members.
