@@ -113,7 +113,9 @@ def plan_exchange(
     scatter = _scatter(codec, mean, shards, extra_bytes)
     if whole or gather.busiest_bytes <= scatter.busiest_bytes:
         return gather
-    if not (rates := speeds(uplinks)):
+    rates = speeds(uplinks)
+    # all together move as much for any shares, so the slowest can't gain more than it is slower than the fastest
+    if not rates or min(rates) >= _WORTH_IT * max(rates):
         return scatter
     shares = owned_shares(rates, codec.payload_bytes(numel), mean.codec.payload_bytes(numel))
     unequal = _scatter(codec, mean, shard_bounds(numel, num_replicas, block_size, shares), extra_bytes)

@@ -73,11 +73,11 @@ def owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float
         found = []
         for rate in rates:
             least, greatest = 0.0, MOST_SHARE / replicas
-            for none, all_ in (sent, received):  # the bytes with a share of 0, and with a share of 1
-                if all_ > none:
-                    greatest = min(greatest, (time * rate - none) / (all_ - none))
-                elif all_ < none:
-                    least = max(least, (none - time * rate) / (none - all_))
+            for as_none, as_only in (sent, received):  # the bytes with a share of 0, and with a share of 1
+                if as_only > as_none:
+                    greatest = min(greatest, (time * rate - as_none) / (as_only - as_none))
+                elif as_only < as_none:
+                    least = max(least, (as_none - time * rate) / (as_none - as_only))
             found.append((least, greatest))
         return found
 
@@ -91,8 +91,8 @@ def owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     found = limits(high)
-    open_ = fsum(greatest - least for least, greatest in found)
-    part = (1 - fsum(least for least, _ in found)) / open_ if open_ else 0.0
+    left_open = fsum(greatest - least for least, greatest in found)
+    part = (1 - fsum(least for least, _ in found)) / left_open if left_open else 0.0
     return [least + part * (greatest - least) for least, greatest in found]
 
 
