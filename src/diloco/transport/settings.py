@@ -74,6 +74,9 @@ class TransportSettings:
     pace: bool = True
     """If TCP keeps its rate (bbr), send payloads at 97 % of the rate that the uplink has reached when it was full,
     instead of repeatedly filling the queues of routers. Higher rates are tried from time to time."""
+    compress: bool = True
+    """torch, hivemind: compress payloads without loss (zstd) where the network limits the transfer. This saves about
+    10 to 15 % of fp4 and 5 % of int8."""
     piece_bytes: int = 524_288
     """torch, hivemind: payloads are sent in pieces of about this many bytes. Small payloads are divided into smaller
     pieces, so that there are about sixteen, but none below 256 KiB."""

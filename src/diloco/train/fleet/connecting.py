@@ -109,7 +109,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
 def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that every kind of wire takes."""
     names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
-    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace")}
+    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace", "compress")}
     return {**chosen, "raise_on_loss": False, "facts": facts}
 
 

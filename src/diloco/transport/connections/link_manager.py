@@ -41,15 +41,23 @@ class LinkManager:
         paces: Whether to pace payloads to the measured bandwidth of the uplink. This applies only where congestion
             control keeps its rate. Elsewhere the first loss slows TCP down, and late acknowledgements of a busy machine
             would be mistaken for a queue.
+        compresses: Whether to compress payloads on slow paths; see `PayloadConnection`.
         emulated: The emulated link of this rank, which then paces all payloads alone; None: no emulation.
     """
 
     def __init__(
-        self, connections: ConnectionManager, patience_s: float, *, paces: bool = True, emulated: Link | None = None
+        self,
+        connections: ConnectionManager,
+        patience_s: float,
+        *,
+        paces: bool = True,
+        compresses: bool = True,
+        emulated: Link | None = None,
     ) -> None:
         self._scheduler = SendScheduler(connections.loop)
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and emulated is None and not self._slows_down
+        self._compresses = compresses
         self._pacer = Pacer(emulated) if emulated else None
         self._shown_bits_per_s = 0.0
         self._observing: asyncio.Task[None] | None = None
@@ -219,7 +227,7 @@ class LinkManager:
         transport.pause_reading()
         reader.feed_eof()  # so that `read` returns what has already arrived without waiting for more
         already = await reader.read()
-        connection = PayloadConnection(opened.link, transport, self._patience_s)
+        connection = PayloadConnection(opened.link, transport, self._patience_s, compresses=self._compresses)
         try:
             connection.begin(already)
             opened.link.add(index, connection)

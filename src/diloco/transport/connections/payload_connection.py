@@ -2,11 +2,12 @@
 
 ::
 
-    1 byte   kind: b"D" for a part, b"A" for an acknowledgement, b"S" for a wanted number of connections
+    1 byte   kind: b"D" for a part, b"Z" for a compressed part, b"A" for an acknowledgement, b"S" for a wanted number of
+             connections
     8 bytes  number of the message (for b"S": of connections)
     4 bytes  tag, 4 bytes size of the message
-    4 bytes  offset of the part in the message, 4 bytes size of the part
-    8 bytes  XXH3 of the part, which follows
+    4 bytes  offset of the part in the message, 4 bytes size of the part as it was sent
+    8 bytes  XXH3 of the part as it was sent, which follows
 
 All numbers are big-endian. Fields that a kind does not use are zero. Sizes are checked before anything is allocated.
 """
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import xxhash
 
 from diloco.errors import TransportError
+from diloco.transport.connections.compression import decompress
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class Part:
     message: Outgoing
     start: int
     data: memoryview
+    sent_as: memoryview | bytes  # `data`, or `data` compressed
     acknowledged: bool = False
 
 
@@ -108,17 +111,22 @@ class PayloadConnection(asyncio.BufferedProtocol):
         link: The link whose parts it carries.
         transport: The transport of the connection.
         silence_s: The connection ends if TCP receives no acknowledgement for this long.
+        compresses: Whether to compress parts while the network, and not this processor, limits the rate.
 
     Attributes:
         ended: Resolved with the reason when the connection has ended.
     """
 
-    def __init__(self, link: ReliableLink, transport: asyncio.Transport, silence_s: float) -> None:
+    def __init__(
+        self, link: ReliableLink, transport: asyncio.Transport, silence_s: float, *, compresses: bool = True
+    ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
         self._link = link
         self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by message number and start
         self._full = False  # whether the transport has paused writing
+        self._was_full = False  # whether it has since the last part
+        self._compresses = compresses
         self._buffer = memoryview(b"")  # receive buffer
         self._begun = self._filled = 0  # start and end of the unprocessed data in it
         self._whole_bytes = HEAD.size  # size of the next item that can be processed
@@ -152,12 +160,17 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def write_next(self) -> bool:
         """Write the next part of the link if this connection is free. Return whether a part was written."""
-        if self._full or self.transport.is_closing() or (part := self._link.take()) is None:
+        if self._full or self.transport.is_closing():
             return False
-        message, checksum = part.message, xxhash.xxh3_64_intdigest(part.data)
-        head = Head(b"D", message.number, message.tag, len(message.data), part.start, len(part.data), checksum)
+        slow = self._was_full or self._link.paced
+        if (part := self._link.take(compressed=self._compresses and slow)) is None:
+            return False
+        self._was_full = False
+        message, kind = part.message, b"D" if part.sent_as is part.data else b"Z"
+        size, checksum = len(part.sent_as), xxhash.xxh3_64_intdigest(part.sent_as)
+        head = Head(kind, message.number, message.tag, len(message.data), part.start, size, checksum)
         self._parts[message.number, part.start] = part
-        self.transport.write(b"".join((HEAD.pack(*head), part.data)))
+        self.transport.write(b"".join((HEAD.pack(*head), part.sent_as)))
         return True
 
     def want(self, connections: int) -> None:
@@ -209,7 +222,11 @@ class PayloadConnection(asyncio.BufferedProtocol):
         for option in ("TCP_KEEPIDLE", "TCP_KEEPALIVE", "TCP_KEEPINTVL"):  # macOS calls the first one TCP_KEEPALIVE
             self._set(socket.IPPROTO_TCP, option, max(1, int(silence_s / 4)))
         counters = self.counters()
-        if counters is not None and counters.round_trip_s >= NEAR_S:
+        if counters is None:
+            return
+        if counters.round_trip_s < NEAR_S:
+            self._compresses = False
+        else:
             self._unsent_bytes = _LEAST_UNSENT_BYTES
             self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", self._unsent_bytes)
 
@@ -224,7 +241,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self.end(str(exc) or type(exc).__name__ if exc else "it ended")
 
     def pause_writing(self) -> None:
-        self._full = True
+        self._full = self._was_full = True
 
     def resume_writing(self) -> None:
         self._full = False
@@ -278,7 +295,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self._link.acknowledge(part)
         elif head.kind == b"S":
             self._link.wanted = head.number
-        elif head.kind != b"D" or not fits or head.size == 0 < head.total:
+        elif head.kind not in (b"D", b"Z") or not fits or head.size == 0 < head.total:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
             )
@@ -293,7 +310,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
             data = self._buffer[begun : begun + head.size]
             if xxhash.xxh3_64_intdigest(data) != head.checksum:
                 raise TransportError(f"message {head.number} was damaged in transit")
-            self._link.arrived(head, data)
+            if head.kind == b"Z":
+                data = memoryview(decompress(data, min(head.total - head.start, _MOST_PART_BYTES)))
+            self._link.arrived(head._replace(size=len(data)), data)
             taken.append(HEAD.pack(*Head(b"A", head.number, start=head.start)))
             begun += head.size
         self._begun, self._whole_bytes = begun, HEAD.size

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import TransportError
+from diloco.transport.connections.compression import compress
 from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
 from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.shaping import Pacer
@@ -55,6 +56,8 @@ class ReliableLink:
         self.connections: dict[int, PayloadConnection] = {}  # open connections by number
         self.waiting_bytes = 0  # bytes that no connection has taken yet
         self.acknowledged_bytes = 0  # bytes that the other side has received so far
+        self.taken_bytes = 0  # bytes that connections have taken so far
+        self.sent_bytes = 0  # the same, compressed where they are sent compressed
         self.wanted = 0  # number of connections that the other side asks for; 0: none asked for
         self.over = asyncio.Event()  # set once the link has ended
         self.settled = asyncio.Event()  # set once the first connection is open, or the link has ended
@@ -92,6 +95,11 @@ class ReliableLink:
             return self._scheduler.pace.uplink
         emulated = self._pacer.link.bandwidth_bits_per_s
         return Uplink(int(emulated), full=True) if math.isfinite(emulated) else UNKNOWN_UPLINK
+
+    @property
+    def paced(self) -> bool:
+        """Whether pacing holds parts back."""
+        return math.isfinite(self._scheduler.pace.bits_per_s)
 
     @property
     def ended(self) -> bool:
@@ -187,8 +195,12 @@ class ReliableLink:
         while free and (self._unsent or self._to_resend):
             free = [each for each in free if each.write_next()]
 
-    def take(self) -> Part | None:
-        """Return the next part for a free connection, or None. If pacing forbids it, the link is woken later."""
+    def take(self, *, compressed: bool = False) -> Part | None:
+        """Return the next part for a free connection, or None. If pacing forbids it, the link is woken later.
+
+        Args:
+            compressed: Whether to compress the part.
+        """
         pace = self._scheduler.pace
         if not (self._unsent or self._to_resend) or not self._scheduler.may_send(self):
             return None
@@ -197,12 +209,15 @@ class ReliableLink:
         else:
             message = self._unsent[0]
             size = part_bytes(self.waiting_bytes, len(self.connections), pace.bits_per_s)
-            part = Part(message, message.cut, message.data[message.cut : message.cut + size])
-            message.cut += len(part.data)
+            data = message.data[message.cut : message.cut + size]
+            part = Part(message, message.cut, data, compress(data) if compressed else data)
+            message.cut += len(data)
             if message.cut == len(message.data):
                 self._unsent.popleft()
         self.waiting_bytes -= len(part.data)
-        pace.spend(self._loop.time(), len(part.data))
+        self.taken_bytes += len(part.data)
+        self.sent_bytes += len(part.sent_as)
+        pace.spend(self._loop.time(), len(part.sent_as))
         return part
 
     def acknowledge(self, part: Part) -> None:

@@ -104,7 +104,15 @@ def _connect(
     connections.call(announcer.refresh())
     connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
-    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=wire.pace, emulated=wire.link)
+    routes = PayloadRoutes(
+        connections,
+        streams,
+        transport.mailbox,
+        wire.silence_s,
+        paces=wire.pace,
+        compresses=wire.compress,
+        emulated=wire.link,
+    )
     me = Candidate(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
     with waiting_for(search.awaited, search.patience_s):

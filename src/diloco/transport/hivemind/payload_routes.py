@@ -36,7 +36,7 @@ class PayloadRoutes(LinkManager):
         connections: the control connections of this peer.
         streams: the streams of this peer.
         mailbox: receives the messages of the other peers.
-        patience_s, paces, emulated: as in `LinkManager`.
+        patience_s, paces, compresses, emulated: as in `LinkManager`.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class PayloadRoutes(LinkManager):
         patience_s: float,
         *,
         paces: bool = True,
+        compresses: bool = True,
         emulated: Link | None = None,
     ) -> None:
-        super().__init__(connections, patience_s, paces=paces, emulated=emulated)
+        super().__init__(connections, patience_s, paces=paces, compresses=compresses, emulated=emulated)
         self._streams = streams
         self._mailbox = mailbox
         self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> the time before which it is not tried, and why

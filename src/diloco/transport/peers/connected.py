@@ -103,6 +103,7 @@ class Wire:
     raise_on_loss: bool = True  # see `Policies`
     link: Link | None = None  # emulated link of this end; None: no emulation
     pace: bool = True  # whether payloads are paced to the measured bandwidth of the uplink
+    compress: bool = True  # whether payloads are compressed without loss on slow paths
     # rate limit for all replicas together that fetch state from this rank; None: unlimited
     state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be equal on all ranks: name -> displayed value

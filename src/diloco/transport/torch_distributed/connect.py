@@ -187,7 +187,10 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
 
 def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
     transport.connections.entries = registry.entries
-    return LinkManager(transport.connections, wire.silence_s, paces=wire.pace, emulated=wire.link).open_link
+    links = LinkManager(
+        transport.connections, wire.silence_s, paces=wire.pace, compresses=wire.compress, emulated=wire.link
+    )
+    return links.open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
