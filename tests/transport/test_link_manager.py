@@ -24,7 +24,7 @@ from diloco.transport.connections import reliable_link
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link_manager import LinkManager
 from diloco.transport.connections.opened_link import LinkRequest
-from diloco.transport.connections.payload_connection import HEAD, Head, Outgoing, Part
+from diloco.transport.connections.parts import HEAD, Head, Outgoing, Part
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.connections.streams import pack
@@ -306,7 +306,7 @@ def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
     def begin(connection: int, number: int, total: int) -> None:
         head = Head(b"D", number, number, total, 0, 4, xxhash.xxh3_64_intdigest(bytes(4)))
         way = first.connections[connection]
-        way._parts[number, 0] = Part(Outgoing(number, NONE, Future()), 0, NONE, acknowledged=True)
+        way._parts[number, 0] = Part(Outgoing(number, NONE, Future()), 0, NONE, NONE, acknowledged=True)
         pair[0].in_loop(lambda: way.transport.write(HEAD.pack(*head) + bytes(4)))
 
     begin(0, 1, 8)  # on its own it may arrive early

@@ -6,15 +6,23 @@ import asyncio
 import socket
 import struct
 import sys
+import tracemalloc
 from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 import xxhash
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
+from diloco.algorithm.codec import make_codec
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.payload_connection import HEAD, Head, PayloadConnection
+from diloco.transport.connections.parts import HEAD, Head
+from diloco.transport.connections.path import PathSample
+from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.send_scheduler import SendScheduler
 
@@ -44,15 +52,20 @@ class Listening(asyncio.Transport):
     set_protocol = pause_reading = resume_reading = close = Mock()  # type: ignore[assignment]
 
 
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="no other kernel tells")
+
+
+def head_of(body: bytes, *, kind: bytes = b"D", number: int = 1, tag: int = 7, total: int, start: int = 0) -> Head:
+    """Return the header of a part, of which ``body`` is sent."""
+    return Head(kind, number, tag, total, start, len(body), xxhash.xxh3_64_intdigest(body))
+
+
 @pytest.mark.parametrize(("cut_bytes", "writes"), [(33, 6), (10_000, 3), (1 << 20, 2)])
 def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_together(
     cut_bytes: int, writes: int
 ) -> None:
     sent = [bytes([number]) * size for number, size in enumerate((1 << 18, 50, 0, (1 << 18) - 1, 300, 70_000))]
-    heads = [
-        Head(b"D", tag + 1, tag, len(each), 0, len(each), xxhash.xxh3_64_intdigest(each))
-        for tag, each in enumerate(sent)
-    ]
+    heads = [head_of(each, number=tag + 1, tag=tag, total=len(each)) for tag, each in enumerate(sent)]
     stream = b"".join(HEAD.pack(*head) + each for head, each in zip(heads, sent, strict=True))
 
     async def listen() -> None:
@@ -90,21 +103,122 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
     asyncio.run(listen())
 
 
+def frame(content: bytes, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(content)
+
+
+ZEROS = bytes(1000)
+REFUSED = {
+    "nothing": b"",
+    "no frame": b"any other bytes",
+    "a frame that was cut": frame(ZEROS)[:-1],
+    "a frame and more": frame(ZEROS) + b"more",
+    "two frames": 2 * frame(ZEROS),
+    "a frame of unknown size": frame(ZEROS, write_content_size=False),
+    "an empty frame": frame(b""),
+    "more than is left of the message": frame(bytes(4001)),
+    "more than a part holds": frame(bytes((1 << 18) + 1)),
+    "a bomb": frame(bytes(1 << 28)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_compressed_part_that_is_not_what_its_header_says_is_refused_before_it_takes_memory(case: str) -> None:
+    async def listen() -> None:
+        link, transport = ReliableLink(SendScheduler(asyncio.get_running_loop())), Listening()
+        total = 1 << 20 if case == "more than a part holds" else 5000
+        room, received = bytearray(total), Future[None]()
+        link.receive(7, memoryview(room), received)
+        connection = PayloadConnection(link, transport, 20.0)
+        connection.begin(b"")
+        tracemalloc.start()
+        head = head_of(REFUSED[case], kind=b"Z", total=total, start=1000)
+        transport.hear(connection, HEAD.pack(*head) + REFUSED[case])
+        most_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert connection.ended.done()
+        assert "part" in connection.ended.result()
+        assert (room, received.done(), transport.written) == (bytearray(total), False, [])
+        assert most_bytes < 1 << 20
+
+    asyncio.run(listen())
+
+
+def sent_over(
+    kernel: Kernel | None, message: bytes, *, full: bool, pace: bool = False, compresses: bool = True
+) -> bytes:
+    """Return the bytes that a connection writes for a message, and check that they arrive as that message."""
+
+    async def send() -> bytes:
+        scheduler = SendScheduler(asyncio.get_running_loop())
+        links = [ReliableLink(scheduler) for _ in range(2)]
+        ways = [Listening(socket=kernel), Listening(socket=None)]
+        ends = [
+            PayloadConnection(link, way, 20.0, compresses=compresses) for link, way in zip(links, ways, strict=True)
+        ]
+        if pace:
+            for now_s in (0.4, 0.6, 0.8, 1.0):
+                scheduler.pace.observe(now_s, PathSample(0.2, 1 << 40, round_trip_s=0.2, least_round_trip_s=0.1))
+        room, sent, received = bytearray(len(message)), Future[None](), Future[None]()
+        for link, end in zip(links, ends, strict=True):
+            end.begin(b"")
+            link.add(0, end)
+        if full:
+            ends[0].pause_writing()
+            ends[0].resume_writing()
+        links[0].send(7, memoryview(message), sent)
+        links[1].receive(7, memoryview(room), received)
+        await asyncio.sleep(0)
+        ways[1].hear(ends[1], b"".join(ways[0].written))
+        ways[0].hear(ends[0], b"".join(ways[1].written))
+        assert sent.done()
+        assert received.done()
+        assert room == message
+        return b"".join(ways[0].written)
+
+    return asyncio.run(send())
+
+
+@needs_linux
+def test_a_part_is_compressed_if_the_network_limits_the_transfer_and_the_path_is_long() -> None:
+    message = bytes(50_000)
+    far, near = Kernel(b"bbr"), Kernel(b"bbr", round_trip_s=0.0005)
+    for kernel, full, pace in ((far, True, False), (far, False, True), (None, True, False)):
+        assert len(sent_over(kernel, message, full=full, pace=pace)) < 1000
+        assert len(sent_over(kernel, message, full=full, pace=pace, compresses=False)) == HEAD.size + len(message)
+    for kernel, full, pace in ((far, False, False), (near, True, False), (near, False, True)):
+        assert len(sent_over(kernel, message, full=full, pace=pace)) == HEAD.size + len(message)
+
+
+@given(st.binary(max_size=2000), st.integers(0, 200), st.booleans())
+def test_every_message_arrives_as_it_was_and_never_takes_more_bytes_than_uncompressed(
+    block: bytes, repeated: int, full: bool
+) -> None:
+    message = block * repeated
+    assert len(sent_over(None, message, full=full)) <= len(sent_over(None, message, full=full, compresses=False))
+
+
+def test_fp4_of_noise_is_sent_with_a_tenth_less() -> None:
+    payload = make_codec("fp4").encode(torch.randn(400_000, generator=torch.Generator().manual_seed(0)))
+    sent = len(sent_over(None, payload.numpy().tobytes(), full=True))
+    assert 0.88 < sent / len(payload) < 0.91
+
+
 class Kernel:
     """The socket options of a connection, as far as they are read."""
 
     family = socket.AF_INET
 
-    def __init__(self, control: bytes) -> None:
+    def __init__(self, control: bytes, round_trip_s: float = 0.1) -> None:
         self.set: list[bytes] = []
         self.in_order = self.beyond = self.paced_bits_per_s = 0
-        self._control = control
+        self._control, self._round_trip_s = control, round_trip_s
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         if option == socket.TCP_CONGESTION:
             return self._control.ljust(size, b"\0")
         words = [0] * 24
-        words[2], words[5], words[15] = 1448, self.beyond, 100_000
+        words[2], words[5], words[15] = 1448, self.beyond, round(1e6 * self._round_trip_s)
         return struct.pack("=8B24I4Q6I", *[0] * 8, *words, self.paced_bits_per_s // 8, 0, self.in_order, 0, *[0] * 6)
 
     def setsockopt(self, level: int, option: int, value: Any) -> None:
@@ -126,9 +240,6 @@ def observed(kernel: Kernel, told: list[dict[str, int]]) -> list[int]:
         return found
 
     return asyncio.run(observe())
-
-
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="no other kernel tells")
 
 
 @needs_linux

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.transport.connections.parts import Part
 from diloco.transport.connections.path import UTILIZATION, WINDOW, PathSample
-from diloco.transport.connections.payload_connection import Part, PayloadConnection
+from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.send_scheduler import SendScheduler
 

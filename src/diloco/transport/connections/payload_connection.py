@@ -1,16 +1,4 @@
-"""One connection of a payload link, which carries parts of messages in both directions.
-
-::
-
-    1 byte   kind: b"D" for a part, b"Z" for a compressed part, b"A" for an acknowledgement, b"S" for a wanted number of
-             connections
-    8 bytes  number of the message (for b"S": of connections)
-    4 bytes  tag, 4 bytes size of the message
-    4 bytes  offset of the part in the message, 4 bytes size of the part as it was sent
-    8 bytes  XXH3 of the part as it was sent, which follows
-
-All numbers are big-endian. Fields that a kind does not use are zero. Sizes are checked before anything is allocated.
-"""
+"""One connection of a payload link, which carries parts of messages in both directions."""
 
 from __future__ import annotations
 
@@ -18,90 +6,28 @@ import asyncio
 import contextlib
 import math
 import socket
-import struct
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import xxhash
 
 from diloco.errors import TransportError
-from diloco.transport.connections.compression import decompress
+from diloco.transport.connections.parts import HEAD, MOST_PART_BYTES, Head, Part
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters
 
 if TYPE_CHECKING:
     from diloco.transport.connections.reliable_link import ReliableLink
 
-__all__ = ["HEAD", "Head", "Outgoing", "Part", "PayloadConnection", "part_bytes"]
+__all__ = ["PayloadConnection"]
 
-_MAX_MESSAGE_BYTES, _MOST_PART_BYTES = 1 << 30, 1 << 18
-"""Larger messages and parts are refused."""
-
-HEAD = struct.Struct(">cQIIIIQ")
 _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """The unsent data that the kernel may buffer for one connection: as much as it sends in so many seconds, and at least
 so many bytes. With more, data would wait for a slow connection while others are free."""
 
 _TOO_SLOW = 16  # times slower than the connection once was; sharing a path does not slow it that much
 
-_LEAST_PART_BYTES = 12 << 10  # less than TCP's initial window, which it sends at once after a pause
-_MOST_PART_S = 0.005  # longest part at a known pacing rate, as a part leaves in one burst and queues up
-_BUFFER_BYTES = 2 * (HEAD.size + _MOST_PART_BYTES)  # receive buffer of a connection
+_BUFFER_BYTES = 2 * (HEAD.size + MOST_PART_BYTES)  # receive buffer of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that the threshold is always reached
 _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all of it has arrived
-
-
-class Head(NamedTuple):
-    """The header of a part; an acknowledgement is a header without a body."""
-
-    kind: bytes
-    number: int
-    tag: int = 0
-    total: int = 0
-    start: int = 0
-    size: int = 0
-    checksum: int = 0
-
-
-@dataclass(eq=False)
-class Outgoing:
-    """A message to send."""
-
-    tag: int
-    data: memoryview
-    sent: Future[None]  # resolved when the other side has the message
-    due_s: float = 0.0  # earliest time to send, by the loop's clock
-    missing: int = 0  # bytes that are not acknowledged yet
-    number: int = 0  # assigned when the message is next to be sent
-    cut: int = 0  # bytes that have been cut into parts
-
-
-@dataclass(eq=False)
-class Part:
-    """A range of a message that one connection carries."""
-
-    message: Outgoing
-    start: int
-    data: memoryview
-    sent_as: memoryview | bytes  # `data`, or `data` compressed
-    acknowledged: bool = False
-
-
-def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.inf) -> int:
-    """Return the size of the next part: smaller as less is left, so that all connections finish at about the same time.
-
-    Args:
-        waiting_bytes: Bytes that no connection has taken yet.
-        bits_per_s: The pacing rate of all payloads.
-
-    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e8)
-    (262144, 100000, 12288, 62500)
-    >>> part_bytes(50_000, 1)  # a single connection need not finish together with others
-    262144
-    """
-    share = waiting_bytes // (2 * connections) if connections > 1 else _MOST_PART_BYTES
-    most = min(_MOST_PART_BYTES, share, bits_per_s / 8 * _MOST_PART_S)
-    return max(_LEAST_PART_BYTES, int(most))
 
 
 class PayloadConnection(asyncio.BufferedProtocol):
@@ -166,11 +92,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
         if (part := self._link.take(compressed=self._compresses and slow)) is None:
             return False
         self._was_full = False
-        message, kind = part.message, b"D" if part.sent_as is part.data else b"Z"
-        size, checksum = len(part.sent_as), xxhash.xxh3_64_intdigest(part.sent_as)
-        head = Head(kind, message.number, message.tag, len(message.data), part.start, size, checksum)
-        self._parts[message.number, part.start] = part
-        self.transport.write(b"".join((HEAD.pack(*head), part.sent_as)))
+        self._parts[part.message.number, part.start] = part
+        self.transport.write(b"".join((HEAD.pack(*part.head), part.body)))
         return True
 
     def want(self, connections: int) -> None:
@@ -286,7 +209,6 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def _take_next(self, taken: list[bytes]) -> None:
         head, begun = Head._make(HEAD.unpack_from(self._buffer, self._begun)), self._begun + HEAD.size
-        fits = head.start + head.size <= head.total <= _MAX_MESSAGE_BYTES and head.size <= _MOST_PART_BYTES
         if head.kind == b"A":
             if (part := self._parts.pop((head.number, head.start), None)) is None:
                 raise TransportError(
@@ -295,7 +217,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self._link.acknowledge(part)
         elif head.kind == b"S":
             self._link.wanted = head.number
-        elif head.kind not in (b"D", b"Z") or not fits or head.size == 0 < head.total:
+        elif not head.valid:
             raise TransportError(
                 f"an invalid part of kind {head.kind!r} arrived: {head.size} bytes at {head.start} of {head.total}"
             )
@@ -310,9 +232,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
             data = self._buffer[begun : begun + head.size]
             if xxhash.xxh3_64_intdigest(data) != head.checksum:
                 raise TransportError(f"message {head.number} was damaged in transit")
-            if head.kind == b"Z":
-                data = memoryview(decompress(data, min(head.total - head.start, _MOST_PART_BYTES)))
-            self._link.arrived(head._replace(size=len(data)), data)
+            self._link.arrived(head, data)
             taken.append(HEAD.pack(*Head(b"A", head.number, start=head.start)))
             begun += head.size
         self._begun, self._whole_bytes = begun, HEAD.size

@@ -13,12 +13,11 @@ import asyncio
 import math
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import TransportError
-from diloco.transport.connections.compression import compress
-from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
+from diloco.transport.connections.parts import Head, Incoming, Outgoing, Part, compress, part_bytes
+from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.shaping import Pacer
 
@@ -26,19 +25,6 @@ __all__ = ["ReliableLink"]
 
 _MOST_EARLY_BYTES = 64 << 20
 _EARLY_OVERHEAD_BYTES = 256  # bookkeeping of a message that arrived early
-_NOTHING = memoryview(b"")
-
-
-@dataclass(eq=False)
-class _Incoming:
-    """A message that this rank has asked for, or of which parts have arrived, or both."""
-
-    tag: int
-    received: Future[None] | None = None  # resolved when `buffer` is filled; None: not asked for yet
-    buffer: memoryview = _NOTHING  # where this rank wants the message
-    data: memoryview = _NOTHING  # where the parts are stored: `buffer`, or memory of its own
-    missing: int = 0  # bytes that have not arrived yet
-    starts: set[int] = field(default_factory=set)  # offsets of the parts that have arrived
 
 
 class ReliableLink:
@@ -72,9 +58,9 @@ class ReliableLink:
         self._to_resend: deque[Part] = deque()  # unacknowledged parts of connections that broke
         self._in_flight: set[Outgoing] = set()
         self._tags: dict[int, deque[Outgoing]] = {}  # tag in use -> messages that wait for their turn
-        self._incoming: dict[int, _Incoming] = {}  # partially received messages by number
+        self._incoming: dict[int, Incoming] = {}  # partially received messages by number
         # by tag, messages that were asked for and have not begun to arrive, or the other way around
-        self._unmatched: dict[int, deque[_Incoming]] = {}
+        self._unmatched: dict[int, deque[Incoming]] = {}
         self._early_bytes = 0  # memory of the messages that arrived early
         self._received_through = 0  # all messages up to this number have been received
         self._received_numbers: set[int] = set()  # later ones that have been received
@@ -216,8 +202,8 @@ class ReliableLink:
                 self._unsent.popleft()
         self.waiting_bytes -= len(part.data)
         self.taken_bytes += len(part.data)
-        self.sent_bytes += len(part.sent_as)
-        pace.spend(self._loop.time(), len(part.sent_as))
+        self.sent_bytes += len(part.body)
+        pace.spend(self._loop.time(), len(part.body))
         return part
 
     def acknowledge(self, part: Part) -> None:
@@ -249,7 +235,7 @@ class ReliableLink:
             if message.missing == 0:
                 self._hand_over(message, received)
         else:
-            unmatched.append(_Incoming(tag, received, buffer))
+            unmatched.append(Incoming(tag, received, buffer))
         if not unmatched:
             del self._unmatched[tag]
         for connection in [each for each in self.connections.values() if each.waits]:
@@ -278,7 +264,7 @@ class ReliableLink:
                 self._early_bytes += size
                 data = memoryview(bytearray(head.total))
             if not waited_for:
-                self._unmatched.setdefault(head.tag, unmatched).append(message := _Incoming(head.tag))
+                self._unmatched.setdefault(head.tag, unmatched).append(message := Incoming(head.tag))
             else:
                 message = unmatched.popleft()
                 if not unmatched:
@@ -292,13 +278,18 @@ class ReliableLink:
         return True
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """Store a complete part, unless it has already arrived over a connection that broke."""
+        """Store a complete part, unless it has already arrived over a connection that broke.
+
+        Raises:
+            TransportError: The part can't be decompressed.
+        """
         message = self._incoming.get(head.number)
         if message is None or head.start in message.starts:
             return
-        message.data[head.start : head.start + head.size] = data
+        content = head.content(data)
+        message.data[head.start : head.start + len(content)] = content
         message.starts.add(head.start)
-        message.missing -= head.size
+        message.missing -= len(content)
         if message.missing > 0:
             return
         del self._incoming[head.number]
@@ -309,7 +300,7 @@ class ReliableLink:
         if message.received is not None:
             self._hand_over(message, message.received)
 
-    def _hand_over(self, message: _Incoming, received: Future[None]) -> None:
+    def _hand_over(self, message: Incoming, received: Future[None]) -> None:
         """Deliver a complete message that this rank has asked for."""
         if message.data is not message.buffer:
             size, expected = len(message.data), len(message.buffer)
