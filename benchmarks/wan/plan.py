@@ -153,6 +153,7 @@ METHODS = (
     Method("Streaming float32, paced", "ours", {"codec": "float32", "streaming": True, "pace": 0.97}),
     Method("Streaming fp4, paced", "ours", {"codec": "fp4", "streaming": True, "pace": 0.97}),
     Method("Streaming fp4, no pace", "ours", {"codec": "fp4", "streaming": True, "no_pace": True}),
+    Method("Streaming fp4, not compressed", "ours", {"codec": "fp4", "streaming": True, "not_compressed": True}),
     Method("Streaming float32, 1 stream", "ours", {"codec": "float32", "streaming": True, "streams": 1}),
     Method("Streaming float32, 2 streams", "ours", {"codec": "float32", "streaming": True, "streams": 2}),
     Method("Streaming fp4, 2 streams", "ours", {"codec": "fp4", "streaming": True, "streams": 2}),

@@ -27,7 +27,7 @@ class Connector:
 
     ``swarm``: the hivemind transport instead of torch. ``streams``: the number of payload connections to each peer;
     absent or 0: the transport chooses. ``pace``: a sending rate as a share of the link's, for which the link must be
-    known. ``no_pace``: no pacing; TCP decides.
+    known. ``no_pace``: no pacing; TCP decides. ``not_compressed``: payloads are sent as the codec encoded them.
     """
 
     def __init__(self, job: Job, replica: int) -> None:
@@ -66,6 +66,7 @@ class Connector:
             streams=self._options.get("streams", 0),
             round_timeout_s=self._job.timeout_s,
             pace=not self._options.get("no_pace"),
+            compress=not self._options.get("not_compressed"),
             link=SenderLink(pace * self._job.rate_bits_per_s) if pace else None,
         )
         return self._open.enter_context(connecting)
