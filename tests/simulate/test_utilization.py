@@ -101,12 +101,24 @@ def test_it_is_the_virtual_clock(
     network = VirtualNetwork(ways, times[: len(ways)])
     fragment_sizes = fragment_sizes[: schedule.num_fragments]
     run_in_process(schedule, fragment_sizes, network, steps, codec)
-    traffic = outer_traffic(schedule, fragment_sizes, [make_codec(codec)], len(ways))
+    uplinks = [way.uplink for way in ways]
+    traffic = outer_traffic(schedule, fragment_sizes, [make_codec(codec)], len(ways), uplinks=uplinks)
     result = simulate(traffic, Cluster.of(ways, times[: len(ways)]), steps=steps, drain=True)
     assert result.waited_s == pytest.approx(np.array(network.wait_s), rel=1e-9, abs=1e-9)
     assert result.compute_s + result.waited_s == pytest.approx(np.array(network.now_s), rel=1e-9)
     mean = sum(map(network.compute_utilization, range(len(ways)))) / len(ways)
     assert result.compute_utilization == pytest.approx(mean)
+
+
+def test_all_wait_less_for_a_slow_uplink_that_is_known() -> None:
+    """Among 20, 100 and 100 Mbit/s: (M - 1) / M * (n + m) bytes at 20 Mbit/s, or n bytes with nothing to sum."""
+    ways = [Link(20e6), Link(100e6), Link(100e6)]
+    waited_s = []
+    for known in ([], [way.uplink for way in ways]):
+        traffic = outer_traffic(SyncSchedule(inner_steps=10), [768_000], [FLOAT32], 3, uplinks=known)
+        result = simulate(traffic, Cluster.of(ways, 0.1), steps=10)
+        waited_s.append(result.waited_s.tolist())
+    assert waited_s == [pytest.approx([2 / 3 * 2 * 8 * 3.072e6 / 20e6] * 3), pytest.approx([8 * 3.072e6 / 20e6] * 3)]
 
 
 def over(schedule: SyncSchedule, fragment_sizes: list[int], bandwidth: float, latency: float, **more: Any) -> Simulated:

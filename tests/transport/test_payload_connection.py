@@ -145,7 +145,7 @@ def test_a_compressed_part_that_is_not_what_its_header_says_is_refused_before_it
 
 
 def sent_over(
-    kernel: Kernel | None, message: bytes, *, full: bool, pace: bool = False, compresses: bool = True
+    kernel: Kernel | None, message: bytes, *, full: bool, bits_per_s: float = 0, compresses: bool = True
 ) -> bytes:
     """Return the bytes that a connection writes for a message, and check that they arrive as that message."""
 
@@ -156,9 +156,9 @@ def sent_over(
         ends = [
             PayloadConnection(link, way, 20.0, compresses=compresses) for link, way in zip(links, ways, strict=True)
         ]
-        if pace:
-            for now_s in (0.4, 0.6, 0.8, 1.0):
-                scheduler.pace.observe(now_s, PathSample(0.2, 1 << 40, round_trip_s=0.2, least_round_trip_s=0.1))
+        for now_s in (0.4, 0.6, 0.8, 1.0) if bits_per_s else ():
+            sample = PathSample(0.2, int(0.2 * bits_per_s / 8), round_trip_s=0.2, least_round_trip_s=0.1)
+            scheduler.pace.observe(now_s, sample)
         room, sent, received = bytearray(len(message)), Future[None](), Future[None]()
         for link, end in zip(links, ends, strict=True):
             end.begin(b"")
@@ -183,11 +183,12 @@ def sent_over(
 def test_a_part_is_compressed_if_the_network_limits_the_transfer_and_the_path_is_long() -> None:
     message = bytes(50_000)
     far, near = Kernel(b"bbr"), Kernel(b"bbr", round_trip_s=0.0005)
-    for kernel, full, pace in ((far, True, False), (far, False, True), (None, True, False)):
-        assert len(sent_over(kernel, message, full=full, pace=pace)) < 1000
-        assert len(sent_over(kernel, message, full=full, pace=pace, compresses=False)) == HEAD.size + len(message)
-    for kernel, full, pace in ((far, False, False), (near, True, False), (near, False, True)):
-        assert len(sent_over(kernel, message, full=full, pace=pace)) == HEAD.size + len(message)
+    as_it_is = HEAD.size + len(message)
+    for kernel, full, pace in ((far, True, 0), (far, False, 1e8), (far, True, 1e10), (None, True, 0)):
+        assert len(sent_over(kernel, message, full=full, bits_per_s=pace)) < 1000
+        assert len(sent_over(kernel, message, full=full, bits_per_s=pace, compresses=False)) == as_it_is
+    for kernel, full, pace in ((far, False, 0), (far, False, 1e10), (near, True, 0), (near, False, 1e8)):
+        assert len(sent_over(kernel, message, full=full, bits_per_s=pace)) == as_it_is
 
 
 @given(st.binary(max_size=2000), st.integers(0, 200), st.booleans())

@@ -12,6 +12,7 @@ import numpy as np
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
+from diloco.algorithm.shards import Uplink
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.errors import ConfigurationError
@@ -69,7 +70,9 @@ def run(options: SimulateOptions) -> int:
     clusters = {method: _for_method(options, method, cluster) for method in methods}
     facts = _facts(options, workload, cluster)
     if options.bandwidth:
-        records = [_on_link(method, traffics[method], clusters[method], options.timeline) for method in methods]
+        uplinks = _uplinks(options)
+        on_link = {method: _traffic(options, method, workload, uplinks) for method in methods}
+        records = [_on_link(method, on_link[method], clusters[method], options.timeline) for method in methods]
         _print_on_link(records, facts, options)
     else:
         found = {method: bandwidth_needed(traffics[method], clusters[method], targets) for method in methods}
@@ -100,7 +103,13 @@ def _overheads(options: SimulateOptions) -> Overheads:
     return options.conditions(on_cpu=options.device == "cpu").overheads(options.replicas - 1)
 
 
-def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Traffic:
+def _uplinks(options: SimulateOptions) -> list[Uplink]:
+    """Return what replicas know about their uplinks; empty: nothing."""
+    known = options.assume == "paper" or options.conditions(on_cpu=False).measures_uplinks
+    return [link.uplink for link in options.links()] if known else []
+
+
+def _traffic(options: SimulateOptions, method: Method, workload: Workload, uplinks: Sequence[Uplink] = ()) -> Traffic:
     codec = make_codec(options.codec or method.codec)
     release: Release = "layer" if options.assume == "paper" else "step"
     if method.data_parallel:
@@ -109,7 +118,15 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Tr
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
     mean = MeanEncoding.of(options.mean_codec)
-    return workload.traffic(schedule, [codec], options.replicas, release=release, clipping=options.clipping, mean=mean)
+    return workload.traffic(
+        schedule,
+        [codec],
+        options.replicas,
+        release=release,
+        clipping=options.clipping,
+        mean=mean,
+        uplinks=uplinks,
+    )
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.errors import ConfigurationError
-from diloco.transport.tcp import CongestionControl, Tcp, streams_to_each
+from diloco.transport.tcp import KEEPING_THEIR_RATE, CongestionControl, Tcp, streams_to_each
 
 __all__ = [
     "CAREFULLY",
@@ -111,6 +111,11 @@ class Conditions:
     average_s_per_value: float = AVERAGE_S_PER_VALUE  # these three as in `Overheads`
     send_s_per_value: float = SEND_S_PER_VALUE
     merge_s_per_value: float = MERGE_S_PER_VALUE
+
+    @property
+    def measures_uplinks(self) -> bool:
+        """Whether replicas learn how fast they can send, so that slow ones sum less."""
+        return self.congestion_control in KEEPING_THEIR_RATE
 
     def overheads(self, others: int, *, careful: bool = False) -> Overheads:
         """Return the overheads of a run under these conditions.

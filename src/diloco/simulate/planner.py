@@ -200,8 +200,9 @@ def _schedule(candidate: Candidate) -> SyncSchedule:
 
 def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipping: bool = False) -> Traffic:
     encoders, mean = [make_codec(name) for name in codecs], MeanEncoding.of(site.mean_codec)
+    uplinks = [link.uplink for link in site.links] if site.conditions.measures_uplinks else ()
     return site.workload.traffic(
-        schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean=mean
+        schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean=mean, uplinks=uplinks
     )
 
 

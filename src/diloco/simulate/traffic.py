@@ -15,6 +15,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm.shards import Uplink
 from diloco.errors import ConfigurationError
 from diloco.model.presets import count_parameters
 from diloco.model.settings import ModelSettings
@@ -72,6 +73,7 @@ def outer_traffic(
     releases: Sequence[Releases] | None = None,
     clipping: bool = False,
     mean: MeanEncoding = PLAIN_MEAN,
+    uplinks: Sequence[Uplink] = (),
 ) -> Traffic:
     """Return the traffic of DiLoCo or Streaming DiLoCo: encoded pseudo-gradients, by the cheaper exchange.
 
@@ -83,7 +85,7 @@ def outer_traffic(
         positions: the replicas to simulate. Default: all. Two are enough if all are alike.
         releases: one for each fragment. Default: everything at the end of the step.
         clipping: whether contributions are clipped, so that every replica needs each contribution whole.
-        mean: the encoding of means in a reduce-scatter, as for `plan_exchange`.
+        mean, uplinks: as for `plan_exchange`.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
@@ -93,7 +95,9 @@ def outer_traffic(
     chosen = list(range(num_replicas) if positions is None else positions)
     by_size: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
     for numel in set(fragment_sizes):
-        exchanges = [plan_exchange(codec, numel, num_replicas, mean=mean, whole=clipping) for codec in codecs]
+        exchanges = [
+            plan_exchange(codec, numel, num_replicas, mean=mean, whole=clipping, uplinks=uplinks) for codec in codecs
+        ]
         sent = np.array([each.sent for each in exchanges], dtype=np.float64)[:, chosen]
         received = np.array([each.received for each in exchanges], dtype=np.float64)[:, chosen]
         by_size[numel] = (sent, received) if len(codecs) > 1 else (sent[0], received[0])
@@ -218,6 +222,7 @@ class Workload:
         positions: Sequence[int] | None = None,
         clipping: bool = False,
         mean: MeanEncoding = PLAIN_MEAN,
+        uplinks: Sequence[Uplink] = (),
     ) -> Traffic:
         """Return the traffic of DiLoCo or Streaming DiLoCo; the arguments are as for `outer_traffic`."""
         releases = [
@@ -234,6 +239,7 @@ class Workload:
             releases=releases,
             clipping=clipping,
             mean=mean,
+            uplinks=uplinks,
         )
 
     def gradients(self, codec: Codec, num_replicas: int) -> Traffic:

@@ -161,7 +161,8 @@ class EmulatedRounds:
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         arrived, absent, delay_s = arrivals(state.contributions, self.faults, self.timeout_s)
         sample = next(iter(state.contributions.values()))
-        state.exchange = plan_round(sample, len(self.view.members))
+        uplinks = [self.network.links[member].uplink for member in self.view.members] if self.network else ()
+        state.exchange = plan_round(sample, len(self.view.members), uplinks)
         verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
         state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
         taken_s = state.commit_at_s - min(state.sent_at_s.values())

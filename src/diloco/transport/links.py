@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
 __all__ = [
@@ -53,6 +54,12 @@ class Link:
                 "A link must have a positive bandwidth and a finite latency of at least 0 s, got "
                 f"{self.bandwidth_bits_per_s} bit/s and {self.latency_s} s."
             )
+
+    @property
+    def uplink(self) -> Uplink:
+        """What its replica knows about the bandwidth with which it sends: all, unless it is unlimited."""
+        finite = math.isfinite(self.bandwidth_bits_per_s)
+        return Uplink(int(self.bandwidth_bits_per_s), full=True) if finite else UNKNOWN_UPLINK
 
 
 @dataclass(frozen=True)

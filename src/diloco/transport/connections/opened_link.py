@@ -105,6 +105,5 @@ class OpenedLink:
         count = len(self.keeping)
         number = f", {count} connection{'s' if count > 1 else ''}" if count else ""
         pace = f"; payloads for all replicas are paced to {format_rate(bits_per_s)}" if bits_per_s else ""
-        taken_bytes, sent_bytes = self.link.taken_bytes, self.link.sent_bytes
-        packed = f"; compressed to {100 * sent_bytes / taken_bytes:.0f} %" if sent_bytes < taken_bytes else ""
-        self.link.description = f"{self.route.name}{number}{pace}{packed}"
+        compressed = ", compressed" if self.link.compressed else ""
+        self.link.description = f"{self.route.name}{number}{compressed}{pace}"

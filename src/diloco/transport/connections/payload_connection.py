@@ -25,6 +25,7 @@ so many bytes. With more, data would wait for a slow connection while others are
 
 _TOO_SLOW = 16  # times slower than the connection once was; sharing a path does not slow it that much
 
+_SLOW_BITS_PER_S = 2e9  # at a lower pace compression takes less than a third of a core
 _BUFFER_BYTES = 2 * (HEAD.size + MOST_PART_BYTES)  # receive buffer of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than any kernel's receive buffer, so that the threshold is always reached
 _RECORD_BYTES = 1 << 14  # longest TLS record; it can't be decrypted before all of it has arrived
@@ -88,7 +89,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         """Write the next part of the link if this connection is free. Return whether a part was written."""
         if self._full or self.transport.is_closing():
             return False
-        slow = self._was_full or self._link.paced
+        slow = self._was_full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S
         if (part := self._link.take(compressed=self._compresses and slow)) is None:
             return False
         self._was_full = False

@@ -10,11 +10,10 @@ bytes.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from concurrent.futures import Future
 
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm.shards import Uplink
 from diloco.errors import TransportError
 from diloco.transport.connections.parts import Head, Incoming, Outgoing, Part, compress, part_bytes
 from diloco.transport.connections.payload_connection import PayloadConnection
@@ -42,8 +41,7 @@ class ReliableLink:
         self.connections: dict[int, PayloadConnection] = {}  # open connections by number
         self.waiting_bytes = 0  # bytes that no connection has taken yet
         self.acknowledged_bytes = 0  # bytes that the other side has received so far
-        self.taken_bytes = 0  # bytes that connections have taken so far
-        self.sent_bytes = 0  # the same, compressed where they are sent compressed
+        self.compressed = False  # whether parts have been compressed so far
         self.wanted = 0  # number of connections that the other side asks for; 0: none asked for
         self.over = asyncio.Event()  # set once the link has ended
         self.settled = asyncio.Event()  # set once the first connection is open, or the link has ended
@@ -77,15 +75,12 @@ class ReliableLink:
     @property
     def uplink(self) -> Uplink:
         """What is known about the uplink of this rank, which all its links share."""
-        if self._pacer is None:
-            return self._scheduler.pace.uplink
-        emulated = self._pacer.link.bandwidth_bits_per_s
-        return Uplink(int(emulated), full=True) if math.isfinite(emulated) else UNKNOWN_UPLINK
+        return self._pacer.link.uplink if self._pacer else self._scheduler.pace.uplink
 
     @property
-    def paced(self) -> bool:
-        """Whether pacing holds parts back."""
-        return math.isfinite(self._scheduler.pace.bits_per_s)
+    def pace_bits_per_s(self) -> float:
+        """The pacing rate of all payloads; infinite if there is no limit."""
+        return self._scheduler.pace.bits_per_s
 
     @property
     def ended(self) -> bool:
@@ -187,23 +182,21 @@ class ReliableLink:
         Args:
             compressed: Whether to compress the part.
         """
-        pace = self._scheduler.pace
         if not (self._unsent or self._to_resend) or not self._scheduler.may_send(self):
             return None
         if self._to_resend:
             part = self._to_resend.popleft()
         else:
             message = self._unsent[0]
-            size = part_bytes(self.waiting_bytes, len(self.connections), pace.bits_per_s)
+            size = part_bytes(self.waiting_bytes, len(self.connections), self.pace_bits_per_s)
             data = message.data[message.cut : message.cut + size]
             part = Part(message, message.cut, data, compress(data) if compressed else data)
             message.cut += len(data)
             if message.cut == len(message.data):
                 self._unsent.popleft()
         self.waiting_bytes -= len(part.data)
-        self.taken_bytes += len(part.data)
-        self.sent_bytes += len(part.body)
-        pace.spend(self._loop.time(), len(part.body))
+        self.compressed |= part.body is not part.data
+        self._scheduler.pace.spend(self._loop.time(), len(part.body))
         return part
 
     def acknowledge(self, part: Part) -> None:
