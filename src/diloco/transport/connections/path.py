@@ -209,15 +209,21 @@ class Pace:
                 self._full.append((now_s, max(self._rates)))
 
     def _measured(self) -> float:
-        """Return the rate (bits per second) over the last `TRIPS` round trips, or over the whole burst if shorter."""
-        seconds = longest_s = num_bytes = 0.0
+        """Return the rate (bits per second) over the last `TRIPS` round trips, or over the whole burst if shorter.
+
+        While round trips become shorter, acknowledgements that had been held up arrive together with those that had
+        not, and show a higher rate than that of the data. This must not raise a known rate.
+        """
+        seconds = longest_s = last_s = num_bytes = 0.0
         for count, each in enumerate(reversed(self._burst), 1):
             seconds += each.interval_s
             num_bytes += each.acknowledged_bytes
             longest_s = max(longest_s, each.round_trip_s)
+            last_s = last_s or each.round_trip_s
             if count >= WINDOW and seconds >= TRIPS * longest_s:
                 break
-        return 8 * num_bytes / seconds
+        held_up_s = longest_s - last_s if math.isfinite(self._rate) else 0.0
+        return 8 * num_bytes / (seconds + held_up_s)
 
     def _is_full(self) -> bool:
         window = list(self._burst)[-WINDOW:]
