@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.algorithm.codec import make_codec
+from diloco.errors import TransportError
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.connections.parts import HEAD, Head
 from diloco.transport.connections.path import PathSample
@@ -142,6 +143,23 @@ def test_a_compressed_part_that_is_not_what_its_header_says_is_refused_before_it
         assert most_bytes < 1 << 20
 
     asyncio.run(listen())
+
+
+@given(
+    st.binary(max_size=300), st.integers(0, 10), st.dictionaries(st.integers(0, 100), st.integers(0, 255), max_size=3)
+)
+def test_a_damaged_frame_is_an_error_or_no_longer_than_the_message(
+    block: bytes, repeated: int, damaged: dict[int, int]
+) -> None:
+    body = bytearray(frame(block * repeated))
+    for place, byte in damaged.items():
+        body[place % len(body)] = byte
+    total = max(len(body), len(block) * repeated)
+    try:
+        content = head_of(bytes(body), kind=b"Z", total=total).content(memoryview(body))
+    except TransportError:
+        return
+    assert 0 < len(content) <= total
 
 
 def sent_over(

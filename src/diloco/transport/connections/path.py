@@ -211,8 +211,9 @@ class Pace:
     def _measured(self) -> float:
         """Return the rate (bits per second) over the last `TRIPS` round trips, or over the whole burst if shorter.
 
-        While round trips become shorter, acknowledgements that had been held up arrive together with those that had
-        not, and show a higher rate than that of the data. This must not raise a known rate.
+        While round trips become shorter, acknowledgements that had been held up on their way arrive together with those
+        that had not, and show a higher rate than that of the data. This must not raise a known rate. Half of the
+        difference is assumed to be on the way back.
         """
         seconds = longest_s = last_s = num_bytes = 0.0
         for count, each in enumerate(reversed(self._burst), 1):
@@ -222,7 +223,7 @@ class Pace:
             last_s = last_s or each.round_trip_s
             if count >= WINDOW and seconds >= TRIPS * longest_s:
                 break
-        held_up_s = longest_s - last_s if math.isfinite(self._rate) else 0.0
+        held_up_s = (longest_s - last_s) / 2 if math.isfinite(self._rate) else 0.0
         return 8 * num_bytes / (seconds + held_up_s)
 
     def _is_full(self) -> bool:
