@@ -209,6 +209,23 @@ def test_a_part_is_compressed_if_the_network_limits_the_transfer_and_the_path_is
         assert len(sent_over(kernel, message, full=full, bits_per_s=pace)) == as_it_is
 
 
+def test_a_part_is_compressed_if_another_connection_of_its_link_has_to_wait() -> None:
+    """With many connections, each carries only one or two parts of a burst."""
+
+    async def send() -> None:
+        link, ways = ReliableLink(SendScheduler(asyncio.get_running_loop())), [Listening(), Listening()]
+        ends = [PayloadConnection(link, way, 20.0) for way in ways]
+        for number, end in enumerate(ends):
+            link.add(number, end)
+        ends[0].pause_writing()
+        link.send(7, memoryview(bytes(50_000)), Future())
+        await asyncio.sleep(0)
+        assert 0 < len(b"".join(ways[1].written)) < 1000
+        assert not ways[0].written
+
+    asyncio.run(send())
+
+
 @given(st.binary(max_size=2000), st.integers(0, 200), st.booleans())
 def test_every_message_arrives_as_it_was_and_never_takes_more_bytes_than_uncompressed(
     block: bytes, repeated: int, full: bool

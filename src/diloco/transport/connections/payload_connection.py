@@ -51,7 +51,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self.transport = transport
         self._link = link
         self._parts: dict[tuple[int, int], Part] = {}  # unacknowledged parts by message number and start
-        self._full = False  # whether the transport has paused writing
+        self.full = False  # whether the transport has paused writing
         self._was_full = False  # whether it has since the last part
         self._compresses = compresses
         self._buffer = memoryview(b"")  # receive buffer
@@ -80,16 +80,16 @@ class PayloadConnection(asyncio.BufferedProtocol):
         if not self.ended.done():
             self.ended.set_result(why)
             self._link.drop(self, list(self._parts.values()), why)
-        if self._full:
+        if self.full:
             self.transport.abort()
         else:
             self.transport.close()  # flushes what was written, such as the last acknowledgements
 
     def write_next(self) -> bool:
         """Write the next part of the link if this connection is free. Return whether a part was written."""
-        if self._full or self.transport.is_closing():
+        if self.full or self.transport.is_closing():
             return False
-        slow = self._was_full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S
+        slow = self._was_full or self._link.full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S
         if (part := self._link.take(compressed=self._compresses and slow)) is None:
             return False
         self._was_full = False
@@ -165,10 +165,10 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self.end(str(exc) or type(exc).__name__ if exc else "it ended")
 
     def pause_writing(self) -> None:
-        self._full = self._was_full = True
+        self.full = self._was_full = True
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         self._link.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:

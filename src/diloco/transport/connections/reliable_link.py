@@ -83,6 +83,11 @@ class ReliableLink:
         return self._scheduler.pace.bits_per_s
 
     @property
+    def full(self) -> bool:
+        """Whether one of its connections waits for the network."""
+        return any(each.full for each in self.connections.values())
+
+    @property
     def ended(self) -> bool:
         """Whether the link has ended."""
         return self._error is not None
