@@ -76,8 +76,9 @@ class Head(NamedTuple):
         most_bytes = min(self.total - self.start, MOST_PART_BYTES)
         try:
             size = zstandard.frame_content_size(data)
-            if not 0 < size <= most_bytes:  # -1: unknown
-                raise TransportError(f"a compressed part of {size} bytes arrived where 1 to {most_bytes} are possible")
+            if not 0 < size <= most_bytes:
+                told = f"{size} bytes" if size >= 0 else "unknown size"
+                raise TransportError(f"a compressed part of {told} arrived where 1 to {most_bytes} bytes are possible")
             return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise TransportError(f"a compressed part of message {self.number} is damaged: {error}") from error

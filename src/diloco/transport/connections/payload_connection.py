@@ -89,8 +89,10 @@ class PayloadConnection(asyncio.BufferedProtocol):
         """Write the next part of the link if this connection is free. Return whether a part was written."""
         if self.full or self.transport.is_closing():
             return False
-        slow = self._was_full or self._link.full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S
-        if (part := self._link.take(compressed=self._compresses and slow)) is None:
+        compressed = self._compresses and (
+            self._was_full or self._link.pace_bits_per_s < _SLOW_BITS_PER_S or self._link.full
+        )
+        if (part := self._link.take(compressed=compressed)) is None:
             return False
         self._was_full = False
         self._parts[part.message.number, part.start] = part
