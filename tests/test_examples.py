@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ import nbformat
 import pytest
 import torch
 
+from diloco import DiLoCo, InProcessTransport, SyncSchedule
 from tests.processes import Processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -33,6 +35,34 @@ def test_each_is_complete() -> None:
     for path in EXAMPLES.glob("*.py"):
         imported = {line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))}
         assert not imported & names, path
+
+
+def test_the_package_computes_the_bits_of_the_algorithm_written_from_scratch() -> None:
+    """`examples/from_scratch.py` and the package: fp4, two fragments, overlap, rebase, Nesterov, two replicas."""
+    scratch = runpy.run_path(str(EXAMPLES / "from_scratch.py"))
+    expected, losses, _ = scratch["train"]()
+    torch.manual_seed(0)
+    first = scratch["Model"]()
+    models = [first, copy.deepcopy(first)]
+    schedule = SyncSchedule(inner_steps=20, num_fragments=2, overlap_steps=2)
+    transport = InProcessTransport(2)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.003) for model in models]
+    replicas = [
+        DiLoCo(model, optimizer, transport=transport.endpoint(m), schedule=schedule, codec="fp4")
+        for m, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+    ]
+    for step in range(1, scratch["STEPS"] + 1):
+        for m, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            scratch["train_one_step"](model, optimizer, m, step)
+            replicas[m].begin()
+        for replica in replicas:
+            replica.finish()
+    for replica in replicas:
+        for fragment, values in zip(replica.fragments, expected, strict=True):
+            named = replica.outer_loop.named_global_params()
+            order = [name for name, _ in first.named_parameters() if name in fragment.names]
+            assert torch.equal(torch.cat([named[name].flatten() for name in order]), values)
+    assert losses[-1] < losses[0] / 10
 
 
 def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
