@@ -42,6 +42,8 @@ class GenerateOptions:
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -105,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.trained.generate import TextStream, generate_together
     from diloco.trained.load import load_trained
 
-    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
+    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     if given.chat:
         return _chat(trained, given, prompt)
     tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
