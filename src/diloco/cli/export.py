@@ -81,7 +81,9 @@ def _export(given: ExportOptions, largest: str) -> None:
     from diloco.trained.export import export_adapter, export_huggingface, export_safetensors
     from diloco.trained.load import load_trained
 
-    trained = load_trained(given.run, step=given.checkpoint, replica=given.replica, source=given.model)
+    trained = load_trained(
+        given.run, step=given.checkpoint, replica=given.replica, source=given.model, dequantize=given.merge
+    )
     _check_adapters(given, adapts=bool(trained.model.source_has))
     if given.to == "adapter":
         export_adapter(trained, given.place, overwrite=given.overwrite)

@@ -104,6 +104,7 @@ def load_trained(
     step: int | None = None,
     replica: int | None = None,
     source: str | None = None,
+    dequantize: bool = False,
 ) -> Trained:
     """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
@@ -114,6 +115,7 @@ def load_trained(
         replica: the replica whose local parameters to load; None: the global ones.
         source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
             in the checkpoint is only compared with it.
+        dequantize: whether to load the base model of adapters without the quantisation of the run.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -128,8 +130,10 @@ def load_trained(
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
+    settings = _model_settings(checkpoint, source)
+    bare = dequantize and settings.quantization is not None
     model = build_language_model(
-        _model_settings(checkpoint, source),
+        dataclasses.replace(settings, quantization=None) if bare else settings,
         seed=int(about.get("seed", 0)),
         device=place,
         definition=about.get("definition"),
@@ -138,6 +142,8 @@ def load_trained(
     weights = "global parameters" if replica is None else f"replica {replica}"
     if replica is None and about.get("algorithm") == "none":
         weights = "replica 0 (independent replicas)"
+    if bare:
+        weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     return Trained(model.eval(), tokenizer, checkpoint.step, int(about["sequence_length"]), checkpoint.path, weights)
 
