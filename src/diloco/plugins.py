@@ -31,6 +31,8 @@ __all__ = [
     "confirm",
     "find",
     "is_own",
+    "names_in",
+    "own_code",
     "same_code",
     "split",
     "takes",
@@ -84,6 +86,21 @@ def same_code(one: object, other: object) -> bool:
     return name == named and (Path(place).name == Path(elsewhere).name if files else place == elsewhere)
 
 
+def own_code(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings in `KEYS` that name user code.
+
+    >>> own_code({"codec.name": "fp4", "merge.rule": "share.py:Share", "monitor.sinks": ("my.sinks:Sink",)})
+    {'merge.rule': 'share.py:Share', 'monitor.sinks': ('my.sinks:Sink',)}
+    """
+    present = {key: values[key] for key in KEYS if key in values}
+    return {key: value for key, value in present.items() if any(map(is_own, names_in(value)))}
+
+
+def names_in(value: Any) -> tuple[Any, ...]:
+    """Return the value of a setting in `KEYS`, or its values if it has several, as a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
     """Check that the user has named the code that stored settings name. That code runs only if the user says so.
 
@@ -96,13 +113,11 @@ def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) 
         ConfigurationError: a name is missing in ``typed``, or is another; the message has the options to add.
     """
     options, others = [], []
-    for key in KEYS:
-        value = stored.get(key)
-        names = value if isinstance(value, tuple) else (value,)
-        if not any(map(is_own, names)) or (key in typed and (names is value or same_code(value, typed[key]))):
+    for key, value in own_code(stored).items():
+        if key in typed and (isinstance(value, tuple) or same_code(value, typed[key])):
             continue
         option = "--model" if key == "model.source" else f"--{key}"
-        options.append(f"{option} {shlex.join(map(str, names))}")
+        options.append(f"{option} {shlex.join(map(str, names_in(value)))}")
         others += [f" {option} {typed[key]} is other code."] if key in typed else []
     if options:
         raise ConfigurationError(

@@ -14,8 +14,8 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
+from diloco.terminal import plain
 from diloco.trained.sampling import Sampling
-from diloco.units import visible_lines
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
@@ -181,8 +181,9 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
 
 def _shown(text: str) -> str:
     """Print a piece of text immediately, and return it."""
-    sys.stdout.write(visible_lines(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+    stream = sys.stdout if sys.stdout.isatty() else plain(sys.stdout)  # a file gets the exact text
+    stream.write(text)
+    stream.flush()
     return text
 
 

@@ -19,7 +19,7 @@ from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys, parse_source
-from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
+from diloco.plugins import KEYS, absolute, confirm, is_own, names_in, own_code, same_code
 from diloco.train.resolve import notes, resolve
 
 __all__ = ["RunPlan", "join_command", "plan_run", "resume_command"]
@@ -168,10 +168,9 @@ def resume_command(configuration: Configuration, folder: Path) -> str:
     """Return the command that resumes a stopped run, with the settings that the run's folder does not keep."""
     words = ["diloco", "train", "--resume", str(folder)]
     given, usual = flatten(configuration), flatten(Configuration())
-    for name in (*KEYS, *PROCESS_KEYS, *PEER_KEYS):
-        values = given[name] if isinstance(given[name], tuple) else (given[name],)
-        if any(map(is_own, values)) if name in KEYS else given[name] != usual[name]:
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    kept = {name: given[name] for name in (*PROCESS_KEYS, *PEER_KEYS) if given[name] != usual[name]}
+    for name, value in (own_code(given) | kept).items():
+        words += [f"--{name.replace('_', '-')}", *map(str, names_in(value))]
     return shlex.join(words)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from diloco.checkpoint.disk import write_whole
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
-from diloco.plugins import KEYS, is_own
+from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
 
 if sys.platform != "win32":
@@ -98,11 +98,9 @@ def _start(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subpr
     environment = dict(os.environ)
     set_thread_share(environment, jobs)
     if (place / "checkpoints" / "latest").exists():
-        named = ((key, run.settings[key]) for key in KEYS if key in run.settings)  # `--resume` must be told them again
         words = ["--resume", str(place)]
-        for key, value in named:
-            names = value if isinstance(value, tuple) else (value,)
-            words += [f"--{key}", *names] if any(map(is_own, names)) else []
+        for key, value in own_code(run.settings).items():  # which a folder alone does not choose
+            words += [f"--{key}", *names_in(value)]
     else:
         if place.exists():
             shutil.rmtree(place)  # an earlier attempt ended before its first checkpoint
