@@ -187,7 +187,10 @@ def test_a_manifest_without_a_valid_model_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], model: object
 ) -> None:
     describe(open_checkpoint(place / "native").path, model)
-    assert "generated" not in refused(commands(place / "native")["generate"], capsys, code=1)
+    for command in ("generate", "export", "init-from"):
+        arguments = commands(place / "native")[command]
+        if command != "init-from" or (isinstance(model, dict) and model.get("source")):
+            refused(arguments, capsys, code=1)
 
 
 def test_the_same_code_may_lie_in_another_folder_but_not_have_another_name() -> None:

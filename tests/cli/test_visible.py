@@ -263,6 +263,8 @@ import diloco.cli.presets as presets
 def run(arguments):
     for _ in tqdm(range(2), desc="bar \\x1b]0;owned\\x07", mininterval=0): pass
     print("\\x1b[2J")
+    if arguments:
+        raise RuntimeError("\\x1b[3J")
     return 0
 
 presets.run = run
@@ -298,4 +300,7 @@ def test_progress_bars_of_libraries_and_coloured_help_work_on_a_terminal() -> No
     assert "\x1b]0;" not in text
     assert "\x1b[2J" not in text
     assert "\\x1b[2J" in text
+    unexpected = on_terminal("-c", BARS, "presets", "--fail")
+    assert "RuntimeError: \\x1b[3J" in unexpected
+    assert "\x1b[3J" not in unexpected
     assert "\x1b[1m" in on_terminal("-m", "diloco", "inspect", "--help")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
@@ -14,7 +15,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.presets import get_preset
 from diloco.model.settings import native_keys, native_only_error, parse_source
 from diloco.monitor.settings import MonitorSettings
-from diloco.plugins import confirm, is_own, same_code
+from diloco.plugins import is_own, same_code
 from diloco.train.settings import RunSettings
 
 __all__ = ["Configuration", "compose", "filled_tables", "load_configuration", "overlay", "parse_arguments"]
@@ -165,16 +166,17 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     from diloco.checkpoint.reading import open_checkpoint
 
     try:
-        described = open_checkpoint(path).about.get("model", {})
+        checkpoint = open_checkpoint(path)
     except CheckpointError:
         return {}  # the code that loads the checkpoint reports what is wrong with it
-    stored = described.get("source")
-    if stored is None or (
-        "model.source" in typed and not (is_own(stored) and same_code(stored, typed["model.source"]))
-    ):
+    described: Any = checkpoint.about.get("model")
+    stored, named = described.get("source") if isinstance(described, dict) else None, typed.get("model.source")
+    if stored is None or (named is not None and not (is_own(stored) and same_code(stored, named))):
         return {}
-    confirm(path, {"model.source": stored}, typed)
-    return {f"model.{name}": value for name, value in described.items() if value is not None}
+    from diloco.trained.load import model_settings
+
+    settings = model_settings(checkpoint, named)
+    return {f"model.{name}": getattr(settings, name) for name, value in described.items() if value is not None}
 
 
 def _model_of_folder(init_from: Path | None) -> Values:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderHook, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
@@ -125,6 +125,10 @@ class VisibleConsole(Console):
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(file=plain(sys.stderr if stderr else sys.stdout), highlight=False)
 
+    def push_render_hook(self, hook: RenderHook) -> None:
+        super().push_render_hook(hook)
+        show_visibly()  # a display passes on what others print, and would obey it
+
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
             each if each.control else Segment(visible_lines(each.text), each.style) for each in buffer
@@ -166,7 +170,6 @@ class LiveConsole:
                 self._print(self._rows(wording.facts(event)))
                 self._print(Text())
                 self._live.start()
-                show_visibly()  # it passes on what others print, and would obey it
             case events.SampleGenerated():
                 if event.final:
                     self._live.stop()

@@ -36,6 +36,7 @@ __all__ = [
     "Trained",
     "load_parameters",
     "load_trained",
+    "model_settings",
     "read_weights",
     "rest_of_state",
 ]
@@ -130,7 +131,7 @@ def load_trained(
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
-    settings = _model_settings(checkpoint, source)
+    settings = model_settings(checkpoint, source)
     bare = dequantize and settings.quantization is not None
     model = build_language_model(
         dataclasses.replace(settings, quantization=None) if bare else settings,
@@ -148,7 +149,7 @@ def load_trained(
     return Trained(model.eval(), tokenizer, checkpoint.step, int(about["sequence_length"]), checkpoint.path, weights)
 
 
-def _model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
+def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     """Return the settings of the model in a checkpoint, with the ``source`` that the user named, if any."""
     described = checkpoint.about.get("model")
     if not isinstance(described, dict):
