@@ -304,3 +304,9 @@ def test_progress_bars_of_libraries_and_coloured_help_work_on_a_terminal() -> No
     assert "RuntimeError: \\x1b[3J" in unexpected
     assert "\x1b[3J" not in unexpected
     assert "\x1b[1m" in on_terminal("-m", "diloco", "inspect", "--help")
+
+
+def test_a_wrong_flag_gets_the_same_sentence_on_a_terminal() -> None:
+    """The parser colours its own message there."""
+    said = on_terminal("-m", "diloco", "inspect", "x", "--jsom")
+    assert said.startswith("diloco: there is no flag --jsom; did you mean --json? See `diloco inspect --help`.")

@@ -175,7 +175,8 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         return parsed
     box, text = io.StringIO(), io.StringIO()
     with _wide_terminal():
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box):
+        # both streams: tyro colours a box if standard output is a terminal
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
             read(arguments)
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
             read(["--help"])
