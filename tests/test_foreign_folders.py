@@ -346,8 +346,11 @@ def test_a_configuration_names_only_known_implementations(tmp_path: Path, odd: d
     load = asking_model(tmp_path, **odd)
     with pytest.raises(ConfigurationError, match=r"code from elsewhere is not run\. Known are eager, sdpa"):
         load()
-    plain = asking_model(tmp_path)
-    plain()
+    model: Any = asking_model(tmp_path)()
+    definition = model.definition()
+    definition["config"] |= odd  # as a checkpoint has it
+    with pytest.raises(ConfigurationError, match=r"the checkpoint has .*code from elsewhere is not run"):
+        build_language_model(ModelSettings(source="hf:gone"), seed=0, definition=definition)
     name, value = next(iter(odd.items()))
     settings = ModelSettings(source=f"hf:{tmp_path}", arguments={name: value})
     if name != "layers":
