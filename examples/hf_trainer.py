@@ -52,7 +52,7 @@ def make_model(options: argparse.Namespace) -> nn.Module:
     """Create the model, with the same weights on every replica: from a checkpoint or from a fixed seed."""
     torch.manual_seed(0)
     if options.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=False)
     else:
         config = LlamaConfig(
             vocab_size=256,

@@ -14,6 +14,7 @@ ORDER = (
     "errors",
     "plugins",
     "units",
+    "terminal",
     "cores",
     "waiting",
     "devices",

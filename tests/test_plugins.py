@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import DiLoCo, InProcessTransport, SyncSchedule, make_codec, testing
+from diloco import (
+    AverageRule,
+    Codec,
+    DiLoCo,
+    InProcessTransport,
+    MergeRule,
+    OuterOptimizer,
+    SyncSchedule,
+    make_codec,
+    testing,
+)
 from diloco.cli import main
 from diloco.config.configuration import load_configuration
 from diloco.config.run_plan import plan_run
@@ -40,8 +51,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+KINDS: dict[str, type] = {
+    "outer.name": OuterOptimizer,
+    "codec.name": Codec,
+    "outer.average": AverageRule,
+    "merge.rule": MergeRule,
+    "inner.name": torch.optim.Optimizer,
+}
+
+
 def made(key: str, file: str, name: str, **arguments: Any) -> Any:
-    return call(key, f"{file}.py:{name}", arguments=arguments)
+    return call(key, f"{file}.py:{name}", kind=KINDS[key], arguments=arguments)
 
 
 def test_the_page_has_one_short_example_of_each() -> None:
@@ -54,7 +74,7 @@ def test_the_examples_keep_their_contracts(own: Path) -> None:
     testing.check_codec(lambda: made("codec.name", "largest", "Largest", kept=8))
     testing.check_average_rule(made("outer.average", "median", "Median"))
     testing.check_merge_rule(made("merge.rule", "share", "Share", share=0.25))
-    lion = find("inner.name", "lion.py:Lion")
+    lion = find("inner.name", "lion.py:Lion", torch.optim.Optimizer)
     testing.check_inner_optimizer(lambda model: lion(model.parameters(), lr=0.02))
 
 
@@ -64,7 +84,7 @@ def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
     replicas = []
     for number in range(2):
         model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(300))})
-        inner = find("inner.name", "lion.py:Lion")(model.parameters(), lr=0.01)
+        inner = find("inner.name", "lion.py:Lion", torch.optim.Optimizer)(model.parameters(), lr=0.01)
         diloco = DiLoCo(
             model,
             inner,
@@ -107,13 +127,20 @@ OWN = [
 
 
 def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
-    own: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    own: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Whoever resumes names the code again, as the refusal says, since a folder chooses no code."""
     run = ["train", "run.toml", "--data", "text.txt", *OWN, "--out"]
     assert main([*run, str(own / "whole")]) == 0
     assert main([*run, str(own / "part"), "--stop-after", "5"]) == 0
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert main(["train", "--resume", str(own / "part")]) == 0
+    resumed = ["train", "--resume", str(own / "part")]
+    said = refused(resumed, capsys)
+    options = said.partition("trust it, add ")[2].partition(" to the command")[0]
+    assert main([*resumed, *shlex.split(options)]) == 0
     whole, part = (read_json(own / name / "summary.json") for name in ("whole", "part"))
     assert whole["rounds_committed"] > 0
     assert part["global_params_digest"] == whole["global_params_digest"]
@@ -225,7 +252,10 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"outer__name": "signs.py:Signs", "outer__arguments": {"momentun": 0.5}}, "did you mean 'momentum'"),
         ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
         ({"outer__arguments": {"x": 1}}, r"outer\.arguments can't be used with outer\.name='nesterov'"),
-        ({"codec__name": "wrong.py:Nothing"}, r"codec Nothing: it is not a diloco\.Codec"),
+        (
+            {"codec__name": "wrong.py:Nothing"},
+            r"codec\.name=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
+        ),
         (
             {"codec__name": "wrong.py:Halves"},
             "codec Halves raised CodecError: the halves payload of .* values contains NaN",
@@ -259,9 +289,9 @@ def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_for_its_content(own: Path) -> None:
-    assert find("codec.name", "largest:Largest") is importlib.import_module("largest").Largest
-    first = find("codec.name", "largest.py:Largest")
-    assert find("codec.name", str(own / "largest.py") + ":Largest") is first
+    assert find("codec.name", "largest:Largest", Codec) is importlib.import_module("largest").Largest
+    first = find("codec.name", "largest.py:Largest", Codec)
+    assert find("codec.name", f"{own / 'largest.py'}:Largest", Codec) is first
     assert absolute("largest.py:Largest") == f"{own / 'largest.py'}:Largest"
     assert absolute("largest:Largest") == "largest:Largest"
     assert make_codec("largest.py:Largest", kept=3).parameters() == {"kept": 3}

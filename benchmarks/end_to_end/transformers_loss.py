@@ -31,8 +31,8 @@ def loss_with_transformers(run: Path, exported: Path, sequence_length: int) -> d
     ours = load_tokenizer(run)
     tokens = heldout_tokens(settings.data, ours)
     packed = torch.from_numpy(tokens[0 : len(tokens)].astype("int64"))
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    model: Any = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=False)
     model.train(False)
     nats, count = 0.0, 0
     with torch.no_grad():

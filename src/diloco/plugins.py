@@ -1,37 +1,59 @@
 """User code that a setting names as ``module:name``: finding it, calling it, and comparing it between replicas.
 
-``module`` is an installed module, one in the working directory, or a path that ends in ``.py``. `model.source` names a
-function; ``codec.name``, ``outer.name``, ``outer.average``, ``merge.rule``, ``inner.name`` and ``monitor.sinks`` name a
-class or function.
+``module`` is an installed module, one in the working directory, or a path that ends in ``.py``. The settings in `KEYS`
+name a class or function. Only the user names code: what a folder, a checkpoint or a peer says is compared (`confirm`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["absolute", "call", "check_arguments", "code_digest", "find", "is_own", "split", "takes"]
+__all__ = [
+    "KEYS",
+    "absolute",
+    "call",
+    "check_arguments",
+    "code_digest",
+    "confirm",
+    "find",
+    "is_own",
+    "names_in",
+    "own_code",
+    "same_code",
+    "split",
+    "takes",
+]
 
-_NAME = re.compile(r"(?P<place>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+KEYS = (
+    *("model.source", "codec.name", "outer.name", "outer.average", "merge.rule", "inner.name"),
+    "monitor.sinks",  # several names
+)
+"""Every setting that may name user code. `find` accepts no other, so that `confirm` forgets none."""
+
+_NAME = re.compile(r"(?!hf:)(?P<place>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 
 
-def is_own(text: str | None) -> TypeGuard[str]:
-    """Return whether the value of a setting names user code rather than a built-in.
+def is_own(text: object) -> TypeGuard[str]:
+    """Return whether the value of a setting names user code rather than a built-in or a model of transformers.
 
-    >>> is_own("nets.py:build"), is_own("my.codecs:TopK"), is_own("fp4"), is_own(None)
-    (True, True, False, False)
+    >>> is_own("nets.py:build"), is_own("my.codecs:TopK"), is_own("fp4"), is_own("hf:gpt2"), is_own(None)
+    (True, True, False, False, False)
     """
-    return text is not None and _NAME.fullmatch(text) is not None
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 def split(text: str) -> tuple[str, str]:
@@ -51,15 +73,74 @@ def absolute(text: str) -> str:
     return f"{os.path.abspath(path)}:{name}" if is_own(text) and path.suffix == ".py" and path.exists() else text
 
 
-def find(key: str, text: str) -> Callable[..., Any]:
-    """Return the class or function that ``text``, the value of setting ``key``, names.
+def same_code(one: object, other: object) -> bool:
+    """Return whether two names can mean the same code. A file may lie in another folder on another machine.
+
+    >>> same_code("/home/ann/nets.py:build", "nets.py:build"), same_code("nets.py:build", "nets.py:other")
+    (True, False)
+    """
+    if not is_own(one) or not is_own(other):
+        return one == other
+    (place, name), (elsewhere, named) = split(one), split(other)
+    files = place.endswith(".py") and elsewhere.endswith(".py")
+    return name == named and (Path(place).name == Path(elsewhere).name if files else place == elsewhere)
+
+
+def own_code(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings in `KEYS` that name user code.
+
+    >>> own_code({"codec.name": "fp4", "merge.rule": "share.py:Share", "monitor.sinks": ("my.sinks:Sink",)})
+    {'merge.rule': 'share.py:Share', 'monitor.sinks': ('my.sinks:Sink',)}
+    """
+    present = {key: values[key] for key in KEYS if key in values}
+    return {key: value for key, value in present.items() if any(map(is_own, names_in(value)))}
+
+
+def names_in(value: Any) -> tuple[Any, ...]:
+    """Return the value of a setting in `KEYS`, or its values if it has several, as a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    """Check that the user has named the code that stored settings name. That code runs only if the user says so.
+
+    Args:
+        where: the folder or file that holds the settings, for the message.
+        stored: setting -> value there.
+        typed: setting -> value that the user has given in this call. Another tuple replaces what is stored.
 
     Raises:
-        ConfigurationError: if the module can't be imported or has no callable of this name.
+        ConfigurationError: a name is missing in ``typed``, or is another; the message has the options to add.
     """
+    options, others = [], []
+    for key, value in own_code(stored).items():
+        if key in typed and (isinstance(value, tuple) or same_code(value, typed[key])):
+            continue
+        option = "--model" if key == "model.source" else f"--{key}"
+        options.append(f"{option} {shlex.join(map(str, names_in(value)))}")
+        others += [f" {option} {typed[key]} is other code."] if key in typed else []
+    if options:
+        raise ConfigurationError(
+            f"{where} was made with code that did not come with diloco, and a folder can't choose the code that runs "
+            f"here.{''.join(others)} If you have that code and trust it, add {' '.join(options)} to the command."
+        )
+
+
+def find(key: str, text: str, kind: type) -> Callable[..., Any]:
+    """Return the class or function that ``text``, the value of setting ``key``, names. It is not called.
+
+    Args:
+        kind: what it must be a subclass of, or return. A class fits a protocol if it has its methods.
+
+    Raises:
+        ConfigurationError: the module can't be imported, has no callable of this name, or has one of another kind, such
+            as a function of a library.
+    """
+    assert key in KEYS, key
     if not is_own(text):
         raise ConfigurationError(f"{key}={text} does not name your own code. Use module:name or FILE.py:name.")
     place, name = split(text)
+    _refuse_library(key, text, place)
     try:
         module = _load_file(place) if place.endswith(".py") else _load_module(place)
     except Exception as error:
@@ -67,39 +148,78 @@ def find(key: str, text: str) -> Callable[..., Any]:
             f"{place} of {key}={text} can't be imported: {type(error).__name__}: {error}. Use an installed module, "
             "one in the working directory, or a .py file."
         ) from error
-    found: Any = getattr(module, name, None)
-    if not callable(found):
+    function: Any = getattr(module, name, None)
+    if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigurationError(
             f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
-    return found  # type: ignore[no-any-return]  # callable, as checked above
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    if not inspect.isclass(inner):
+        _refuse_library(key, text, getattr(inner, "__module__", None) or type(inner).__module__, functions=True)
+    elif lack := _lack(inner, kind):
+        raise ConfigurationError(f"{key}={text} can't be used: {inner.__name__} {lack}.")
+    return function  # type: ignore[no-any-return]  # callable, as checked above
 
 
 def call(
-    key: str, text: str, *given: Any, arguments: Mapping[str, Any], offered: Mapping[str, Any] | None = None
+    key: str,
+    text: str,
+    *given: Any,
+    kind: type,
+    arguments: Mapping[str, Any],
+    offered: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call the class or function that ``text`` names.
+    """Call the class or function that ``text`` names, after checking what it is.
 
     Args:
         key: The setting that names it, such as ``codec.name``. Its section has ``arguments``.
         text: The value of that setting.
         given: Positional arguments.
+        kind: what it must return, as for `find`.
         arguments: Keyword arguments, all of which it must take.
         offered: Further keyword arguments, passed if it takes them and ``arguments`` does not contain them.
 
     Raises:
-        ConfigurationError: if it can't be found, does not take an argument, or raises.
+        ConfigurationError: if it can't be found, is of another kind, does not take an argument, or raises.
     """
-    function = find(key, text)
+    function = find(key, text, kind)
     check_arguments(key, text, function, arguments)
     fitting = {name: value for name, value in (offered or {}).items() if takes(function, name)}
     try:
-        return function(*given, **(fitting | dict(arguments)))
+        made = function(*given, **(fitting | dict(arguments)))
     except Exception as error:
         raise ConfigurationError(
             f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
+    if lack := _lack(type(made), kind):
+        raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(made).__name__}, which {lack}.")
+    return made
+
+
+def _lack(kind: type, wanted: type) -> str:
+    """Return what a class lacks of ``wanted``, a class or protocol, as the end of a sentence; "" if it fits."""
+    if not getattr(wanted, "_is_protocol", False):
+        return "" if issubclass(kind, wanted) else f"is no {wanted.__name__} of {wanted.__module__.partition('.')[0]}"
+    methods = [name for name, value in vars(wanted).items() if inspect.isfunction(value) and not name.startswith("_")]
+    lacking = [name for name in methods if not callable(getattr(kind, name, None))]
+    return f"has no method {lacking[0]}" if lacking else ""
+
+
+def _refuse_library(key: str, text: str, module: str, *, functions: bool = False) -> None:
+    """Refuse a module of Python, and a function of the libraries that diloco uses: ``os:system`` builds no model."""
+    root = module.partition(".")[0]
+    libraries = set(sys.stdlib_module_names)
+    if functions:
+        libraries |= {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
+    if root in libraries and not module.endswith(".py"):
+        raise ConfigurationError(
+            f"{key}={text} names something of the library {root}, which is not your own code. Name your own class or "
+            "function as module:name or FILE.py:name."
+        )
 
 
 def check_arguments(key: str, text: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:

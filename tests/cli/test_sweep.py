@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.sweep.execute import sweep_lock
+from diloco.sweep.execute import run_all, sweep_lock
+from diloco.sweep.study import read_study
 from tests.cli.runs import SMALL
 
 
@@ -33,6 +34,30 @@ def test_a_study_is_run_and_goes_on_where_it_was_interrupted(
     said = capsys.readouterr().out
     assert "2 runs, 1 of them done" in said
     assert "to do  seed=0_overlap_steps=9" in said
+
+
+def test_a_run_of_ones_own_code_goes_on_with_the_names_in_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupted run's folder does not choose the code."""
+    started: list[list[str]] = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, words: list[str], **more: object) -> None:
+            started.append(words)
+            super().__init__(["true"])
+
+    monkeypatch.setattr("diloco.sweep.execute.subprocess.Popen", Recorded)
+    path = tmp_path / "study.toml"
+    sinks = 'codec.name = "own.py:Codec"\nmonitor.sinks = ["own:One", "own:Two"]\nmerge.rule = "alpha"\n'
+    path.write_text(f"[base]\n{sinks}[axes]\nseed = [0]\n")
+    (run,) = read_study(path)
+    (tmp_path / run.name / "checkpoints").mkdir(parents=True)
+    (tmp_path / run.name / "checkpoints" / "latest").touch()
+    list(run_all([run], tmp_path, 1))
+    (words,) = started
+    named = ["--codec.name", "own.py:Codec", "--monitor.sinks", "own:One", "own:Two"]
+    assert words[-len(named) :] == named
 
 
 def _nested(text: str) -> str:

@@ -72,6 +72,103 @@ def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, 
     assert torch.equal(again(TOKENS).logits, merged(TOKENS).logits)
 
 
+TIED = {"tie_word_embeddings": True}
+MERGED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("Llama", TIED, ("lm_head",)),
+    ("Llama", TIED, ("embed_tokens",)),
+    ("Llama", TIED, ("embed_tokens", "lm_head", "q_proj")),
+    ("Llama", {"tie_word_embeddings": False}, ("embed_tokens", "lm_head")),
+    ("Qwen3", {}, ("lm_head", "q_proj")),
+    ("GPT-2", {"n_positions": 256}, ("lm_head", "c_attn")),
+    ("GPT-2", {"n_positions": 256}, ("wte", "wpe")),
+    ("Gemma 2", {}, ("embed_tokens",)),
+    ("OPT", {}, ("lm_head",)),
+    ("GPT-NeoX", {}, ("lm_head", "embed_in")),
+    ("Mixtral", {}, ("all-linear",)),
+    ("Mixtral", {}, ("w1", "w2", "w3")),
+    ("Qwen3-MoE", TIED, ("all-linear",)),
+    ("Qwen3-MoE", TIED, ("gate_proj", "up_proj", "down_proj", "lm_head")),
+    ("Qwen3-MoE", {}, ("down_proj", "gate")),
+)
+
+
+def reloaded(model: Any, place: Path) -> Any:
+    """Merge, write and read again; the adapters are gone."""
+    from transformers import AutoModelForCausalLM
+
+    merged = model.to_huggingface()
+    assert not [name for name in merged.state_dict() if "lora_" in name or "base_layer" in name]
+    merged.save_pretrained(place)
+    return AutoModelForCausalLM.from_pretrained(place).eval()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, when it adds the adapter
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's, about its own
+@pytest.mark.parametrize(("name", "changes", "targets"), MERGED, ids=str)
+@torch.no_grad()
+def test_a_merged_model_gives_the_logits_of_its_adapters_also_read_again(
+    tmp_path: Path, name: str, changes: dict[str, Any], targets: tuple[str, ...]
+) -> None:
+    base = write_base(tmp_path / "base", name=name, **changes)
+    model = adapted(base, lora_targets=targets)
+    expected = model(TOKENS)
+    again = reloaded(model, tmp_path / "merged")
+    torch.testing.assert_close(again(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+    head, embedding = again.get_output_embeddings().weight, again.get_input_embeddings().weight
+    assert (head is embedding) == bool(again.config.tie_word_embeddings)
+
+
+KINDS_OF_PEFT: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "rsLoRA": {"use_rslora": True},
+    "biases": {"bias": "all"},
+    "a bias of the adapter": {"lora_bias": True},
+    "a trained head": {"modules_to_save": ["lm_head"]},
+    "trained tokens": {"trainable_token_indices": {"embed_tokens": [41, 45]}},
+    "a parameter": {"target_parameters": ["self_attn.o_proj.weight"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*bias")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS_OF_PEFT)
+@torch.no_grad()
+def test_what_peft_can_merge_is_merged(tmp_path: Path, kind: str, tied: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = write_base(tmp_path / "base", tie_word_embeddings=tied, attention_bias=True)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **KINDS_OF_PEFT[kind])
+    wrapped: Any = AutoModelForCausalLM.from_pretrained(base)
+    peft_model = get_peft_model(wrapped, config).eval()
+    for number, parameter in enumerate(p for p in peft_model.parameters() if p.requires_grad):
+        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4)
+    model = HuggingFaceModel(wrapped)
+    model.adapters = ModelSettings(source=f"hf:{base}", lora_rank=4)
+    expected = peft_model(TOKENS).logits
+    torch.testing.assert_close(reloaded(model, tmp_path / "merged")(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_small_adapter_beside_16_bit_weights_does_not_vanish_in_their_rounding(llama: Path, tmp_path: Path) -> None:
+    model = adapted(llama, base_dtype="bfloat16")
+    for parameter in trained(model).values():
+        parameter.mul_(0.05)
+    plain = build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=4, base_dtype="bfloat16"), seed=0)
+    plain.load_state_dict(model.state_dict())
+    expected = plain.eval().float()(TOKENS)
+    torch.testing.assert_close(reloaded(model, tmp_path)(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_merged_model_with_other_logits_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.lora import Linear
+
+    monkeypatch.setattr(Linear, "merge", lambda self: None)
+    with pytest.raises(ConfigurationError, match=r"gives other logits .* can't be merged\. Export the adapter instead"):
+        adapted(llama).to_huggingface()
+
+
 @torch.no_grad()
 def test_adapters_change_nothing_before_they_are_trained_and_are_all_that_is(llama: Path) -> None:
     plain = build_language_model(ModelSettings(source=f"hf:{llama}"), seed=0).eval()

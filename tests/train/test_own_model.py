@@ -74,7 +74,7 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
     plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)
     assert plan.configuration.fragments.num_fragments == 3  # four layers, three per fragment, and the rest
-    again = load_trained(tmp_path / "run").model
+    again = load_trained(tmp_path / "run", source=f"{file}:build").model
     assert isinstance(again, ForeignModel)
     assert (again.num_layers, again.vocab_size, again.wrapped.embedding.weight.shape[1]) == (4, 257, 12)
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -95,7 +95,10 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
     file.write_text(NETS.replace("range(4)", "range(5)"), encoding="utf-8")
     os.utime(file, ns=(written_ns, written_ns))  # bytecode in `__pycache__` detects an edit by size and second
     with pytest.raises(CheckpointError, match="Use the model with which the run started"):
-        trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16)))
+        trained(
+            tmp_path / "run",
+            plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16, model__source=f"{file}:build")),
+        )
 
 
 def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
@@ -117,7 +120,7 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
     for function, settings, words in (
         ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
-        ("none", {}, "returned a int. It must return a torch.nn.Module"),
+        ("none", {}, "returned a int, which is no Module of torch"),
         ("build", {"arguments": {"widht": 3}}, r"widht is not an argument.*did you mean 'width'"),
     ):
         with pytest.raises(ConfigurationError, match=words):

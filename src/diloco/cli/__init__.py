@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from diloco import __version__
 from diloco.cores import set_wait_policy
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
+from diloco.terminal import show_visibly
 
 __all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
 
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
+    streams = sys.stdout, sys.stderr
+    show_visibly()
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
@@ -69,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe. Output that is still buffered must not raise again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    finally:
+        if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
+            sys.stdout, sys.stderr = streams
 
 
 def _dispatch(given: Sequence[str]) -> int:

@@ -56,6 +56,8 @@ class EvaluateOptions:
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -119,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from diloco.trained.load import load_trained
 
-    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
+    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     settings = _settings_of(trained, given)
     length = trained.length(given.sequence_length, "--sequence-length")
     if given.questions or settings.data.format == "chat":

@@ -44,6 +44,8 @@ class ExportOptions:
     """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
     merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """hf: merge the adapters of the run into the base model and write a whole model."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -79,7 +81,9 @@ def _export(given: ExportOptions, largest: str) -> None:
     from diloco.trained.export import export_adapter, export_huggingface, export_safetensors
     from diloco.trained.load import load_trained
 
-    trained = load_trained(given.run, step=given.checkpoint, replica=given.replica)
+    trained = load_trained(
+        given.run, step=given.checkpoint, replica=given.replica, source=given.model, dequantize=given.merge
+    )
     _check_adapters(given, adapts=bool(trained.model.source_has))
     if given.to == "adapter":
         export_adapter(trained, given.place, overwrite=given.overwrite)

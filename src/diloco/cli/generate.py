@@ -14,8 +14,8 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
+from diloco.terminal import plain
 from diloco.trained.sampling import Sampling
-from diloco.units import visible_lines
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
@@ -42,6 +42,8 @@ class GenerateOptions:
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    """For a run with a model of your own: the function that builds it, as in training."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Inner step of the checkpoint to load. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -105,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.trained.generate import TextStream, generate_together
     from diloco.trained.load import load_trained
 
-    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
+    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     if given.chat:
         return _chat(trained, given, prompt)
     tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
@@ -179,8 +181,9 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
 
 def _shown(text: str) -> str:
     """Print a piece of text immediately, and return it."""
-    sys.stdout.write(visible_lines(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+    stream = sys.stdout if sys.stdout.isatty() else plain(sys.stdout)  # a file gets the exact text
+    stream.write(text)
+    stream.flush()
     return text
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, arg
@@ -22,6 +21,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.monitor.console import VisibleConsole
 from diloco.protocol.faults import Faults, faults_seen
 from diloco.units import format_bytes, format_rate
 
@@ -102,7 +102,7 @@ async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
 
 async def _watch(options: PeersOptions) -> None:
     """Print the table repeatedly. On a terminal each table replaces the one before."""
-    console = Console(highlight=False)
+    console = VisibleConsole()
     async with asking(options.run, options.join, options.secret_file) as asked:
         with Live(console=console, auto_refresh=False) as live:
             while True:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from diloco.units import visible
+
 __all__ = ["columns", "facts_table"]
+
+MAX_CELL = 10_000  # characters; a cell is one line, so that no text can pose as another
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -15,6 +19,7 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     tiny       4
     150m      12
     """
+    header, *rows = ([visible(cell, MAX_CELL) for cell in row] for row in (header, *rows))
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for first, *rest in (header, *rows):
@@ -30,5 +35,6 @@ def facts_table(facts: Mapping[str, str], *, indent: str = "  ") -> str:
       model     150m
       replicas  4
     """
-    width = max(map(len, facts))
-    return "\n".join(f"{indent}{name:{width}}  {words}" for name, words in facts.items())
+    cells = {visible(name): visible(words, MAX_CELL) for name, words in facts.items()}
+    width = max(map(len, cells))
+    return "\n".join(f"{indent}{name:{width}}  {words}" for name, words in cells.items())

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from tyro.conf import arg
 
 from diloco.config.flags import parse_flags
@@ -16,6 +15,7 @@ from diloco.config.keys import build, flatten
 from diloco.config.toml import read_toml
 from diloco.data.settings import DataSettings
 from diloco.errors import ConfigurationError
+from diloco.monitor.console import VisibleConsole
 from diloco.units import format_bytes
 
 __all__ = ["TokenizeSettings", "run"]
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.data.token_writer import tokenize
 
     started_s = time.monotonic()
-    with Console(stderr=True).status("reading") as status:  # shown only on a terminal
+    with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal
 
         def show_progress(documents: int, size_bytes: int) -> None:
             rate = size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s)

@@ -118,7 +118,9 @@ async def _serve(
     token = "" if local else secrets.token_urlsafe(16)
     board = Board()
     app = make_app(board, hosts=LOOPBACK if local else ("*",), token=token)
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="warning", use_colors=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+    )
     watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
 
     def show() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
@@ -14,6 +15,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.presets import get_preset
 from diloco.model.settings import native_keys, native_only_error, parse_source
 from diloco.monitor.settings import MonitorSettings
+from diloco.plugins import is_own, same_code
 from diloco.train.settings import RunSettings
 
 __all__ = ["Configuration", "compose", "filled_tables", "load_configuration", "overlay", "parse_arguments"]
@@ -105,8 +107,9 @@ def compose(line: CommandLine) -> Configuration:
     )
     values |= filled_tables(overlay(preset, in_file), line.values)
     init_from = values.get("train.init_from")
-    if init_from is not None and "preset" not in values and not any(name.startswith("model.") for name in values):
-        values = values | _model_of_checkpoint(init_from.expanduser())
+    named = {name for name in values if name.startswith("model.")}
+    if init_from is not None and "preset" not in values and named <= {"model.source"}:
+        values = _model_of_checkpoint(init_from.expanduser(), values) | values
     source = values.get("model.source")
     if source is None:
         return build(Configuration, overlay(preset | _model_of_folder(init_from), values))
@@ -152,19 +155,28 @@ def filled_tables(below: Values, typed: Values) -> Values:
     }
 
 
-def _model_of_checkpoint(path: Path) -> Values:
-    """Return the ``model.*`` keys of a checkpoint if its model came from a source; otherwise none."""
+def _model_of_checkpoint(path: Path, typed: Values) -> Values:
+    """Return the ``model.*`` keys of a checkpoint if its model came from a source and the user chose no other.
+
+    Raises:
+        ConfigurationError: that source is code which the user has not named.
+    """
     if path.suffix == ".safetensors" or (path / "config.json").is_file():
         return {}
     from diloco.checkpoint.reading import open_checkpoint
 
     try:
-        described = open_checkpoint(path).about.get("model", {})
+        checkpoint = open_checkpoint(path)
     except CheckpointError:
         return {}  # the code that loads the checkpoint reports what is wrong with it
-    if described.get("source") is None:
+    described: Any = checkpoint.about.get("model")
+    stored, named = described.get("source") if isinstance(described, dict) else None, typed.get("model.source")
+    if stored is None or (named is not None and not (is_own(stored) and same_code(stored, named))):
         return {}
-    return {f"model.{name}": value for name, value in described.items() if value is not None}
+    from diloco.trained.load import model_settings
+
+    settings = model_settings(checkpoint, named)
+    return {f"model.{name}": getattr(settings, name) for name, value in described.items() if value is not None}
 
 
 def _model_of_folder(init_from: Path | None) -> Values:

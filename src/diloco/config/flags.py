@@ -24,6 +24,7 @@ from tyro.conf import Positional, UseCounterAction, arg
 from diloco.config.keys import Key, Values, keys_of
 from diloco.config.toml import parse_toml
 from diloco.errors import ConfigurationError
+from diloco.terminal import plain
 
 __all__ = ["CommandLine", "parse_flags", "parse_options"]
 
@@ -163,7 +164,8 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         return tyro.cli(kind, prog=program, description=description, args=list(given))
 
     try:
-        with contextlib.redirect_stderr(printed):
+        # tyro colours its help
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(plain(sys.stdout)):
             parsed = read(arguments)
     except SystemExit as stop:
         if stop.code != 2:
@@ -173,7 +175,8 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         return parsed
     box, text = io.StringIO(), io.StringIO()
     with _wide_terminal():
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box):
+        # both streams: tyro colours a box if standard output is a terminal
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
             read(arguments)
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
             read(["--help"])

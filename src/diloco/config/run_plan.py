@@ -19,15 +19,12 @@ from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys, parse_source
-from diloco.plugins import absolute, is_own
+from diloco.plugins import KEYS, absolute, confirm, is_own, names_in, own_code, same_code
 from diloco.train.resolve import notes, resolve
 
 __all__ = ["RunPlan", "join_command", "plan_run", "resume_command"]
 
 CONFIG_FILE = "config.toml"
-
-OWN_CODE = ("codec.name", "outer.name", "outer.average", "merge.rule", "inner.name")
-"""Settings that may name user-defined code."""
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
@@ -108,7 +105,9 @@ def _resolved(asked: Configuration) -> Configuration:
 
 def _named(configuration: Configuration) -> Values:
     """Return the settings that may name user-defined code, except for the model."""
-    return {key: operator.attrgetter(key)(configuration) for key in OWN_CODE}
+    return {
+        key: operator.attrgetter(key)(configuration) for key in KEYS if key not in ("model.source", "monitor.sinks")
+    }
 
 
 def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
@@ -120,8 +119,9 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         )
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
+    confirm(source, saved, line.values)
     wanted = flatten(_absolute(build(Configuration, saved | line.values | filled_tables(saved, line.values))))
-    changed = {name: wanted[name] for name in line.values if wanted[name] != saved[name]}
+    changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
     fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
     if fixed:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
@@ -168,10 +168,9 @@ def resume_command(configuration: Configuration, folder: Path) -> str:
     """Return the command that resumes a stopped run, with the settings that the run's folder does not keep."""
     words = ["diloco", "train", "--resume", str(folder)]
     given, usual = flatten(configuration), flatten(Configuration())
-    for name in (*PROCESS_KEYS, *PEER_KEYS):
-        if given[name] != usual[name]:
-            values = given[name] if isinstance(given[name], tuple) else (given[name],)
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    kept = {name: given[name] for name in (*PROCESS_KEYS, *PEER_KEYS) if given[name] != usual[name]}
+    for name, value in (own_code(given) | kept).items():
+        words += [f"--{name.replace('_', '-')}", *map(str, names_in(value))]
     return shlex.join(words)
 
 

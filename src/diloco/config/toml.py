@@ -225,8 +225,9 @@ def in_toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
-        # A JSON string is a TOML basic string, except for the one control character that JSON does not escape.
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+        # A JSON string is a TOML basic string, but does not escape all that is not shown.
+        text = json.dumps(str(value), ensure_ascii=False)
+        return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
     if isinstance(value, tuple | list):
         return f"[{', '.join(in_toml(item) for item in value)}]"
     if isinstance(value, Mapping):

@@ -165,6 +165,8 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
             raise ConfigurationError(f"{place} names another {key} than {key} = {given!r}. Give only one of them.")
     split, config = settings.split or split, settings.config or config
     folder = Path(path).expanduser()
+    if path == "pandas":
+        raise ConfigurationError(f"{place} reads pickles, which could run any code. Convert them to Parquet.")
     with _as_data_error(place):
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
             rows = _select_split(datasets.load_from_disk(str(folder)), split, place)
@@ -176,6 +178,7 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
                     split=split or "train",
                     data_files=list(settings.data_files) or None,
                     streaming=settings.streaming,
+                    trust_remote_code=False,
                 )
     columns = rows.column_names
     if columns is not None and settings.text_field not in columns:

@@ -184,9 +184,15 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
     local = Path(place).expanduser()
     try:
         with fetching(place, "models"):
-            library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place)
+            library: Any = AutoTokenizer.from_pretrained(
+                str(local) if local.exists() else place, trust_remote_code=False
+            )
         library.backend_tokenizer.to_str()
     except Exception as error:  # the library raises many types
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"The tokenizer of {name} is code that comes with it, which is not run. Use another."
+            ) from error
         raise _unreadable(name, error) from error
     if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")

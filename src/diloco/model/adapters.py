@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diloco.errors import ConfigurationError, from_extra
-from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.huggingface import HuggingFaceModel, alike
 from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "s
 
 ADAPTER_FOLDER = "adapter"  # the folder to which a run writes its adapter
 CONFIG_FILE = "adapter_config.json"  # present in every folder with an adapter
+TESTED_TOKENS = 128  # with which a merged model is compared, in sequences of four
 _NAME = "default"  # peft's name for the only adapter of a model; names in files leave it out
 
 
@@ -74,27 +76,63 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
     model.source_has = frozenset(model.state_dict().keys() - trained)
 
 
-def merge_adapters(wrapped: nn.Module) -> None:
-    """Add every adapter to the weights it belongs to, in place, and remove it.
+@torch.no_grad()
+def merge_adapters(model: HuggingFaceModel) -> None:
+    """Add every adapter to the weights it belongs to, in place and in float32, and remove it.
+
+    Weights that are tied to others, such as an output projection to the embedding, are separated first.
 
     Raises:
-        ConfigurationError: the weights are quantised, so merging would round them once more.
+        ConfigurationError: the weights are quantised, so merging would round them once more; or the merged model does
+            not give the logits of the adapters, except for rounding.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, module in list(wrapped.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            base = module.get_base_layer()
-            if type(base).__module__.startswith("bitsandbytes"):
-                raise ConfigurationError(
-                    f"{name} is a {type(base).__name__}, so merging an adapter would round its weights once more. "
-                    "Merge into weights that are not quantised."
-                )
-            module.merge()
-            parent, _, leaf = name.rpartition(".")
-            setattr(wrapped.get_submodule(parent), leaf, base)
+    wrapped: Any = model.wrapped
+    layers = {
+        name: module
+        for name, module in wrapped.named_modules()
+        if isinstance(module, BaseTunerLayer) or hasattr(module, "unload_and_optionally_merge_module")
+    }
+    bases = {name: getattr(layer, "get_base_layer", lambda: None)() for name, layer in layers.items()}
+    for name, base in bases.items():
+        if type(base).__module__.startswith("bitsandbytes"):
+            raise ConfigurationError(
+                f"{name} is a {type(base).__name__}, so merging an adapter would round its weights once more. Merge "
+                "into weights that are not quantised."
+            )
+    wrapped.float()  # a small change would vanish in the rounding of 16-bit weights
+    tokens = torch.arange(TESTED_TOKENS, device=wrapped.device) * max(1, model.vocab_size // TESTED_TOKENS)
+    tokens = (tokens % model.vocab_size).reshape(-1, 4)[:, : model.max_sequence_length]
+    expected = model(tokens)
+    uses = Counter(id(parameter) for _, parameter in wrapped.named_parameters(remove_duplicate=False))
+    for name, layer in layers.items():
+        if any(name.startswith(f"{outer}.") for outer in layers):
+            continue  # inside a layer that merges it, as the adapters of the matrices of experts are
+        base = bases[name]
+        for own, parameter in list(base.named_parameters(recurse=False)) if base is not None else ():
+            if uses[id(parameter)] > 1:
+                setattr(base, own, nn.Parameter(parameter.clone()))
+        if hasattr(layer, "unload_and_optionally_merge_module"):
+            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            layer.merge()
+            merged = base
+        parent, _, leaf = name.rpartition(".")
+        setattr(wrapped.get_submodule(parent), leaf, merged)
     vars(wrapped).pop("peft_config", None)
     wrapped.requires_grad_(True)
+    head, embedding = wrapped.get_output_embeddings(), wrapped.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        wrapped.config.tie_word_embeddings = False
+    logits = model(tokens)
+    # rounding may send a token to another expert, which changes its own sequence
+    if sum(map(alike, logits, expected)) < 0.75 * len(tokens):
+        raise ConfigurationError(
+            f"The model with merged adapters gives other logits than with the adapters beside it (by up to "
+            f"{float((logits - expected).abs().max()):.2g}), so {type(wrapped).__name__} can't be merged. Export the "
+            "adapter instead (--to adapter)."
+        )
 
 
 def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:
@@ -132,7 +170,7 @@ def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
     """Turn any refusal of peft into a configuration error."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft corrects it itself
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft corrects it itself
             yield
     except (ValueError, TypeError, ImportError) as error:
         linear = sorted({n.rpartition(".")[2] for n, m in wrapped.named_modules() if isinstance(m, nn.Linear)})

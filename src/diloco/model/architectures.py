@@ -117,7 +117,7 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
         dtype=str(model.embedding.weight.dtype).removeprefix("torch."),
     )
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config)
+        made = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # The rotary table is computed, not loaded.
     made.model.rotary_emb = type(made.model.rotary_emb)(config).to(model.embedding.weight.device)
     state = {_their_name(name, architecture): parameter.detach() for name, parameter in model.named_parameters()}
@@ -177,7 +177,7 @@ def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
         return None, model_type
     auto_config = import_transformers().AutoConfig
     try:
-        return architecture, auto_config.from_pretrained(folder, local_files_only=True)
+        return architecture, auto_config.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
 

@@ -109,14 +109,9 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
     assert settings.source is not None
     source = settings.source
     offered = {"vocab_size": settings.vocab_size, "max_sequence_length": settings.max_sequence_length}
-    made = call("model.source", source, arguments=settings.arguments, offered=offered)
+    made = call("model.source", source, kind=nn.Module, arguments=settings.arguments, offered=offered)
     if isinstance(made, LanguageModel):
         return made
-    if not isinstance(made, nn.Module):
-        raise ConfigurationError(
-            f"{source} returned a {type(made).__name__}. It must return a torch.nn.Module whose forward(tokens) gives "
-            "logits, or a diloco LanguageModel."
-        )
     vocab_size = getattr(made, "vocab_size", settings.vocab_size)
     if not isinstance(vocab_size, int):
         raise ConfigurationError(

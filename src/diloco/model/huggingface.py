@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from diloco.model.settings import ModelSettings
 
-__all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
+__all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel", "alike"]
 
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
 PROBED_TOKENS = 8  # length of the sequence that tests what a token sees
@@ -159,7 +159,7 @@ class HuggingFaceModel(LanguageModel):
         if self.adapters is not None:
             from diloco.model.adapters import merge_adapters
 
-            merge_adapters(self.wrapped)
+            merge_adapters(self)
             self.adapters = None
         return self.wrapped
 
@@ -186,7 +186,7 @@ class HuggingFaceModel(LanguageModel):
                 )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]
-            if not _alike(self(changed)[:, :-1], logits[:, :-1]):
+            if not alike(self(changed)[:, :-1], logits[:, :-1]):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. For BERT "
                     "and related models, set is_decoder = true."
@@ -206,7 +206,7 @@ class HuggingFaceModel(LanguageModel):
         large = 2.0**14  # a cap affects only large logits; a power of two restores the weights exactly
         head.mul_(large)
         try:
-            return _alike(nn.functional.linear(self._hidden(tokens, None), head), self(tokens))
+            return alike(nn.functional.linear(self._hidden(tokens, None), head), self(tokens))
         except (AttributeError, TypeError, ValueError, RuntimeError):  # a base model with another interface
             return False
         finally:
@@ -239,7 +239,7 @@ class HuggingFaceModel(LanguageModel):
                 together = self(tokens, documents=documents)
             except (RuntimeError, ValueError, TypeError):  # the architecture does not accept such a mask
                 continue
-            if _alike(together[:, half:], alone):
+            if alike(together[:, half:], alone):
                 return method
         return None
 
@@ -291,7 +291,7 @@ def _context(length: int, window: int) -> float:
     return (short * (short + 1) / 2 + (length - short) * short) / length
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     """Return whether two ``(..., vocab)`` logits differ only by round-off."""
     scale = torch.maximum(one.abs().max(), other.abs().max())
     return bool((one - other).abs().max() <= PROBE_TOLERANCE * scale)

@@ -6,6 +6,7 @@ Only installed code runs: no code from a model's folder, and no pickles.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from diloco.model.huggingface_folder import (
     CONFIG_NAME,
     has_weights,
     import_transformers,
+    read_json,
+    stored_tensors,
     weights_digest,
     without_progress_bars,
 )
@@ -31,8 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = ["build_huggingface", "stored_digest"]
 
+IMPLEMENTATIONS = {
+    **dict.fromkeys(("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"), "torch"),
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+}
+"""The implementations of attention and experts that a configuration may name -> the installed package that has it."""
+
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError, AssertionError)
+_NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -85,12 +96,12 @@ def build_huggingface(
     with _in_words(type(config).__name__):
         if on_meta:
             with torch.device("meta"):
-                wrapped = auto.from_config(config, dtype=torch.float32)
+                wrapped = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
         elif stored:
             assert folder is not None
             wrapped = _load(folder, config, _quantised(settings))
         else:
-            wrapped = auto.from_config(config, dtype=torch.float32)
+            wrapped = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if settings.quantization is None or on_meta:
         wrapped = wrapped.float()
     model = HuggingFaceModel(wrapped, z_loss=settings.z_loss)
@@ -179,8 +190,33 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
                 raise ConfigurationError(
                     f"model.arguments.{name} is not a part of {kind.__name__}; {nearest(name, vars(known).keys())}"
                 )
-        config: PretrainedConfig = kind.from_dict(values | copy.deepcopy(dict(arguments)))
+        values |= copy.deepcopy(dict(arguments))
+        _check_implementations(values, where)
+        config: PretrainedConfig = kind.from_dict(
+            {name: value for name, value in values.items() if name not in _NAMES_OF_CODE}
+        )
     return config
+
+
+def _check_implementations(values: Any, where: str, name: str = "") -> None:
+    """Refuse an implementation of attention or experts that is not in `IMPLEMENTATIONS`, at any depth of ``values``.
+
+    For another name, the library may fetch code from the hub and run it.
+    """
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            _check_implementations(value, where, name if "_implementation" in name else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _check_implementations(value, where, name)
+    elif "_implementation" in name and isinstance(values, str):
+        package = IMPLEMENTATIONS.get(values)
+        if package is None or importlib.util.find_spec(package) is None:
+            lack = "is not known" if package is None else f"needs the package {package}"
+            raise ConfigurationError(
+                f"{where} has {name}={values!r}, which {lack}; code from elsewhere is not run. Known are "
+                f"{', '.join(IMPLEMENTATIONS)}: --model.arguments '{{attn_implementation = \"sdpa\"}}'."
+            )
 
 
 def _check_kind(config: PretrainedConfig) -> None:
@@ -241,18 +277,23 @@ def _quantised(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) -> PreTrainedModel:
-    """Load all weights of ``folder``. Weights that this kind of model does not use are ignored."""
-    from transformers import AutoModelForCausalLM
+    """Load all weights of ``folder``. Weights that this kind of model does not use are ignored.
 
-    auto: Any = AutoModelForCausalLM
+    The library gets tensors and no folder, in which it would also look for adapters, other weights and code.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+
+    generation = folder / "generation_config.json"
     with without_progress_bars():
-        wrapped, found = auto.from_pretrained(
-            folder,
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        wrapped, found = model_class.from_pretrained(
+            None,
             config=config,
+            generation_config=GenerationConfig.from_dict(read_json(generation)) if generation.is_file() else None,
+            state_dict=dict(stored_tensors(folder)),
             dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
             output_loading_info=True,
+            trust_remote_code=False,
             **quantised,
         )
     if missing := sorted(found["missing_keys"]):

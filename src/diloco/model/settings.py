@@ -51,7 +51,7 @@ def parse_source(text: str) -> Source:
     kind, _, place = text.partition(":")
     if kind == "hf" and place.strip():
         return Source("hf", place.strip())
-    if kind != "hf" and is_own(text):
+    if is_own(text):
         return Source("module", *split(text))
     raise ConfigurationError(
         f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "

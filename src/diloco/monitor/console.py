@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderHook, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
@@ -19,9 +19,10 @@ from rich.text import Text
 from diloco import events
 from diloco.monitor import wording
 from diloco.monitor.progress import RunProgress
+from diloco.terminal import plain, show_visibly
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity, visible_lines
 
-__all__ = ["LiveConsole", "PlainConsole"]
+__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole"]
 
 _HEADER_EVERY = 30
 
@@ -114,6 +115,26 @@ class PlainConsole:
         self._stream.flush()
 
 
+class VisibleConsole(Console):
+    """A console that shows control characters in what it prints, and draws with its own.
+
+    Args:
+        stderr: print to standard error instead of standard output.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(file=plain(sys.stderr if stderr else sys.stdout), highlight=False)
+
+    def push_render_hook(self, hook: RenderHook) -> None:
+        super().push_render_hook(hook)
+        show_visibly()  # a display passes on what others print, and would obey it
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(
+            each if each.control else Segment(visible_lines(each.text), each.style) for each in buffer
+        )
+
+
 class LiveConsole:
     """A progress display at the bottom of the terminal. Lines for notable events scroll above it.
 
@@ -132,7 +153,7 @@ class LiveConsole:
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float = 0.2,
     ) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or VisibleConsole()
         self._clock = clock
         self._refresh_s = refresh_s
         self._progress = RunProgress()

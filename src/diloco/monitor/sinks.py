@@ -11,7 +11,7 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
-from diloco.plugins import find
+from diloco.plugins import call
 
 __all__ = ["Sinks", "make_sinks", "print_message"]
 
@@ -89,14 +89,13 @@ def make_sinks(
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
 
-    makers = {name: find("monitor.sinks", name) for name in settings.sinks}
+    own = {name: call("monitor.sinks", name, folder, kind=Sink, arguments={}) for name in settings.sinks}
     sinks: dict[str, Sink] = {}
     if settings.wandb.mode != "off":
         from diloco.monitor.wandb_runs import WandbSink
 
         sinks["W&B"] = WandbSink(settings.wandb, folder, every_steps=settings.every_steps, config=config or {})
-    for name, make in makers.items():
-        sinks[name] = make(folder)
+    sinks |= own
     if settings.tensorboard:
         sinks["TensorBoard"] = TensorBoardSink(folder / "tensorboard", settings.every_steps)
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")

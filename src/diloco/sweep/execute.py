@@ -18,6 +18,7 @@ from typing import Any
 from diloco.checkpoint.disk import write_whole
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
+from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
 
 if sys.platform != "win32":
@@ -98,6 +99,8 @@ def _start(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subpr
     set_thread_share(environment, jobs)
     if (place / "checkpoints" / "latest").exists():
         words = ["--resume", str(place)]
+        for key, value in own_code(run.settings).items():  # which a folder alone does not choose
+            words += [f"--{key}", *names_in(value)]
     else:
         if place.exists():
             shutil.rmtree(place)  # an earlier attempt ended before its first checkpoint

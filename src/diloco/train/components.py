@@ -68,7 +68,7 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
 def make_merge_rule(settings: MergeSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
     if is_own(settings.rule):
-        rule: MergeRule = call("merge.rule", settings.rule, arguments=settings.arguments)
+        rule: MergeRule = call("merge.rule", settings.rule, kind=MergeRule, arguments=settings.arguments)
         return rule
     return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
 
@@ -111,7 +111,9 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
         momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
     if is_own(settings.name):
         offered = {"learning_rate": learning_rate, "momentum": momentum}
-        outer: OuterOptimizer = call("outer.name", settings.name, arguments=settings.arguments, offered=offered)
+        outer: OuterOptimizer = call(
+            "outer.name", settings.name, kind=OuterOptimizer, arguments=settings.arguments, offered=offered
+        )
         return outer
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
 
@@ -141,7 +143,9 @@ def check_own_code(settings: RunSettings) -> None:
 def make_average_rule(settings: OuterSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
     if is_own(settings.average):
-        rule: AverageRule = call("outer.average", settings.average, arguments=settings.average_arguments)
+        rule: AverageRule = call(
+            "outer.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
+        )
         return rule
     return {"mean": None, "rda": Rda(), "senders": SendersMean()}[settings.average]
 

@@ -118,7 +118,7 @@ def _named(parameters: Mapping[str, nn.Parameter]) -> str:
 def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
     if is_own(name):
-        make = find("inner.name", name)
+        make = find("inner.name", name, torch.optim.Optimizer)
         if not takes(make, "lr"):
             raise ConfigurationError(f"inner.name={name} must accept a learning rate as the argument lr.")
         return make, inspect.signature(make).parameters

@@ -28,6 +28,7 @@ from diloco.model.build import build_language_model
 from diloco.model.huggingface_folder import is_huggingface_folder, stored_tensors
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
+from diloco.plugins import confirm, same_code
 
 __all__ = [
     "ORIGIN_FILE",
@@ -35,6 +36,7 @@ __all__ = [
     "Trained",
     "load_parameters",
     "load_trained",
+    "model_settings",
     "read_weights",
     "rest_of_state",
 ]
@@ -96,7 +98,15 @@ class Trained:
         return asked
 
 
-def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, replica: int | None = None) -> Trained:
+def load_trained(
+    path: Path,
+    device: str = "cpu",
+    *,
+    step: int | None = None,
+    replica: int | None = None,
+    source: str | None = None,
+    dequantize: bool = False,
+) -> Trained:
     """Load the model of a run, a checkpoint, or a folder of ``transformers``, such as an exported one.
 
     Args:
@@ -104,6 +114,9 @@ def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, re
         device: where to load it, as for `diloco.devices.choose_device`.
         step: inner steps of the checkpoint of a run; None: the latest.
         replica: the replica whose local parameters to load; None: the global ones.
+        source: the function that builds the model, as `ModelSettings.source`, if it is code of the user's own. The name
+            in the checkpoint is only compared with it.
+        dequantize: whether to load the base model of adapters without the quantisation of the run.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -113,11 +126,15 @@ def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, re
     if step is None and is_huggingface_folder(path):
         if replica is not None:
             raise ConfigurationError(f"Replica {replica} can't be loaded, because {path} is not a run.")
+        if source is not None:
+            raise _no_own_code(path, source)
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
+    settings = model_settings(checkpoint, source)
+    bare = dequantize and settings.quantization is not None
     model = build_language_model(
-        ModelSettings(**about["model"]),
+        dataclasses.replace(settings, quantization=None) if bare else settings,
         seed=int(about.get("seed", 0)),
         device=place,
         definition=about.get("definition"),
@@ -126,8 +143,31 @@ def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, re
     weights = "global parameters" if replica is None else f"replica {replica}"
     if replica is None and about.get("algorithm") == "none":
         weights = "replica 0 (independent replicas)"
+    if bare:
+        weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     return Trained(model.eval(), tokenizer, checkpoint.step, int(about["sequence_length"]), checkpoint.path, weights)
+
+
+def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
+    """Return the settings of the model in a checkpoint, with the ``source`` that the user named, if any."""
+    described = checkpoint.about.get("model")
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{checkpoint.path} does not describe its model.")
+    stored = described.get("source")
+    confirm(checkpoint.path, {"model.source": stored}, {} if source is None else {"model.source": source})
+    if source is not None and not same_code(stored, source):
+        raise _no_own_code(checkpoint.path, source)
+    try:
+        return ModelSettings(**described | {"source": source or stored})
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}.") from error
+
+
+def _no_own_code(path: Path, source: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The model in {path} was not built by code of your own, so --model {source} has no effect. Leave it out."
+    )
 
 
 def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:

@@ -54,7 +54,7 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     diloco.errors.ConfigurationError: The codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
     """
     if is_own(name):
-        own: Codec = call("codec.name", name, arguments=parameters)
+        own: Codec = call("codec.name", name, kind=Codec, arguments=parameters)
         return own
     codec = codec_class(name)
     for parameter in parameters:

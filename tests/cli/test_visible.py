@@ -1,0 +1,312 @@
+"""Nothing that a command prints is obeyed by a terminal, whoever wrote it; a display's own sequences still work."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import io
+import json
+import logging
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from diloco import events
+from diloco.checkpoint.manifest import read_manifest, write_manifest
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.cli import main
+from diloco.cli.tables import columns, facts_table
+from diloco.config.toml import in_toml
+from diloco.errors import DataError
+from diloco.monitor.console import LiveConsole
+from tests.cli.runs import train
+from tests.monitor.made_events import started
+
+CONTROLS = {
+    "escape": "\x1b[2J\x1b[31m",
+    "title": "\x1b]0;owned\x07",
+    "link": "\x1b]8;;http://evil\x1b\\",
+    "bell": "\x07",
+    "return": "\rdiloco: all is well",
+    "backspace": "\x08\x08",
+    "C1": "\x9b2J",
+    "delete": "\x7f",
+    "bidirectional": "\u202egnp.exe\u2066",
+    "line separator": "\u2028",
+}
+"""What terminals and viewers obey, by kind."""
+EVIL = "name " + "".join(CONTROLS.values()) + " end"
+
+
+def obeyed(text: str) -> set[str]:
+    """Return the characters of a text that are neither printable nor line ends nor tabs."""
+    return {each for each in text if not each.isprintable() and each not in "\n\t"}
+
+
+@pytest.fixture
+def run(files: Path, tmp_path: Path) -> Path:
+    """A copy of a run whose checkpoint may be changed."""
+    shutil.copytree(files / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def describe(run: Path, **about: Any) -> None:
+    folder = open_checkpoint(run).path
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    changed = dataclasses.replace(manifest, about=manifest.about | about, versions={EVIL: EVIL})
+    write_manifest(folder, changed)
+
+
+def test_printed_settings_are_valid_toml_whatever_is_in_them() -> None:
+    assert tomllib.loads(f"x = {in_toml(EVIL)}") == {"x": EVIL}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    main([str(word) for word in words])
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert "name \\x1b[2J\\x1b[31m" in text or "name \\u001b[2J\\u001b[31m" in text, text
+    assert obeyed(text) == set()
+    return text
+
+
+def of_manifest(run: Path, files: Path) -> list[object]:
+    describe(run, algorithm=EVIL, **{EVIL: EVIL}, rounds_in_flight=[EVIL], definition={"architecture": EVIL})
+    return ["inspect", run]
+
+
+def of_fragments(run: Path, files: Path) -> list[object]:
+    describe(run, fragments=[{"index": EVIL, "numel": 1, "parameters": [], "outer_step": EVIL}])
+    return ["inspect", run]
+
+
+def of_name_of_code(run: Path, files: Path) -> list[object]:
+    describe(run, model={"source": f"{EVIL}.py:build"})
+    return ["generate", run]
+
+
+def of_setting(run: Path, files: Path) -> list[object]:
+    record = run / "config.toml"
+    record.write_text(record.read_text().replace('algorithm = "streaming"', f"algorithm = {in_toml(EVIL)}"))
+    return ["train", "--resume", run]
+
+
+def of_key(run: Path, files: Path) -> list[object]:
+    (run / "run.toml").write_text(f"{in_toml(EVIL)} = 1")
+    return ["train", run / "run.toml"]
+
+
+def of_path(run: Path, files: Path) -> list[object]:
+    return ["evaluate", run / EVIL.replace("/", "")]
+
+
+def of_option(run: Path, files: Path) -> list[object]:
+    return ["train", f"--{EVIL}"]
+
+
+def of_command(run: Path, files: Path) -> list[object]:
+    return [EVIL]
+
+
+def of_study(run: Path, files: Path) -> list[object]:
+    (run / "study.toml").write_text(f"[{in_toml(EVIL)}]")
+    return ["sweep", run / "study.toml", "--out", run / "out"]
+
+
+def of_exported(run: Path, files: Path) -> list[object]:
+    """A name of a tensor, which no safetensors file of a model has."""
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(open_checkpoint(run).path / "global.safetensors") | {EVIL: _tensor()}, run / "w.safetensors")
+    return train(files, "--init-from", str(run / "w.safetensors"), "--out", str(run / "on"))
+
+
+def of_data(run: Path, files: Path) -> list[object]:
+    (run / "rows.jsonl").write_text(json.dumps({EVIL: "text"}) + "\n")
+    return ["train", files / "run.toml", "--data", run / "rows.jsonl", "--out", run / "on"]
+
+
+def of_printed_settings(run: Path, files: Path) -> list[object]:
+    return train(files, "--print-config", "--evaluation.sample-prompts", EVIL)
+
+
+def of_sample(run: Path, files: Path) -> list[object]:
+    return train(files, "--out", str(run / "on"), "--monitor.console", "plain", "--evaluation.sample-prompts", EVIL)
+
+
+def _tensor() -> Any:
+    import torch
+
+    return torch.ones(1)
+
+
+SAYING = [each for name, each in globals().items() if name.startswith("of_")]
+
+
+@pytest.mark.parametrize("saying", SAYING, ids=lambda each: each.__name__)
+def test_control_characters_of_files_and_arguments_are_shown(
+    run: Path, files: Path, capsys: pytest.CaptureFixture[str], saying: Callable[[Path, Path], list[object]]
+) -> None:
+    said(capsys, *saying(run, files))
+
+
+def speak(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    monkeypatch.setattr("diloco.cli.presets.run", lambda arguments: (action(), 0)[1])
+
+
+def fails(words: str) -> Any:
+    raise DataError(words)
+
+
+ACTIONS: dict[str, Callable[[], object]] = {
+    "print": lambda: print(EVIL),
+    "print to stderr": lambda: print(EVIL, file=sys.stderr),
+    "write lines": lambda: sys.stdout.writelines([EVIL, "\n"]),
+    "a log record": lambda: logging.StreamHandler().emit(logging.makeLogRecord({"msg": EVIL})),
+    "an error": lambda: fails(EVIL),
+}
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["", "debug"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_whatever_prints_in_a_command_shows_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, action: str, debug: list[str]
+) -> None:
+    speak(monkeypatch, ACTIONS[action])
+    said(capsys, *debug, "presets")
+
+
+@pytest.mark.parametrize("kind", CONTROLS)
+def test_every_kind_of_control_is_shown_and_line_ends_and_tabs_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    speak(monkeypatch, lambda: print(f"a\tb\n{CONTROLS[kind]}é 日本"))
+    assert main(["presets"]) == 0
+    text = capsys.readouterr().out
+    assert obeyed(text) == set()
+    assert text.startswith("a\tb\n\\")
+    assert text.endswith("é 日本\n")
+
+
+def test_the_streams_are_as_before_when_a_command_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    for arguments in (["presets"], ["nothing"], ["inspect", "nowhere"], ["train", "--help"]):
+        main(arguments)
+        assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_text_is_shown_on_a_terminal_and_exact_in_a_file(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    prompt = f"a\tb\n{EVIL}"
+    assert main(["generate", str(run), "--prompt", prompt, "--tokens", "0"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("a\tb\nname \\x1b" if is_terminal else prompt)
+    assert (obeyed(text) == set()) == is_terminal
+
+
+def test_no_cell_of_a_table_poses_as_a_line_of_its_own() -> None:
+    fact = "fine\nchecked  yes"
+    assert facts_table({"digest": fact, "step\n2": "1"}).count("\n") == 1
+    assert columns(["file"], [[fact]]).count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_display_draws_and_shows_the_controls_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what others print while it is shown, which it passes on."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    sink = LiveConsole(refresh_s=0.0)
+    sink.handle(started(facts={EVIL: EVIL}))
+    sink.handle(events.Note(step=1, text=EVIL))
+    sink._console.print(Text(EVIL), ProgressBar(10, 5, 20))
+    print(EVIL, file=sys.stderr)
+    print(EVIL)
+    sink.close()
+    assert sys.stdout is terminal
+    text = terminal.getvalue()
+    assert "\x1b[2K" in text  # the display clears its own lines
+    assert text.count("\\x1b[2J\\x1b[31m") >= 5
+    for kind, controls in CONTROLS.items():
+        assert controls not in text, kind
+    assert not {"\x07", "\x08", "\x9b", "\x7f", "\u202e"} & set(text)
+
+
+BARS = """
+import sys
+from diloco import cli
+from tqdm import tqdm
+import diloco.cli.presets as presets
+
+def run(arguments):
+    for _ in tqdm(range(2), desc="bar \\x1b]0;owned\\x07", mininterval=0): pass
+    print("\\x1b[2J")
+    if arguments:
+        raise RuntimeError("\\x1b[3J")
+    return 0
+
+presets.run = run
+sys.argv = ["diloco", *sys.argv[1:]]
+sys.exit(cli.main())
+"""
+
+
+def on_terminal(*words: str) -> str:
+    """Return all that a Python process writes to a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
+    process = subprocess.Popen([sys.executable, *words], stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the terminal is closed at the other end
+            break
+        if not piece:
+            break
+        output += piece
+    process.wait()
+    os.close(ours)
+    return output.decode()
+
+
+def test_progress_bars_of_libraries_and_coloured_help_work_on_a_terminal() -> None:
+    text = on_terminal("-c", BARS, "presets")
+    assert "\r" in text.replace("\r\n", "\n")
+    assert "\x1b]0;" not in text
+    assert "\x1b[2J" not in text
+    assert "\\x1b[2J" in text
+    unexpected = on_terminal("-c", BARS, "presets", "--fail")
+    assert "RuntimeError: \\x1b[3J" in unexpected
+    assert "\x1b[3J" not in unexpected
+    assert "\x1b[1m" in on_terminal("-m", "diloco", "inspect", "--help")
+
+
+def test_a_wrong_flag_gets_the_same_sentence_on_a_terminal() -> None:
+    """The parser colours its own message there."""
+    said = on_terminal("-m", "diloco", "inspect", "x", "--jsom")
+    assert said.startswith("diloco: there is no flag --jsom; did you mean --json? See `diloco inspect --help`.")

@@ -1,0 +1,406 @@
+"""Folders from elsewhere: what a run, a checkpoint, a model or a tokenizer says chooses no code that runs here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import itertools
+import json
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import Codec, OuterOptimizer, plugins
+from diloco.checkpoint.manifest import read_manifest, write_manifest
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.cli import main
+from diloco.config.configuration import parse_arguments
+from diloco.config.run_plan import plan_run, resume_command
+from diloco.data.settings import SourceSettings
+from diloco.data.sources import open_source
+from diloco.data.tokenizer_choice import load_hub_tokenizer
+from diloco.errors import ConfigurationError, DataError
+from diloco.model.build import build_language_model
+from diloco.model.huggingface_folder import stored_tensors
+from diloco.model.settings import ModelSettings
+from diloco.plugins import call, find
+from tests.cli.runs import SMALL, refused
+from tests.finetuning import write_base, write_tokenizer
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
+
+KEYS = ("model.source", "codec.name", "outer.name", "outer.average", "merge.rule", "inner.name", "monitor.sinks")
+ROOT = Path(__file__).parent.parent
+NETS = """
+import torch
+from pathlib import Path
+from os import system
+Path(r"{marker}").touch()
+
+class Net(torch.nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 4)
+        self.head = torch.nn.Linear(4, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+def build(vocab_size):
+    return Net(vocab_size)
+"""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `nets.py` and the runs `native` and `own`, of a model that it builds, stopped before their end."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (folder / "nets.py").write_text(NETS.format(marker=folder / "ran"))
+    (folder / "run.toml").write_text(SMALL)
+    data = ["--data", str(folder / "text.txt"), "--stop-after", "4", "--out"]
+    assert main(["train", str(folder / "run.toml"), *data, str(folder / "native")]) == 0
+    (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model]") : SMALL.index("[data]")], ""))
+    named = ["--model", str(folder / "nets.py") + ":build", "--fragments.strategy", "balanced"]
+    assert main(["train", str(folder / "own.toml"), *named, *data, str(folder / "own")]) == 0
+    return folder
+
+
+@pytest.fixture
+def place(given: Path, tmp_path: Path) -> Path:
+    """A copy of the runs, in which `ran` appears when `nets.py` or a command of a test is executed."""
+    shutil.copytree(given, tmp_path / "given")
+    (tmp_path / "given" / "nets.py").write_text(NETS.format(marker=tmp_path / "given" / "ran"))
+    (tmp_path / "given" / "ran").unlink()
+    return tmp_path / "given"
+
+
+def rename(run: Path, key: str, name: str) -> None:
+    """Let the settings and all checkpoints of a run name other code."""
+    section, _, leaf = key.partition(".")
+    record = run / "config.toml"
+    lines = [line for line in record.read_text().splitlines() if not line.startswith(f"{leaf} = ")]
+    value = json.dumps([name] if key == "monitor.sinks" else name)
+    lines.insert(lines.index(f"[{section}]") + 1, f"{leaf} = {value}")
+    record.write_text("\n".join(lines) + "\n")
+    touch = {"command": f"touch {shlex.quote(str(run.parent / 'ran'))}"}
+    for folder in (run / "checkpoints").glob("step-*"):
+        model = {"source": name, "arguments": touch if name == "os:system" else {}, "vocab_size": 257}
+        if key == "model.source":
+            describe(folder, model)
+
+
+def describe(checkpoint: Path, model: object) -> None:
+    """Let a checkpoint describe another model."""
+    manifest = read_manifest(checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, dataclasses.replace(manifest, about=manifest.about | {"model": model}))
+
+
+def commands(run: Path) -> dict[str, list[str]]:
+    """Return every command that builds what a run's folder describes."""
+    return {
+        "generate": ["generate", str(run), "--prompt", "x", "--tokens", "2"],
+        "evaluate": ["evaluate", str(run)],
+        "export": ["export", str(run), str(run.parent / "out.safetensors"), "--to", "safetensors"],
+        "export to hf": ["export", str(run), str(run.parent / "out")],
+        "resume": ["train", "--resume", str(run)],
+        "resume elsewhere": ["train", "--resume", str(run), "--out", str(run.parent / "on")],
+        "print": ["train", "--resume", str(run), "--print-config"],
+        "finetune": ["finetune", "--resume", str(run)],
+        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.txt"), "--print-config"],
+    }
+
+
+@pytest.mark.parametrize("command", commands(Path("x")))
+@pytest.mark.parametrize("name", ["os:system", "nets.py:build"])
+def test_a_folder_that_names_a_model_runs_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    monkeypatch.chdir(place)  # where nets.py lies
+    run = place / "own"
+    rename(run, "model.source", name)
+    said = refused(commands(run)[command], capsys)
+    assert f"add --model {name} to the command" in said
+    assert not (place / "ran").exists()
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "model.source"])
+def test_a_resumed_folder_names_no_code(place: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    rename(place / "native", key, f"{place}/nets.py:build")
+    said = refused(["train", "--resume", str(place / "native")], capsys)
+    assert f"add --{key} {place}/nets.py:build to the command" in said
+    assert main(["generate", str(place / "native"), "--tokens", "1"]) == 0  # needs only the model
+    assert not (place / "ran").exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export", "resume", "resume elsewhere", "print"])
+def test_code_that_the_user_names_again_runs(place: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Its file may lie elsewhere on this machine."""
+    monkeypatch.chdir(place)
+    assert main([*commands(place / "own")[command], "--model", "nets.py:build"]) == 0
+    assert (place / "ran").exists()
+
+
+def test_the_model_of_a_checkpoint_is_taken_with_its_settings_if_its_code_is_named(place: Path, given: Path) -> None:
+    begin = [*commands(place / "own")["init-from"], "--model", f"{place}/nets.py:build"]
+    manifest = read_manifest(open_checkpoint(place / "own").path)
+    assert manifest.about["model"]["source"] == f"{given}/nets.py:build"
+    assert main(begin) == 0
+
+
+def test_the_printed_command_names_the_code_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = [*commands(place / "own")["resume"], "--model", f"{place}/nets.py:build"]
+    settings = plan_run(parse_arguments(resumed[1:])).configuration
+    again = shlex.split(resume_command(settings, place / "own"))[1:]
+    capsys.readouterr()
+    assert main([*again, "--print-config"]) == 0
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export", "resume"])
+def test_other_code_is_not_taken_for_it(place: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    other = [*commands(place / "own")[command], "--model", f"{place}/nets.py:Net"]
+    assert f"--model {place}/nets.py:Net is other code" in refused(other, capsys)
+    native = [*commands(place / "native")[command], "--model", f"{place}/nets.py:build"]
+    assert "Leave it out" in refused(native, capsys) or command == "resume"
+    assert not (place / "ran").exists()
+
+
+def test_what_is_to_be_pasted_is_quoted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "$(touch ran);x.py:build"
+    rename(place / "native", "model.source", name)
+    assert f"add --model {shlex.quote(name)} to" in refused(commands(place / "native")["generate"], capsys)
+
+
+@pytest.mark.parametrize("model", [None, [], "nets.py:build", {"width": []}, {"source": 3}, {"source": ["os:system"]}])
+def test_a_manifest_without_a_valid_model_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], model: object
+) -> None:
+    describe(open_checkpoint(place / "native").path, model)
+    for command in ("generate", "export", "init-from"):
+        arguments = commands(place / "native")[command]
+        if command != "init-from" or (isinstance(model, dict) and model.get("source")):
+            refused(arguments, capsys, code=1)
+
+
+def test_the_same_code_may_lie_in_another_folder_but_not_have_another_name() -> None:
+    same_code = plugins.same_code
+    assert same_code("/a/nets.py:build", "b/nets.py:build")
+    assert not any(
+        same_code("nets.py:build", other) for other in ("nets.py:Build", "nots.py:build", "nets:build", "hf:build")
+    )
+    assert not same_code("a.nets:build", "b.nets:build")
+
+
+class _Outer:
+    def init(self, values: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "name", "words"),
+    [
+        *(
+            (key, nn.Module, name, "of the library")
+            for key in ("model.source", "codec.name")
+            for name in (
+                "os:system",
+                "posix:system",
+                "subprocess:Popen",
+                "builtins:exec",
+                "shutil:rmtree",
+                "pickle:loads",
+            )
+        ),
+        ("model.source", nn.Module, "torch:load", "of the library torch"),
+        ("model.source", nn.Module, "torch.hub:load", "of the library torch"),
+        ("model.source", nn.Module, "numpy:load", "of the library numpy"),
+        ("model.source", nn.Module, "NETS:system", "of the library posix"),
+        ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
+        ("codec.name", Codec, "NETS:Net", "Net is no Codec of diloco"),
+        ("outer.name", OuterOptimizer, "NETS:Net", "Net has no method init"),
+        ("inner.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
+    ],
+)
+def test_what_a_name_means_is_checked_before_it_is_called(
+    tmp_path: Path, key: str, kind: type, name: str, words: str
+) -> None:
+    (tmp_path / "nets.py").write_text(NETS.format(marker=tmp_path / "imported"))
+    text = name.replace("NETS", str(tmp_path / "nets.py"))
+    with pytest.raises(ConfigurationError, match=words):
+        call(key, text, kind=kind, arguments={"command": f"touch {tmp_path}/ran"})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_ones_own_module_class_and_partial_function_are_accepted(tmp_path: Path) -> None:
+    text = "\nimport functools\nsmall = functools.partial(build, vocab_size=3)\n"
+    (tmp_path / "nets.py").write_text(NETS.format(marker=tmp_path / "imported") + text)
+    for name in ("build", "Net", "small"):
+        find("model.source", f"{tmp_path}/nets.py:{name}", nn.Module)
+    find("model.source", "torch.nn:Linear", nn.Module)
+    find("inner.name", "torch.optim:SGD", torch.optim.Optimizer)
+
+
+LOADERS = ("from_pretrained", "from_config", "load_dataset")
+
+
+def loads(node: ast.AST) -> bool:
+    """Return whether a node is a call that could load code with a model, a tokenizer or a data set."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in LOADERS
+
+
+def test_every_call_that_could_run_code_of_a_folder_forbids_it() -> None:
+    calls = 0
+    for file in itertools.chain(*((ROOT / folder).rglob("*.py") for folder in ("src", "examples", "benchmarks"))):
+        for node in filter(loads, ast.walk(ast.parse(file.read_text("utf-8")))):
+            assert isinstance(node, ast.Call)
+            given = {each.arg: each.value for each in node.keywords}
+            assert ast.unparse(given.get("trust_remote_code", ast.Constant(None))) == "False", (file, node.lineno)
+            calls += 1
+    assert calls >= 9
+
+
+EVIL = (
+    "from pathlib import Path\nPath(r'{marker}').touch()\nfrom transformers import {base}\nclass Evil({base}): pass\n"
+)
+
+
+def asking_tokenizer(folder: Path) -> Callable[[], object]:
+    write_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "evil.py").write_text(EVIL.format(marker=folder / "ran", base="PreTrainedTokenizerFast"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return lambda: load_hub_tokenizer(f"hf:{folder}")
+
+
+def test_pickles_are_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "rows.pkl").write_bytes(b"a pickle")
+    settings = SourceSettings(data=("hf:pandas",), data_files=(str(tmp_path / "rows.pkl"),))
+    with pytest.raises(ConfigurationError, match="hf:pandas reads pickles"):
+        open_source(settings)
+
+
+def asking_model(folder: Path, **changes: Any) -> Callable[[], object]:
+    write_base(folder)
+    (folder / "evil.py").write_text(EVIL.format(marker=folder / "ran", base="LlamaForCausalLM"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.Evil"}} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return lambda: build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0)
+
+
+@pytest.mark.parametrize(
+    "asking",
+    [asking_tokenizer, asking_model, lambda folder: asking_model(folder, model_type="evil")],
+    ids=["tokenizer", "known model", "unknown model"],
+)
+def test_a_folder_gets_no_answer_when_it_asks_to_run_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asking: Callable[[Path], Callable[[], object]]
+) -> None:
+    load = asking(tmp_path)
+    alarms: list[int] = []
+    monkeypatch.setattr(signal, "alarm", alarms.append)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    try:
+        load()
+    except (DataError, ConfigurationError) as error:
+        assert "trust_remote_code=True" not in str(error)  # noqa: PT017
+    assert not (tmp_path / "ran").exists()
+    assert sys.stdin.read() == "y\n" * 9
+    assert not alarms
+
+
+ODD: tuple[dict[str, Any], ...] = (
+    {"attn_implementation": "org/kernel"},
+    {"attn_implementation": "org/kernel@main:forward"},
+    {"attn_implementation": {"": "org/kernel"}},
+    {"attn_implementation": {"text_config": "org/kernel"}},
+    {"_attn_implementation": "org/kernel"},
+    {"_attn_implementation_internal": "org/kernel"},
+    {"text_config": {"attn_implementation": "org/kernel"}},
+    {"layers": [{"attn_implementation": ["org/kernel"]}]},
+    {"experts_implementation": "sonicmoe"},
+    {"_experts_implementation": "org/kernel"},
+    {"attn_implementation": "paged|flash_attention_2"},
+    {"attn_implementation": "flash_attention_2"},  # not installed here, so it would come from the hub
+    {"attn_implementation": "Eager"},
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_configuration_names_only_known_implementations(tmp_path: Path, odd: dict[str, Any]) -> None:
+    load = asking_model(tmp_path, **odd)
+    with pytest.raises(ConfigurationError, match=r"code from elsewhere is not run\. Known are eager, sdpa"):
+        load()
+    model: Any = asking_model(tmp_path)()
+    definition = model.definition()
+    definition["config"] |= odd  # as a checkpoint has it
+    with pytest.raises(ConfigurationError, match=r"the checkpoint has .*code from elsewhere is not run"):
+        build_language_model(ModelSettings(source="hf:gone"), seed=0, definition=definition)
+    name, value = next(iter(odd.items()))
+    settings = ModelSettings(source=f"hf:{tmp_path}", arguments={name: value})
+    if name != "layers":
+        with pytest.raises(ConfigurationError, match=r"code from elsewhere|is not a part of"):
+            build_language_model(settings, seed=0, device="meta")
+
+
+@pytest.mark.parametrize("allowed", ["eager", "sdpa", None])
+def test_known_implementations_are_used(tmp_path: Path, allowed: str | None) -> None:
+    changes = {"attn_implementation": allowed, "_attn_implementation_autoset": True}
+    model: Any = asking_model(tmp_path, **changes)()
+    assert model.wrapped.config._attn_implementation == (allowed or "sdpa")
+
+
+def add_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/other", "megatron_core": "evil"})
+    )
+    (folder / "adapter_model.bin").write_bytes(b"a pickle")
+
+
+def add_other_weights(folder: Path) -> None:
+    other = write_base(folder.parent / "other", seed=1)
+    shutil.copy(other / "model.safetensors", folder / "others.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "others.safetensors"}))
+
+
+def add_shards(folder: Path) -> None:
+    other = write_base(folder.parent / "other", seed=1)
+    shutil.copy(other / "model.safetensors", folder / "shard-00000-model-00001-of-00001.safetensors")
+
+
+def add_pickle(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+
+
+def add_generate(folder: Path) -> None:
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open(r'{folder}/ran', 'w')\ndef generate(): pass\n")
+    (folder / "generation_config.json").write_text(json.dumps({"custom_generate": "custom_generate/generate.py"}))
+
+
+@pytest.mark.parametrize("add", [add_adapter, add_other_weights, add_shards, add_pickle, add_generate])
+def test_a_model_is_the_weights_that_its_digest_is_of_whatever_else_is_in_its_folder(
+    tmp_path: Path, add: Callable[[Path], None]
+) -> None:
+    folder = write_base(tmp_path / "base")
+    add(folder)
+    model: Any = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0)
+    state = model.wrapped.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in stored_tensors(folder))
+    assert not (folder / "ran").exists()
