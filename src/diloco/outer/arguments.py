@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.buffers import check_buffers
+from diloco.algorithm.buffers import buffer_layout, check_buffers
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
@@ -22,6 +22,7 @@ from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
+from diloco.outer.model_watch import frozen_digests
 from diloco.plugins import code_digest
 
 __all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
@@ -54,8 +55,7 @@ class Arguments:
         """Return the facts that replicas compare, as name -> text, the most likely mistakes first."""
         schedule, codec = self.schedule, self.codec
         shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-        persistent = model.state_dict().keys()
-        buffers = [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n in persistent]
+        frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
         parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
         return {
             "schedule": (
@@ -69,7 +69,8 @@ class Arguments:
             "mean codec": str(self.mean),
             "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
             **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments},
-            "buffers": _listed(buffers),
+            "buffers": _listed(buffer_layout(model)),
+            **({"frozen parameters, by the digest of their values": _listed(frozen)} if frozen else {}),
         }
 
     def saved_facts(self, codec: Codec) -> dict[str, Any]:
