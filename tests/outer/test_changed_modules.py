@@ -108,7 +108,7 @@ def half_frozen() -> nn.Module:
         (assigned, "The parameter 'weight' was replaced or removed"),
         (deleted, "The parameter 'bias' was replaced or removed"),
         (resized, r"The parameter 'weight' had the shape \(4, 4\) .* now has \(5, 4\)"),
-        (doubled, "The trainable parameter 'weight' is torch.float64"),
+        (doubled, "the parameter 'weight' is torch.float64"),
         (added, "more became trainable after"),
         (unfrozen, "still became trainable after"),
         (registered, r"late \(2,\) torch.float32"),
@@ -204,6 +204,19 @@ def test_a_frozen_parameter_that_changes_is_named_once(quantised: bool) -> None:
     (note,) = of(swarm, Note)
     assert "The frozen parameter router has changed since the start" in note.text
     assert committed(swarm)
+
+
+def test_a_frozen_parameter_on_the_memory_of_a_trained_one_moves_with_it() -> None:
+    def head() -> nn.Module:
+        model = linear()
+        tied = nn.Parameter(model.get_parameter("weight").detach().t(), requires_grad=False)
+        model.register_parameter("tied", tied)
+        return model
+
+    swarm = pair(head)
+    rounds(swarm, 2)
+    assert not of(swarm, Note)
+    assert torch.equal(*(model.get_parameter("tied") for model in swarm.models))
 
 
 def test_without_on_event_a_changed_frozen_parameter_is_a_warning() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from diloco.errors import ConfigurationError, FragmentError
@@ -263,6 +267,29 @@ def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], 
     assert [diloco.digest() for diloco in mixed.replicas] == [diloco.digest() for diloco in plain.replicas]
     assert torch.equal(mixed.models[0].get_buffer("1.running_mean"), plain.models[0].get_buffer("1.running_mean"))
     mixed.replicas[1].load_state_dict(plain.replicas[1].state_dict())
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
+@pytest.mark.parametrize(
+    "wrap", [DistributedDataParallel, lambda model: torch.compile(DistributedDataParallel(model)), sharded]
+)
+def test_a_replica_of_ranks_works_beside_a_plain_one(wrap: Callable[[nn.Module], Any]) -> None:
+    swarm = pair(norm, lambda: wrap(norm()))
+    rounds(swarm, 2)
+    assert committed(swarm)
+    assert swarm.replicas[0].digest() == swarm.replicas[1].digest()
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ class HostedReplica:
     def show(self) -> None:
         """During training, put the parameters that are to be evaluated or saved into the model."""
         if self.training and self.parameters == "global" and self._hidden is None:
+            self._begun.check_model()
             self._hidden = {name: values.clone() for name, values in held_values(self._begun).items()}
             hold_values(self._begun, self._begun.outer_loop.named_global_params())
 

@@ -19,6 +19,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
+from diloco.algorithm.model_tensors import persistent_buffers
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
@@ -111,6 +112,8 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     check_buffers(model)
     trainable = trainable_parameters(model)
     _check_devices(trainable)
+    if offloaded := [name for name, buffer in persistent_buffers(model).items() if buffer.is_meta]:
+        raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(

@@ -219,7 +219,7 @@ class DiLoCo:
             take_over: Whether to wait for fetches of other replicas' state as well. False if the caller will fetch that
                 state again.
         """
-        self._model_watch.check()
+        self.check_model()
         for round_id in self.in_flight:
             self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
         if take_over:
@@ -270,9 +270,19 @@ class DiLoCo:
 
         At the end of the block the model gets its local parameters back.
         """
-        self._model_watch.check()
+        self.check_model()
         with holding(self.outer_loop.named_parameters(), self.outer_loop.named_global_params()):
             yield self.model
+
+    def check_model(self) -> None:
+        """Check that the model has the parameters and buffers that it had when this was constructed.
+
+        `step`, `drain` and `global_model` do this. Frozen parameters may have been trainable.
+
+        Raises:
+            ConfigurationError: if one was added, replaced or resized, or became trainable; the message names it.
+        """
+        self._model_watch.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the model and the inner optimizer, which the caller saves. Copies no tensors.
@@ -298,7 +308,7 @@ class DiLoCo:
             self._on_event(Note(step=self.steps, text=text))
 
     def _perform(self, action: Send | Merge) -> None:
-        self._model_watch.check()
+        self.check_model()
         match action:
             case Send(fragment, outer_step):
                 if fragment == len(self.fragments) - 1 and (drifted := self._model_watch.drifted()):

@@ -10,8 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from diloco.algorithm.buffers import buffer_layout
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.model_tensors import local_shard, named_parameters
+from diloco.algorithm.model_tensors import local_shard, named_parameters, overlaps, unfit_parameter
 from diloco.errors import ConfigurationError, FragmentError
 
 __all__ = ["ModelWatch", "frozen_digests"]
@@ -24,9 +23,9 @@ def frozen_digests(model: nn.Module) -> dict[str, str]:
 
     If the ranks of a replica shard parameters, call it on all of them.
     """
-    frozen = ((name, parameter) for name, parameter in named_parameters(model).items() if not parameter.requires_grad)
-    whole = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in frozen)
-    return {name: digest_tensors(dict(parts)) for name, each in whole if (parts := list(_dense_parts("", each)))}
+    frozen = {name: parameter for name, parameter in named_parameters(model).items() if not parameter.requires_grad}
+    whole = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in frozen.items())
+    return {name: digest_tensors(parts) for name, each in whole if (parts := dict(_dense_parts("", each)))}
 
 
 class ModelWatch:
@@ -40,6 +39,7 @@ class ModelWatch:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._model = model
         self._parameters = parameters
+        self._known = {id(parameter) for parameter in parameters.values()}
         self._shapes = {name: local_shard(parameter).shape for name, parameter in parameters.items()}
         self._buffers = buffer_layout(model)
         self.begin()
@@ -54,20 +54,22 @@ class ModelWatch:
         Raises:
             ConfigurationError: if one has; the message names it. `FragmentError` for a parameter.
         """
-        present = {id(parameter) for parameter in named_parameters(self._model).values()}
-        known = {id(parameter) for parameter in self._parameters.values()}
+        current = named_parameters(self._model)
+        present = {id(parameter) for parameter in current.values()}
         for name, parameter in self._parameters.items():
             if id(parameter) not in present:
                 raise FragmentError(
                     f"The parameter {name!r} was replaced or removed after DiLoCo(...) was constructed, so its new "
                     "values would not be synchronised. Change its values in place, or construct DiLoCo afterwards."
                 )
+            if why := unfit_parameter(parameter):
+                raise FragmentError(f"Since DiLoCo(...) was constructed, the parameter {name!r} {why}.")
             if (shape := local_shard(parameter).shape) != self._shapes[name]:
                 raise FragmentError(
                     f"The parameter {name!r} had the shape {tuple(self._shapes[name])} when DiLoCo(...) was "
                     f"constructed, and now has {tuple(shape)}. Construct DiLoCo afterwards."
                 )
-        if new := [name for name, each in trainable_parameters(self._model).items() if id(each) not in known]:
+        if new := [name for name, each in current.items() if each.requires_grad and id(each) not in self._known]:
             raise FragmentError(
                 f"{', '.join(new)} became trainable after DiLoCo(...) was constructed, so no fragment holds it. Make "
                 "it trainable before, or freeze it with requires_grad_(False)."
@@ -89,11 +91,18 @@ class ModelWatch:
         return changed
 
     def _sampled(self) -> dict[str, str]:
-        known = {id(parameter) for parameter in self._parameters.values()}
-        return {
-            name: digest_tensors({part: _sample(values) for part, values in _dense_parts("", parameter)})
+        frozen = {
+            name: dict(_dense_parts(name, parameter))
             for name, parameter in named_parameters(self._model).items()
-            if not parameter.requires_grad and id(parameter) not in known
+            if id(parameter) not in self._known
+        }
+        parts = {part: values for each in frozen.values() for part, values in each.items()}
+        pairs = overlaps({**self._parameters, **parts})
+        tied = {part for pair in pairs if self._parameters.keys() & set(pair) for part in pair}  # with a trained one
+        return {
+            name: digest_tensors({part: _sample(values) for part, values in each.items()})
+            for name, each in frozen.items()
+            if not tied.intersection(each)
         }
 
 
