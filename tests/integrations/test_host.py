@@ -98,6 +98,13 @@ def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
     assert model.weight.item() == began
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_what_global_parameters_can_not_hold_is_refused_when_training_starts(dtype: torch.dtype) -> None:
+    model = nn.DataParallel(nn.Linear(1, 1, dtype=dtype))
+    with pytest.raises(ConfigurationError, match=f"The trainable parameter 'weight' is {dtype}"):
+        HostedReplica("global", {}).begin(model, torch.optim.SGD(model.parameters()), None)
+
+
 def test_a_replaced_parameter_is_not_shown_as_the_global_one() -> None:
     model = nn.Linear(1, 1, bias=False)
     replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})

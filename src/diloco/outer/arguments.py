@@ -28,7 +28,8 @@ from diloco.plugins import code_digest
 
 __all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
 
-_NAMED = 3  # the number of tensors named individually; a digest covers all of them
+_NAMED = 3  # the number of tensors that are always named; a digest covers all of them
+_MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class Arguments:
             "mean codec": str(self.mean),
             "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
             **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments},
-            "buffers": _listed(buffer_layout(model)),
-            **({"frozen parameters, by the digest of their values": _listed(frozen)} if frozen else {}),
+            "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
+            **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
         }
 
     def saved_facts(self, codec: Codec) -> dict[str, Any]:
@@ -183,13 +184,14 @@ def _code(value: object) -> str:
     return f", code {digest}" if digest else ""
 
 
-def _listed(tensors: Sequence[str]) -> str:
-    """Name the first three tensors; if there are more, append their number and a digest of all of them.
+def _listed(tensors: Sequence[str], most_characters: int = 0) -> str:
+    """Name all tensors if that takes few characters; else the first three, the number of others, and a digest of all.
 
     >>> _listed(["a (2,)", "b (3,)"]), _listed([])
-    ('a (2,), b (3,)', 'none')
+    ('a (2,); b (3,)', 'none')
     """
-    if len(tensors) <= _NAMED:
-        return ", ".join(tensors) or "none"
+    whole = "; ".join(tensors) or "none"
+    if len(tensors) <= _NAMED or len(whole) <= most_characters:
+        return whole
     digest = xxhash.xxh3_64_hexdigest("\n".join(tensors).encode())
-    return f"{', '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"
+    return f"{'; '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"
