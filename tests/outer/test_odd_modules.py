@@ -74,6 +74,7 @@ REFUSED_BUFFERS: dict[str, Callable[[], Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
     "Wrapping": lambda: Wrapping(torch.ones(3)),
     "has no shape yet": lambda: nn.parameter.UninitializedBuffer(),
+    "inference mode": torch.inference_mode()(lambda: torch.ones(2)),
 }
 
 
@@ -94,6 +95,7 @@ REFUSED_PARAMETERS: dict[str, Callable[[], Any]] = {
     "not dense": lambda: torch.eye(4).to_sparse(),
     "Wrapping": lambda: Wrapping(torch.ones(3)),
     "has no shape yet": lambda: nn.UninitializedParameter(),
+    "inference mode": torch.inference_mode()(lambda: nn.Parameter(torch.ones(2))),
     "meta": lambda: torch.ones(3, device="meta"),
 }
 
@@ -162,6 +164,12 @@ def shared() -> nn.Module:
     return model
 
 
+def cyclic() -> nn.Module:
+    model = norm()
+    model.get_submodule("0").parent = model
+    return model
+
+
 def odd_state_dict() -> nn.Module:
     class Bare(nn.BatchNorm1d):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +206,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "a hook of the state_dict": hooked,
     "an observer": observer,
     "tied and shared": shared,
+    "a module that holds its parent": cyclic,
     "alternating columns of one matrix": columns,
     "a parametrisation": lambda: parametrizations.weight_norm(linear()),
     "a spectral norm": lambda: parametrizations.spectral_norm(linear()),

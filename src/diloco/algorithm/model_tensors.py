@@ -125,16 +125,13 @@ def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         earlier.append((device, start, name, tensor))
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yield the prefix of its tensors' names for each module, parents first; a module in two places comes twice."""
-    prefixes: dict[str, tuple[str, nn.Module]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        above, _, leaf = path.rpartition(".")
-        prefix, parent = prefixes.get(above, ("", module))
-        if path and content_of(parent) is not module:
-            prefix = f"{prefix}{leaf}."
-        prefixes[path] = prefix, module
-        yield prefix, module
+    yield prefix, module
+    content, above = content_of(module), (*above, module)
+    for name, child in module._modules.items():
+        if child is not None and child not in above:  # a module may hold its parent
+            yield from _modules(child, prefix if child is content else f"{prefix}{name}.", above)
 
 
 def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -157,6 +154,8 @@ def _unfit_memory(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
     if tensor.is_nested or tensor.layout != torch.strided:
         return f"is not dense ({'nested' if tensor.is_nested else tensor.layout})"
+    if tensor.is_inference():
+        return "was made in inference mode"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
     reach = 0

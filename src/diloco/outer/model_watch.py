@@ -77,7 +77,7 @@ class ModelWatch:
         if changed := sorted(set(self._buffers).symmetric_difference(buffer_layout(self._model))):
             raise ConfigurationError(
                 f"The buffers of the model have changed since DiLoCo(...) was constructed: {', '.join(changed)}. "
-                "Register them before, with constant shapes, or with persistent=False if they are derived."
+                "Run one batch through the model before if that makes them; use persistent=False if they are derived."
             )
 
     def drifted(self) -> list[str]:
