@@ -14,6 +14,7 @@ from diloco.config.run_plan import plan_run
 from diloco.errors import ConfigurationError
 from diloco.events import Note
 from diloco.train.run import run_training
+from diloco.trained.export import export_safetensors
 from diloco.trained.load import load_trained
 from tests.command_lines import command_line
 from tests.runs import Listener
@@ -115,7 +116,8 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert not any("_checkpoint_wrapped_module" in name for name in one)
     assert ("wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
-    load_trained(tmp_path / "run")
+    export_safetensors(load_trained(tmp_path / "run"), tmp_path / "net.safetensors")
+    trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
 
 
 def test_a_frozen_parameter_that_the_model_changes_is_said_once(nets: Path, data: Path, tmp_path: Path) -> None:
