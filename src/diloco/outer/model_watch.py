@@ -40,7 +40,7 @@ class ModelWatch:
         self._model = model
         self._parameters = parameters
         self._known = {id(parameter) for parameter in parameters.values()}
-        self._shapes = {name: local_shard(parameter).shape for name, parameter in parameters.items()}
+        self._kinds = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
         self._buffers = buffer_layout(model)
         self.begin()
 
@@ -62,13 +62,14 @@ class ModelWatch:
                     f"The parameter {name!r} was replaced or removed after DiLoCo(...) was constructed, so its new "
                     "values would not be synchronised. Change its values in place, or construct DiLoCo afterwards."
                 )
-            if why := unfit_parameter(parameter):
-                raise FragmentError(f"Since DiLoCo(...) was constructed, the parameter {name!r} {why}.")
-            if (shape := local_shard(parameter).shape) != self._shapes[name]:
+            shape, dtype = self._kinds[name]
+            if parameter.shape != shape:
                 raise FragmentError(
-                    f"The parameter {name!r} had the shape {tuple(self._shapes[name])} when DiLoCo(...) was "
-                    f"constructed, and now has {tuple(shape)}. Construct DiLoCo afterwards."
+                    f"The parameter {name!r} had the shape {tuple(shape)} when DiLoCo(...) was constructed, and now "
+                    f"has {tuple(parameter.shape)}. Construct DiLoCo afterwards."
                 )
+            if parameter.dtype != dtype and (why := unfit_parameter(parameter)):
+                raise FragmentError(f"Since DiLoCo(...) was constructed, the parameter {name!r} {why}.")
         if new := [name for name, each in current.items() if each.requires_grad and id(each) not in self._known]:
             raise FragmentError(
                 f"{', '.join(new)} became trainable after DiLoCo(...) was constructed, so no fragment holds it. Make "
