@@ -62,7 +62,6 @@ class TestJudge:
             ({"weight": 1e-46}, "its weight is 1e-46"),  # zero in float32
             ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "values must be a tensor of shape"),
             ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "contains NaN or infinity at value 0"),
-            ({"buffers": torch.tensor([1.0, float("inf")])}, "its model buffers are not finite"),
             ({"buffers": torch.tensor([1.0])}, "holds (1,) torch.float32 floating buffers instead of (2,)"),
             ({"buffers": None}, "holds no floating buffers instead of (2,) torch.float32"),
             ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds (7,) torch.uint8 integer buffers instead of"),
@@ -252,8 +251,17 @@ class TestMean:
         given[1] = contribution(1, torch.full((4,), -3e38), weight=2.0)
         with pytest.raises(CodecError, match="the mean is not finite; replica 1 contributed most"):
             weighted_mean([*given, contribution(3, torch.full((4,), 3e38))])
-        with pytest.raises(CodecError, match="the mean of the model's buffers is not finite"):
-            weighted_mean([contribution(m, buffers=torch.tensor([3e38])) for m in range(2)])
+
+    def test_buffers_are_averaged_where_they_are_finite_and_stay_where_they_are_on_none(self) -> None:
+        """A mask of -inf voids no round, and sums of large values do not overflow."""
+        inf, nan = float("inf"), float("nan")
+        given = [[-inf, inf, nan, 3e38, 0.1, 1.0], [-inf, 3.0, inf, 3e38, 0.1, 4.0], [-inf, 6.0, nan, 3e38, 0.1, nan]]
+        weights = (1.0, 2.0, 1.0)
+        mean = weighted_mean(
+            [contribution(m, buffers=torch.tensor(given[m]), weight=weights[m], base_weight=2.0) for m in range(3)]
+        ).buffers
+        assert mean is not None
+        torch.testing.assert_close(mean, torch.tensor([-inf, 4.0, nan, 3e38, 0.1, 3.0]), rtol=0, atol=0, equal_nan=True)
 
     def test_a_base_weight_bounds_its_own_replica_alone_and_two_agree_on_the_lesser(self) -> None:
         given = [contribution(m, weight=w, base_weight=b) for m, (w, b) in enumerate([(9.0, 1.0), (9.0, 4.0)])]

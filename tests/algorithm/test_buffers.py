@@ -16,7 +16,6 @@ VALUES: dict[str, Tensor] = {
     "float32_values": torch.tensor([[1.5, -0.1], [1e-30, 3e38]]),
     "float16_values": torch.tensor([0.1, 65504.0], dtype=torch.float16),
     "bfloat16_values": torch.tensor([0.1, 3e38], dtype=torch.bfloat16),
-    "float64_values": torch.tensor([0.5, -(2.0**100)], dtype=torch.float64),
     "int64_values": torch.tensor([2**62 + 1, -1]),
     "int32_values": torch.tensor([[2**31 - 1], [-(2**31)]], dtype=torch.int32),
     "int16_values": torch.tensor([-3, 300], dtype=torch.int16),
@@ -54,7 +53,7 @@ def test_sizes_and_types_are_as_promised() -> None:
     floats, integers = collect_buffers(Holder(VALUES))
     assert floats is not None
     assert integers is not None
-    assert (floats.dtype, floats.shape) == (torch.float32, (4 + 2 + 2 + 2 + 1,))
+    assert (floats.dtype, floats.shape) == (torch.float32, (4 + 2 + 2 + 1,))
     assert (integers.dtype, integers.shape) == (torch.uint8, (16 + 8 + 4 + 3 + 2 + 8 + 1,))
 
 
@@ -113,6 +112,6 @@ def test_strides_do_not_matter() -> None:
 def test_a_complex_one_is_refused_by_name_before_anything_starts() -> None:
     model = Holder({"x": torch.ones(2), "phase": torch.ones(2, dtype=torch.complex64)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    for refuse in (check_buffers, collect_buffers, lambda model: DiLoCo(model, inner)):
-        with pytest.raises(ConfigurationError, match="'phase' is complex"):
+    for refuse in (check_buffers, lambda model: DiLoCo(model, inner)):
+        with pytest.raises(ConfigurationError, match=r"'phase' is torch.complex64"):
             refuse(model)

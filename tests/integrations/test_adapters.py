@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diloco import DiLoCo, SyncSchedule
-from diloco.algorithm.fragments import local_shard
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.outer_optimizer import Sgd
 from diloco.errors import ConfigurationError
 from diloco.transport.base import Transport

@@ -76,13 +76,15 @@ def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
     assert watch.trained() == 0.0
 
 
-def test_globals_are_shown_and_hidden_and_kept() -> None:
+@pytest.mark.parametrize("freezes", [False, True])
+def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
     model = nn.Linear(1, 1, bias=False)
     began = model.weight.item()
     replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})
     replica.begin(model, torch.optim.SGD(model.parameters()), None)
     with torch.no_grad():
         model.weight.add_(1.0)
+    model.requires_grad_(not freezes)
     for _ in range(2):
         replica.show()
         replica.show()  # a second call must not overwrite the saved local parameters
@@ -94,6 +96,22 @@ def test_globals_are_shown_and_hidden_and_kept() -> None:
     replica.end()
     replica.hide()
     assert model.weight.item() == began
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_what_global_parameters_can_not_hold_is_refused_when_training_starts(dtype: torch.dtype) -> None:
+    model = nn.DataParallel(nn.Linear(1, 1, dtype=dtype))
+    with pytest.raises(ConfigurationError, match=f"The trainable parameter 'weight' is {dtype}"):
+        HostedReplica("global", {}).begin(model, torch.optim.SGD(model.parameters()), None)
+
+
+def test_a_replaced_parameter_is_not_shown_as_the_global_one() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})
+    replica.begin(model, torch.optim.SGD(model.parameters()), None)
+    model.weight = nn.Parameter(torch.ones(1, 1))
+    with pytest.raises(ConfigurationError, match="'weight' was replaced"):
+        replica.show()
 
 
 @pytest.mark.parametrize("seed", [None, 0, 5])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader
 
 from diloco import SyncSchedule
@@ -129,6 +130,33 @@ def small() -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.125)
 
     return Small
+
+
+@pytest.mark.filterwarnings("ignore:The loop ended after")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_global_value_of_a_parameter_that_was_frozen_or_is_wrapped_is_saved(tmp_path: Path, wrapped: bool) -> None:
+    """Nothing has been merged yet, so the global parameters are the initial ones."""
+
+    class Freezing(small()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(1, 1, bias=False)
+            self.layer.weight.data.fill_(1.0)
+            self.frozen.weight.data.fill_(1.0)
+            if wrapped:
+                self.layer, self.frozen = checkpoint_wrapper(self.layer), checkpoint_wrapper(self.frozen)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                self.frozen.requires_grad_(False)
+            return sum(parameter.sum() for parameter in self.parameters()) * batch.sum()
+
+    mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3))
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last", every_n_train_steps=2)
+    made = pl.Trainer(**QUIET, max_steps=2, callbacks=[mine, checkpoint])
+    made.fit(Freezing(), DataLoader(torch.ones(2, 1)))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert {name: value.item() for name, value in saved.items()} == {"layer.weight": 1.0, "frozen.weight": 1.0}
 
 
 def test_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco import DiLoCo, SyncSchedule, connect_replica
-from diloco.algorithm.fragments import local_shard
+from diloco.algorithm.model_tensors import local_shard
 from diloco.errors import ConfigurationError
 from diloco.integrations.host import bare_model, check_ranks
 from diloco.integrations.hosted_replica import load_state, save_state

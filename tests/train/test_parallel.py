@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.codec.casts import Float32
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import local_shard
+from diloco.algorithm.model_tensors import local_shard
 from diloco.errors import ConfigurationError
 from diloco.model.transformer import build_model
 from diloco.train.data_parallel import GradientAverager

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.fragments import bind, flatten, local_shard, partition, unflatten_
+from diloco.algorithm.fragments import bind, flatten, partition, unflatten_
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, ReplicaLostError
 from diloco.model.transformer import build_model

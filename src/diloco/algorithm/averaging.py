@@ -135,8 +135,6 @@ def _refusal(contribution: Contribution, expected: Sequence[str], *, contents: b
             return f"its {name} is {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
     if not contents:
         return ""
-    if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
-        return "its model buffers are not finite"
     try:
         contribution.codec.validate(contribution.payload, contribution.numel)
     except CodecError as error:
@@ -247,18 +245,18 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
 
 
 def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
-    """Return the weighted mean of ``(n,)`` float32 buffers, contributors ascending.
+    """Return the weighted mean of ``(n,)`` float32 buffers on the host, contributors ascending.
 
-    Raises:
-        CodecError: if the mean is not finite.
+    Each value is the mean over the replicas where it is finite. Where it is finite on none, as in a mask of -inf, it is
+    the first contributor's. Sums are float64, so that values that are equal on all replicas stay as they are.
     """
-    mean = torch.zeros_like(next(iter(buffers.values())))
+    first = next(iter(buffers.values()))
+    total, divisor = torch.zeros_like(first, dtype=torch.float64), torch.zeros_like(first, dtype=torch.float64)
     for replica, values in buffers.items():
-        mean.add_(values * weights[replica])
-    mean.div_(sum(weights[replica] for replica in buffers))
-    if not bool(torch.isfinite(mean).all()):
-        raise CodecError("the mean of the model's buffers is not finite")
-    return mean
+        finite = values.isfinite()
+        total += torch.where(finite, values, 0.0).double() * weights[replica]
+        divisor += finite.double() * weights[replica]
+    return torch.where(divisor > 0, (total / divisor).float(), first)
 
 
 def combined(

@@ -21,6 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.layers import group_layers, match_patterns
+from diloco.algorithm.model_tensors import (
+    all_parameters,
+    local_shard,
+    named_parameters,
+    overlaps,
+    unfit_parameter,
+)
 from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
@@ -31,7 +38,6 @@ __all__ = [
     "check_coverage",
     "flatten",
     "holding",
-    "local_shard",
     "partition",
     "trainable_parameters",
     "unflatten_",
@@ -74,33 +80,22 @@ class Fragment:
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or the whole of any other tensor, detached and on the same memory."""
-    # detected by its method, so that the algorithm needs no process groups
-    to_local = getattr(tensor.detach(), "to_local", None)
-    shard: Tensor = tensor.detach() if to_local is None else to_local()
-    return shard
-
-
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> trainable parameter. Tied parameters appear once.
+    """Return name -> trainable parameter. Tied parameters appear once. Wrappers of torch do not change the names.
 
     Raises:
-        FragmentError: if two distinct parameters share memory, which would then be updated twice.
+        FragmentError: if float32 global parameters can't hold a parameter, or two distinct parameters share memory,
+            which would then be updated twice.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    owners: dict[tuple[str, int], str] = {}
+    parameters = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
     for name, parameter in parameters.items():
-        shard = local_shard(parameter)
-        if shard.is_meta or shard.numel() == 0:
-            continue
-        place = (str(shard.device), shard.data_ptr())
-        if place in owners:
-            raise FragmentError(
-                f"The parameters {owners[place]!r} and {name!r} are two objects on the same memory. Tie them by "
-                "assigning one Parameter to both modules, so that it counts once."
-            )
-        owners[place] = name
+        if why := unfit_parameter(parameter):
+            raise FragmentError(f"The trainable parameter {name!r} {why}, or freeze it with requires_grad_(False).")
+    for one, other in overlaps(parameters):
+        raise FragmentError(
+            f"The parameters {one!r} and {other!r} are two objects on the same memory. Tie them by assigning one "
+            "Parameter to both modules, so that it counts once, or give each its own memory with clone()."
+        )
     return parameters
 
 
@@ -214,35 +209,35 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Set the parameters named in ``values`` inside a ``with`` block and restore them at its end.
+def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Set ``parameters`` to ``values`` of the same names inside a ``with`` block and restore them at its end.
 
     For a DTensor parameter, ``values`` contains this rank's shard.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
-    >>> with holding(model, {"weight": torch.tensor([[7.0]])}):
+    >>> with holding({"weight": model.weight}, {"weight": torch.tensor([[7.0]])}):
     ...     model.weight.item()
     7.0
     >>> model.weight.item() == before
     True
     """
-    parameters = {name: local_shard(p) for name, p in trainable_parameters(model).items() if name in values}
-    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
+    before = {name: shard.clone() for name, shard in shards.items()}
     try:
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
-        yield model
+        for name, shard in shards.items():
+            shard.copy_(values[name])
+        yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.copy_(before[name])
+        for name, shard in shards.items():
+            shard.copy_(before[name])
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
     """Return first name -> all names of the same parameter, so that a pattern may match any of them."""
     first = {id(parameter): name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in all_parameters(model):
         if parameter.requires_grad:
             aliases[first[id(parameter)]].append(name)
     return aliases

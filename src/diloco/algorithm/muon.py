@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.algorithm.fragments import trainable_parameters
 from diloco.errors import ConfigurationError
 
 __all__ = ["Muon", "muon", "orthogonalised"]
@@ -236,7 +237,7 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
         heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == shape]
         if len(heads) <= sum(weight.shape == shape for weight in tables):
             apart |= {id(weight) for weight in heads}
-    matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2}
+    matrices = {name: p for name, p in trainable_parameters(model).items() if p.dim() == 2}
     for pattern in adamw:
         if not fnmatch.filter(matrices, pattern):
             raise ConfigurationError(

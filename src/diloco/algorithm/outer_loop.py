@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from diloco.algorithm.codec.base import largest_magnitude, pieces
 from diloco.algorithm.digest import digest_state
-from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
+from diloco.algorithm.fragments import Fragment, bind, flatten, unflatten_
 from diloco.algorithm.memory import empty
 from diloco.algorithm.merge import MergeRule, carry_over
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
 from diloco.errors import FragmentError, NonFiniteError
 
@@ -123,6 +124,14 @@ class OuterLoop:
     def digest(self, index: int) -> str:
         """Return the digest of a fragment's global parameters and outer state."""
         return digest_state(self.global_params[index], self.outer_states[index])
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return parameter name -> parameter of the model, also if it has been frozen since."""
+        return {
+            name: parameter
+            for fragment, parameters in zip(self.fragments, self.parameters, strict=True)
+            for name, parameter in zip(fragment.names, parameters, strict=True)
+        }
 
     def named_global_params(self) -> dict[str, Tensor]:
         """Return parameter name -> global value, float32 in the shape of this rank's shard.

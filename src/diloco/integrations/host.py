@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.model_tensors import content_of, named_parameters
 from diloco.errors import ConfigurationError
 from diloco.transport.base import Transport
 
@@ -65,25 +64,20 @@ def names_of(thing: object) -> list[str]:
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, DataParallel and torch.compile wrappers.
+    """Return the module inside wrappers of torch, such as DistributedDataParallel and torch.compile.
 
     Raises:
         ConfigurationError: if a submodule stores parameters in a form that DiLoCo can't work with.
 
     >>> inner = nn.Linear(2, 2)
-    >>> bare_model(DataParallel(inner)) is inner
+    >>> bare_model(nn.DataParallel(inner)) is inner
     True
     """
     for module in model.modules():
         refuse_unfit(names_of(module), f"A model with a {type(module).__name__}")
-    while True:
-        compiled = model._modules.get("_orig_mod")  # set by torch.compile; read without importing it
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif compiled is not None:
-            model = compiled
-        else:
-            return model
+    while (content := content_of(model)) is not None:
+        model = content
+    return model
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
@@ -117,7 +111,7 @@ def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether the parameters of ``model`` are sharded across ranks (DTensors)."""
-    return any(hasattr(parameter, "to_local") for parameter in trainable_parameters(model).values())
+    return any(hasattr(parameter, "to_local") for parameter in named_parameters(model).values())
 
 
 def check_ranks(model: nn.Module, transport: Transport | None) -> None:

@@ -19,8 +19,9 @@ from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import Fragment, local_shard, trainable_parameters
+from diloco.algorithm.fragments import Fragment
 from diloco.algorithm.merge import MergeRule
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.checkpoint.reading import open_checkpoint
@@ -28,7 +29,7 @@ from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, is_sharded, unwrapped
-from diloco.outer.diloco import DiLoCo
+from diloco.outer.diloco import DiLoCo, warn_of_notes
 from diloco.transport.base import Transport
 
 __all__ = [
@@ -77,7 +78,7 @@ class Figures:
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
-        self._on_event = on_event
+        self._on_event = on_event or warn_of_notes
         self._wait_s = 0.0
         self._contributors = 0
 
@@ -86,8 +87,7 @@ class Figures:
         if isinstance(event, RoundCommitted):
             self._wait_s += event.wait_s
             self._contributors = len(event.contributors)
-        if self._on_event is not None:
-            self._on_event(event)
+        self._on_event(event)
 
     def of(self, diloco: DiLoCo) -> dict[str, float]:
         """Return name -> number: rounds and bytes since the start of training, and seconds waited by this process."""
@@ -153,18 +153,19 @@ class HostedReplica:
     def show(self) -> None:
         """During training, put the parameters that are to be evaluated or saved into the model."""
         if self.training and self.parameters == "global" and self._hidden is None:
-            self._hidden = {name: values.clone() for name, values in held_values(self._begun.model).items()}
-            hold_values(self._begun.model, self._begun.outer_loop.named_global_params())
+            self._begun.check_model()
+            self._hidden = {name: values.clone() for name, values in held_values(self._begun).items()}
+            hold_values(self._begun, self._begun.outer_loop.named_global_params())
 
     def hide(self) -> None:
         """Put the local parameters back into the model."""
         if self._hidden is not None:
-            hold_values(self._begun.model, self._hidden)
+            hold_values(self._begun, self._hidden)
             self._hidden = None
 
     def local(self) -> dict[str, Tensor]:
         """Return parameter name -> local value, without copying, whatever the model currently holds."""
-        return held_values(self._begun.model) if self._hidden is None else self._hidden
+        return held_values(self._begun) if self._hidden is None else self._hidden
 
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
@@ -173,7 +174,7 @@ class HostedReplica:
         if instead is None and self.parameters == "global":
             instead = self._begun.outer_loop.named_global_params()
         if instead is not None:
-            hold_values(self._begun.model, instead)
+            hold_values(self._begun, instead)
         self.abandon()
 
     def abandon(self) -> None:
@@ -189,14 +190,14 @@ class HostedReplica:
         return self.diloco
 
 
-def held_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> this rank's part of each trainable parameter, sharing its memory."""
-    return {name: local_shard(parameter) for name, parameter in trainable_parameters(model).items()}
+def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each synchronised parameter, sharing its memory."""
+    return {name: local_shard(parameter) for name, parameter in diloco.outer_loop.named_parameters().items()}
 
 
-def hold_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the trainable parameters, which keep their dtype and device."""
-    for name, shard in held_values(model).items():
+def hold_values(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the synchronised parameters, which keep their dtype and device."""
+    for name, shard in held_values(diloco).items():
         shard.copy_(values[name])
 
 
@@ -212,7 +213,7 @@ def exact_state(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str,
 def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
     """Restore the state returned by `exact_state`. The framework loads the model before or after this call."""
     if state["local"] is not None:
-        hold_values(diloco.model, state["local"])
+        hold_values(diloco, state["local"])
     diloco.load_state_dict(state["diloco"])
 
 
@@ -235,7 +236,7 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
             f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
             "the other's model and optimizer. Give each replica its own folder."
         )
-    about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco.model))}
+    about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
     save_checkpoint(mine, diloco.steps, {"state": exact_state(diloco, local)}, about=about, keep=1)
 
 
@@ -264,7 +265,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
-    if check_model and opened.about["model"] != digest_tensors(held_values(diloco.model)):
+    if check_model and opened.about["model"] != digest_tensors(held_values(diloco)):
         raise CheckpointError(
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."

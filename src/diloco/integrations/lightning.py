@@ -13,6 +13,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from diloco.algorithm.model_tensors import all_parameters
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.integrations.host import names_of, refuse_unfit
 from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, exact_state, restore
@@ -163,10 +164,13 @@ class DiLoCoCallback(Callback):
 
 def _put_globals(diloco: DiLoCo, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
     """Replace the local parameters by the global ones in the ``state_dict`` that Lightning is about to save."""
-    values = {id(module.get_parameter(name)): v for name, v in diloco.outer_loop.named_global_params().items()}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in values and name in state_dict:
-            state_dict[name] = values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
+    parameters, values = diloco.outer_loop.named_parameters(), diloco.outer_loop.named_global_params()
+    agreed = {id(parameters[name]): value for name, value in values.items()}
+    # hooks of some wrappers take their own prefix out of the names in a state_dict
+    names = dict(module.named_parameters(remove_duplicate=False)) | dict(all_parameters(module))
+    for name, parameter in names.items():
+        if id(parameter) in agreed and name in state_dict:
+            state_dict[name] = agreed[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
 
 
 def _before_saving(module: LightningModule, put: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:

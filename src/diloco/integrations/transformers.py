@@ -159,7 +159,7 @@ class DiLoCoCallback(TrainerCallback):
         assert self.diloco is not None, "training has started"
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            best = {name: values.clone() for name, values in held_values(self.diloco.model).items()}
+            best = {name: values.clone() for name, values in held_values(self.diloco).items()}
         self._replica.end(best)
 
     def _resume(self, diloco: DiLoCo, args: TrainingArguments, state: TrainerState) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from diloco.algorithm.model_tensors import model_state, named_parameters
 from diloco.errors import ConfigurationError, from_extra
 from diloco.model.huggingface import HuggingFaceModel, alike
 from diloco.model.settings import ModelSettings, parse_source
@@ -71,9 +72,9 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
         elif settings.quantization is None:  # after injection, which draws the adapters in the type of the weights
             parameter.data = parameter.data.to(getattr(torch, settings.base_dtype))
     model.projects = model.projects and wrapped.get_output_embeddings() is head
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in named_parameters(model).items() if parameter.requires_grad}
     model.adapters = settings
-    model.source_has = frozenset(model.state_dict().keys() - trained)
+    model.source_has = frozenset(model_state(model).keys() - trained)
 
 
 @torch.no_grad()

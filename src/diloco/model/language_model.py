@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
+from diloco.algorithm.model_tensors import model_state
 from diloco.errors import ConfigurationError
 from diloco.model.loss import ENDS
 
@@ -152,16 +153,21 @@ class LanguageModel(nn.Module, abc.ABC):
         return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return the state dict without what the model's source has; it is not copied."""
-        return {name: value for name, value in self.state_dict().items() if name not in self.source_has}
+        """Return the parameters and persistent buffers without what the model's source has; they are not copied."""
+        return {name: value for name, value in model_state(self).items() if name not in self.source_has}
 
     def load_saved_state(self, values: Mapping[str, Tensor]) -> None:
-        """Load what `saved_state` returned.
+        """Copy what `saved_state` returned into the model.
 
         Raises:
             RuntimeError: it belongs to another model.
         """
-        self.load_state_dict({name: v for name, v in self.state_dict().items() if name in self.source_has} | {**values})
+        state = self.saved_state()
+        mine, theirs = ({name: tuple(value.shape) for name, value in each.items()} for each in (state, values))
+        if odd := sorted(mine.items() ^ theirs.items()):
+            raise RuntimeError(f"only one of the two has {', '.join(f'{name} {shape}' for name, shape in odd[:5])}.")
+        for name, tensor in state.items():
+            tensor.copy_(values[name])
 
     def num_trained(self) -> int:
         """Return the number of trainable parameters; tied ones count once."""

@@ -13,20 +13,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.buffers import check_buffers
+from diloco.algorithm.buffers import buffer_layout, check_buffers
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
+from diloco.algorithm.model_tensors import persistent_buffers
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
+from diloco.outer.model_watch import frozen_digests
 from diloco.plugins import code_digest
 
 __all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
 
-_NAMED = 3  # the number of tensors named individually; a digest covers all of them
+_NAMED = 3  # the number of tensors that are always named; a digest covers all of them
+_MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +57,7 @@ class Arguments:
         """Return the facts that replicas compare, as name -> text, the most likely mistakes first."""
         schedule, codec = self.schedule, self.codec
         shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-        persistent = model.state_dict().keys()
-        buffers = [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n in persistent]
+        frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
         parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
         return {
             "schedule": (
@@ -69,7 +71,8 @@ class Arguments:
             "mean codec": str(self.mean),
             "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
             **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments},
-            "buffers": _listed(buffers),
+            "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
+            **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
         }
 
     def saved_facts(self, codec: Codec) -> dict[str, Any]:
@@ -110,6 +113,8 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     check_buffers(model)
     trainable = trainable_parameters(model)
     _check_devices(trainable)
+    if offloaded := [name for name, buffer in persistent_buffers(model).items() if buffer.is_meta]:
+        raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
@@ -179,13 +184,14 @@ def _code(value: object) -> str:
     return f", code {digest}" if digest else ""
 
 
-def _listed(tensors: Sequence[str]) -> str:
-    """Name the first three tensors; if there are more, append their number and a digest of all of them.
+def _listed(tensors: Sequence[str], most_characters: int = 0) -> str:
+    """Name all tensors if that takes few characters; else the first three, the number of others, and a digest of all.
 
     >>> _listed(["a (2,)", "b (3,)"]), _listed([])
-    ('a (2,), b (3,)', 'none')
+    ('a (2,); b (3,)', 'none')
     """
-    if len(tensors) <= _NAMED:
-        return ", ".join(tensors) or "none"
+    whole = "; ".join(tensors) or "none"
+    if len(tensors) <= _NAMED or len(whole) <= most_characters:
+        return whole
     digest = xxhash.xxh3_64_hexdigest("\n".join(tensors).encode())
-    return f"{', '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"
+    return f"{'; '.join(tensors[:_NAMED])} and {len(tensors) - _NAMED} more ({digest})"

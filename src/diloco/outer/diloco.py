@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -30,10 +30,17 @@ from diloco.algorithm.weighting import check_base_weight
 from diloco.events import Event, Note
 from diloco.outer.arguments import Arguments, check_arguments, check_saved_facts
 from diloco.outer.fragment_rounds import FragmentRounds
+from diloco.outer.model_watch import ModelWatch
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
-__all__ = ["DiLoCo"]
+__all__ = ["DiLoCo", "warn_of_notes"]
+
+
+_DRIFTED = (
+    "The frozen parameter {names} has changed since the start. Frozen parameters are not synchronised, so it may "
+    "differ between replicas. Register it as a buffer, which is averaged, or change it alike on every replica."
+)
 
 
 class DiLoCo:
@@ -45,7 +52,9 @@ class DiLoCo:
     other processes.
 
     Args:
-        model: Any module. Its trainable parameters are synchronised and its floating-point buffers averaged.
+        model: Any module. Its trainable parameters (float32, bfloat16 or float16) are synchronised and its persistent
+            floating-point buffers averaged. It may be compiled or wrapped (DDP, FSDP2, checkpointing): names stay
+            those of the plain model. Parameters and buffers must not be added, replaced or resized afterwards.
         inner_optimizer: The optimizer or optimizers that train the model. Together they must hold every trainable
             parameter.
         transport: The connection of this replica to the others. None runs the same algorithm with a single replica.
@@ -71,7 +80,7 @@ class DiLoCo:
         mean_error_feedback: The fraction of the quantisation error of ``mean_codec`` that is added to the next mean, as
             for ``error_feedback``. The replica that sums a part keeps it: 4 / M bytes per parameter.
         on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
-            other failure.
+            other failure. None: each `Note` becomes a Python warning.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
 
     Raises:
@@ -134,7 +143,8 @@ class DiLoCo:
         check_arguments(model, inner_optimizer, arguments)
         device = None if global_device is None else torch.device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
-        self._on_event = on_event or (lambda event: None)
+        self._on_event = on_event or warn_of_notes
+        self._model_watch = ModelWatch(model, self.outer_loop.named_parameters())
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
         self.shared = self._rounds.shared
         self._saved_facts = arguments.saved_facts(self._rounds.codecs[0])
@@ -209,6 +219,7 @@ class DiLoCo:
             take_over: Whether to wait for fetches of other replicas' state as well. False if the caller will fetch that
                 state again.
         """
+        self.check_model()
         for round_id in self.in_flight:
             self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
         if take_over:
@@ -253,12 +264,25 @@ class DiLoCo:
         digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
-    def global_model(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
         """Put the global parameters into the model inside a ``with`` block, e.g. to evaluate or export them.
 
         At the end of the block the model gets its local parameters back.
         """
-        return holding(self.model, self.outer_loop.named_global_params())
+        self.check_model()
+        with holding(self.outer_loop.named_parameters(), self.outer_loop.named_global_params()):
+            yield self.model
+
+    def check_model(self) -> None:
+        """Check that the model has the parameters and buffers that it had when this was constructed.
+
+        `step`, `drain` and `global_model` do this. Frozen parameters may have been trainable.
+
+        Raises:
+            ConfigurationError: if one was added, replaced or resized, or became trainable; the message names it.
+        """
+        self._model_watch.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state except the model and the inner optimizer, which the caller saves. Copies no tensors.
@@ -279,12 +303,16 @@ class DiLoCo:
         check_saved_facts(state["about"], self._saved_facts)
         notes = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
+        self._model_watch.begin()
         for text in notes:
             self._on_event(Note(step=self.steps, text=text))
 
     def _perform(self, action: Send | Merge) -> None:
+        self.check_model()
         match action:
             case Send(fragment, outer_step):
+                if fragment == len(self.fragments) - 1 and (drifted := self._model_watch.drifted()):
+                    self._on_event(Note(step=self.steps, text=_DRIFTED.format(names=", ".join(drifted))))
                 self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
             case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
                 self._on_event(self._rounds.merge(fragment, step=self.steps))
@@ -306,6 +334,12 @@ class DiLoCo:
         """Call `end`, unless the block raised."""
         if kind is None:
             self.end()
+
+
+def warn_of_notes(event: Event) -> None:
+    """Turn a `Note` into a Python warning; ignore other events."""
+    if isinstance(event, Note):
+        warnings.warn(event.text, stacklevel=2)
 
 
 def _is_send(action: Send | Merge) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.buffers import collect_buffers, restore_buffers_
+from diloco.algorithm.buffers import collect_buffers, not_finite, restore_buffers_
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.error_feedback import ErrorFeedback
 from diloco.algorithm.mean_encoding import Residual
@@ -30,7 +30,8 @@ from diloco.transport.base import Pending, Transport
 
 __all__ = ["FragmentRounds"]
 
-_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers")  # of a contribution in flight
+_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers", "withdrawn")
+"""The fields that are saved of a contribution in flight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ class FragmentRounds:
         self._last_means: dict[int, Tensor] = {}  # fragment -> a sample of the last mean that was applied
         self._residuals: dict[int, Residual] = {}  # fragment -> the residual of the means that this replica encoded
         self._in_flight: dict[int, _InFlight] = {}
+        self._agreed_buffers, _ = collect_buffers(model)  # the floating-point buffers that all replicas held last
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
@@ -104,6 +106,7 @@ class FragmentRounds:
             digest=self._loop.digest(index),
             buffers=buffers,
             integers=integers,
+            withdrawn=self._why_withdrawn(buffers),
         )
         self._submit(contribution, sent)
         return RoundSent(
@@ -232,6 +235,7 @@ class FragmentRounds:
         self._residuals = {p: Residual(int(e["start"]), e["values"].clone()) for p, e in residuals if e is not None}
         self.shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
         self._in_flight.clear()
+        self._agreed_buffers, _ = collect_buffers(self._model)
         for entry in state["in_flight"]:
             device = self._loop.device
             contribution = self._contribution(
@@ -242,6 +246,7 @@ class FragmentRounds:
                 digest=str(entry["digest"]),
                 buffers=entry["buffers"],
                 integers=entry["integers"],
+                withdrawn=str(entry.get("withdrawn", "")),  # missing in checkpoints of 0.5.0
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
         notes = []
@@ -268,6 +273,11 @@ class FragmentRounds:
             **given,
         )
 
+    def _why_withdrawn(self, buffers: Tensor | None) -> str:
+        """Return which of the model's ``buffers``, ``(n,)`` float32, keep this replica out of the round, or ""."""
+        bad = [] if buffers is None else not_finite(self._model, buffers, self._agreed_buffers)
+        return f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
+
     def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
         pending = self._transport.average(contribution)
         self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
@@ -289,6 +299,7 @@ class FragmentRounds:
                     measures = self._outer_step(index, average.values)
         if average.buffers is not None or average.integers is not None:
             restore_buffers_(self._model, average.buffers, average.integers)
+            self._agreed_buffers = average.buffers
         return measures
 
     def _outer_step(self, index: int, mean: Tensor) -> dict[str, float | None]:

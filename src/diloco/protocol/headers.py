@@ -80,8 +80,6 @@ def header_of(contribution: Contribution) -> Header:
         except CodecError as error:
             withdrawn = str(error)
     buffers, integers = contribution.buffers, contribution.integers
-    if not withdrawn and buffers is not None and not bool(torch.isfinite(buffers).all()):
-        withdrawn = "its model buffers are not finite"
     return Header(
         contribution.round,
         contribution.numel,

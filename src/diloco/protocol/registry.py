@@ -66,9 +66,20 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
     for key in dict.fromkeys([*one.facts, *other.facts]):
         here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")
         if here != there:
-            fact, mine, theirs = (visible(each, _MOST_FACT) for each in (key, here, there))
+            fact, mine, theirs = (visible(each, _MOST_FACT) for each in (key, *_apart(here, there)))
             return f"{name(one)} has {fact} = {mine} and {name(other)} has {fact} = {theirs}"
     return ""
+
+
+def _apart(here: str, there: str) -> tuple[str, str]:
+    """Return the items that only one of two lists has, whose items are separated by "; "; the lists if none is.
+
+    >>> _apart("a; b; c", "a; c"), _apart("fp4", "int8")
+    (('b', 'none of these'), ('fp4', 'int8'))
+    """
+    lists = dict.fromkeys(here.split("; ")), dict.fromkeys(there.split("; "))
+    mine, theirs = ("; ".join(item for item in one if item not in other) for one, other in (lists, lists[::-1]))
+    return (mine or "none of these", theirs or "none of these") if mine or theirs else (here, there)
 
 
 class Registry:

@@ -11,7 +11,8 @@ import torch
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import largest_magnitude
-from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
+from diloco.algorithm.fragments import flatten, trainable_parameters, unflatten_
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.weighting import contribution_weight
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm.fragments import local_shard
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.model_tensors import local_shard
 from diloco.algorithm.numbers import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
@@ -81,6 +82,7 @@ class InnerLoop:
     ) -> None:
         self.parallel = model
         self.model = model.model
+        self.parameters = trainable_parameters(self.model)
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.clip_norm = clip_norm

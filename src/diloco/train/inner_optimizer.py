@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.muon import Muon, hidden_matrices, muon
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import check_arguments, find, is_own, split, takes
@@ -100,7 +101,7 @@ def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
     if settings.name != "Muon":
         return ""
     hidden = hidden_matrices(model, settings.arguments.get("adamw", ()))
-    rest = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in hidden}
+    rest = {name: p for name, p in trainable_parameters(model).items() if name not in hidden}
     return f"Muon for {_named(hidden)}; AdamW for {_named(rest)}"
 
 

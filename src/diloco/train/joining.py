@@ -261,7 +261,8 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} was saved with data of fingerprint {fingerprint}, but the data now has fingerprint "
             f"{session.corpus.fingerprint}. Use the same files and tokeniser."
         )
-    fingerprint, mine = checkpoint.about.get("model_fingerprint"), model_fingerprint(session.replicas[0].model)
+    mine = model_fingerprint(session.replicas[0].state.parameters)
+    fingerprint = checkpoint.about.get("model_fingerprint")
     if fingerprint not in (None, mine):
         raise CheckpointError(
             f"{checkpoint.path} belongs to a model of {fingerprint}, but this run has a model of {mine}. Use the "

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.buffers import collect_buffers
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.model_tensors import persistent_buffers
 from diloco.data.batches import Batches, Prefetcher
 from diloco.data.corpus import Corpus
 from diloco.events import Event
@@ -138,7 +138,7 @@ def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
     It can't with buffers, which each replica's batches change, or with the gradient scaler of float16, which checks the
     gradients of each replica.
     """
-    plain = not model.source_has and collect_buffers(model) == (None, None)
+    plain = not model.source_has and not persistent_buffers(model)
     return plain and settings.train.precision != "float16"
 
 

@@ -160,7 +160,11 @@ class _ReplicatedModel(ParallelModel):
         watched = _Loss(model)
         # non-persistent buffers, such as a rotary table, are derived and equal on all ranks; without this, DDP would
         # broadcast them at every step
-        derived = [f"model.{name}" for name in dict(model.named_buffers()).keys() - model.state_dict().keys()]
+        derived = [
+            ".".join(filter(None, ("model", path, name)))
+            for path, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(watched, derived)  # type: ignore[no-untyped-call]  # torch's
         self._wrapped = DistributedDataParallel(
             watched, process_group=group.required_process_group(), gradient_as_bucket_view=True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.model_tensors import named_parameters
 from diloco.checkpoint.shards import SavedValues
 from diloco.errors import CheckpointError
 from diloco.outer.diloco import DiLoCo
@@ -33,8 +33,10 @@ class ReplicaState:
     def __init__(self, inner: InnerLoop, diloco: DiLoCo | None) -> None:
         self.inner = inner
         self.diloco = diloco
-        self.names = {id(parameter): name for name, parameter in inner.model.named_parameters()}
-        self.parameters = trainable_parameters(inner.model)
+        self.names = {id(parameter): name for name, parameter in named_parameters(inner.model).items()}
+        # those that were trainable at the start, in the order of the model: one frozen since stays in the state
+        trained = inner.parameters if diloco is None else diloco.outer_loop.named_parameters()
+        self.parameters = {name: trained[name] for name in self.names.values() if name in trained}
 
     def values(self) -> dict[str, Tensor]:
         """Return the values with the shape of a parameter (or buffer) by name, without copying.

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
+from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.reading import open_checkpoint
@@ -20,7 +22,9 @@ from diloco.data.corpus import Corpus, build_corpus, open_stream
 from diloco.devices import choose_device
 from diloco.errors import TransportError
 from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
-from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
+from diloco.model.build import base_digest, build_language_model, check_vocabulary, with_vocabulary
+from diloco.model.language_model import LanguageModel
+from diloco.outer.model_watch import frozen_digests
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import make_pace
@@ -82,9 +86,11 @@ def run_training(
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
+    if settings.algorithm in ("streaming", "diloco"):
+        check_buffers(weightless)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     definition = stored_definition(settings)
-    base = base_digest(settings.model, definition) if meet else ""
+    base = _base_digest(settings, weightless, definition) if meet else ""
     peers = meet(handshake_facts(settings, weightless, corpus.fingerprint, base), folder) if meet else None
     fleet: Fleet = peers or InProcessFleet(make_transport(settings.transport))
     session: Session | None = None
@@ -111,6 +117,18 @@ def run_training(
         if session is not None:
             session.close()
         fleet.close()
+
+
+def _base_digest(settings: RunSettings, weightless: LanguageModel, definition: Mapping[str, Any] | None) -> str:
+    """Return a digest of the values that every replica begins with and none trains, or "" if there are none.
+
+    They are the stored weights, or what the user's own model freezes.
+    """
+    stored = base_digest(settings.model, definition)
+    if stored or all(parameter.requires_grad for parameter in weightless.parameters()):
+        return stored
+    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed, definition=definition))
+    return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
 def _read_corpus(settings: RunSettings) -> Corpus:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.model_tensors import named_parameters
 from diloco.checkpoint.parts import Whole
 from diloco.data.corpus import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
@@ -219,7 +220,7 @@ class Session:
         if self.settings.algorithm != "none":
             return digest_tensors(Whole(self.global_params()))
         replicas = enumerate(self.replicas)
-        return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in r.model.named_parameters()})
+        return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in named_parameters(r.model).items()})
 
     @contextmanager
     def evaluated_models(self) -> Iterator[list[LanguageModel]]:

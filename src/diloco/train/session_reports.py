@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor
 
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.algorithm.fragments import trainable_parameters
@@ -56,7 +56,7 @@ def handshake_facts(
         outer = Arguments(**outer_arguments(settings, model)).facts(model)
     return {
         "protocol version": str(PROTOCOL_VERSION),
-        "model": model_fingerprint(model),
+        "model": model_fingerprint(trainable_parameters(model)),
         **({"base model": base} if base else {}),
         "algorithm": settings.algorithm,
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
@@ -70,9 +70,8 @@ def handshake_facts(
     }
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """Return the number of parameters and a digest of their names, shapes and dtypes."""
-    parameters = trainable_parameters(model)
+def model_fingerprint(parameters: Mapping[str, Tensor]) -> str:
+    """Return the number of values in ``parameters`` and a digest of their names, shapes and dtypes."""
     digest = xxhash.xxh3_64()
     for name, parameter in parameters.items():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
@@ -169,7 +168,7 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,
         "model": settings.model.described(),
-        "model_fingerprint": model_fingerprint(session.replicas[0].model),
+        "model_fingerprint": model_fingerprint(session.replicas[0].state.parameters),
         "definition": session.replicas[0].model.definition(),
         "corpus": session.corpus.fingerprint,
         "threads": torch.get_num_threads(),

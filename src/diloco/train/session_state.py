@@ -46,7 +46,7 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
     step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
-    rest = rest_of_state(session.replicas[0].model)
+    rest = rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters)
     agreed = {"global": session.global_params()} | ({REST: rest} if rest else {})
     if session.fleet.in_one_process:
         replicas = {f"replica-{replica.number}": _whole_state(replica) for replica in session.replicas}

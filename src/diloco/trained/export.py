@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.model_tensors import named_parameters
 from diloco.checkpoint.disk import new_folder, replace_file
 from diloco.checkpoint.parts import tensor_chunks
 from diloco.data.tokenizer import Tokenizer
@@ -103,7 +105,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
     with _as_checkpoint_error(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, tensor_chunks(dict(trained.model.named_parameters())))
+        replace_file(file, tensor_chunks(named_parameters(trained.model)))
 
 
 def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
@@ -117,8 +119,7 @@ def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -
 
     _check_place(folder, overwrite, is_export=(folder / CONFIG_FILE).is_file())
     model: Any = trained.model
-    values = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    save_adapter(folder, model, values)
+    save_adapter(folder, model, trainable_parameters(model))
     trained.chat_tokenizer().save(folder)
 
 
@@ -136,7 +137,7 @@ def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
 
 
 def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model).items():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(
                 f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.model_tensors import all_parameters, model_state
 from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.checkpoint.shards import SavedValues
 from diloco.data.chat_tokenizer import ChatTokenizer, has_template
@@ -262,7 +263,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
     parameters = trainable_parameters(model)
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
         values = {f"wrapped.{name}": value for name, value in values.items()}
-    state = model.state_dict()
+    state = model_state(model)
     if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
         raise CheckpointError(f"The initial weights and the model have different parameters: {', '.join(odd[:5])}.")
     for name, value in values.items():
@@ -279,10 +280,11 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         state[name].copy_(value)
 
 
-def rest_of_state(model: LanguageModel) -> dict[str, Tensor]:
-    """Return name -> tensor of the model's untrained state: frozen parameters and buffers.
+def rest_of_state(model: LanguageModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return name -> tensor of the model's state without the trained ``parameters``: frozen parameters and buffers.
 
     The tensors are DTensors if the model is sharded. They are not copied.
     """
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    ids = {id(parameter) for parameter in parameters.values()}
+    trained = {name for name, parameter in all_parameters(model) if id(parameter) in ids}
     return {name: tensor for name, tensor in model.saved_state().items() if name not in trained}

@@ -1,0 +1,205 @@
+"""The parameters and persistent buffers of a model under names that no wrapper changes, and what can be averaged.
+
+Compiled, checkpointed, and DDP- or FSDP-wrapped models have the names of the plain model, so that such replicas work
+together. All code that names a model's tensors (fragments, handshake, digests, checkpoints) takes the names from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+__all__ = [
+    "all_parameters",
+    "content_of",
+    "local_shard",
+    "model_state",
+    "named_parameters",
+    "overlaps",
+    "persistent_buffers",
+    "unfit_buffer",
+    "unfit_parameter",
+]
+
+Named = TypeVar("Named", bound=Tensor)
+
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""The classes of torch that wrap a module, by name (importing them is slow) -> the attribute that holds the module."""
+
+_TRAINABLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def content_of(module: nn.Module) -> nn.Module | None:
+    """Return the module inside a wrapper of torch, or None if ``module`` is no such wrapper.
+
+    A subclass that holds more than the wrapped module is not a wrapper, since its own names must stay.
+
+    >>> inner = nn.Linear(2, 2)
+    >>> content_of(nn.DataParallel(inner)) is inner, content_of(inner)
+    (True, None)
+    """
+    for kind in type(module).__mro__:
+        attribute = _WRAPPERS.get(kind.__name__) if kind.__module__.startswith("torch.") else None
+        if attribute and list(module._modules) == [attribute] and not module._parameters and not module._buffers:
+            return module._modules[attribute]
+    return None
+
+
+def all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return each parameter under each of its names; tied ones have several."""
+    return [
+        (prefix + name, parameter)
+        for prefix, module in _modules(model)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter, in the order of the model. Tied parameters appear once, under their first name."""
+    return _once(all_parameters(model))
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> persistent buffer, each once, whatever the model's own ``state_dict`` contains."""
+    return _once(_all_buffers(model))
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return each parameter and persistent buffer under each of its names, detached and on the same memory."""
+    return {name: tensor.detach() for name, tensor in [*all_parameters(model), *_all_buffers(model)]}
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or the whole of any other tensor, detached and on the same memory."""
+    # detected by its method, so that the algorithm needs no process groups
+    to_local = getattr(tensor.detach(), "to_local", None)
+    shard: Tensor = tensor.detach() if to_local is None else to_local()
+    return shard
+
+
+def unfit_parameter(parameter: Tensor) -> str:
+    """Return why float32 global parameters can't hold the values of a trainable parameter, or ""."""
+    if is_lazy(parameter):
+        return "has no shape yet. Run one batch through the model first"
+    shard = local_shard(parameter)
+    if why := _unfit_memory(shard):
+        return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
+    if shard.dtype not in _TRAINABLE:
+        return f"is {shard.dtype}, which float32 global parameters can't hold. Use float32, bfloat16 or float16"
+    return ""
+
+
+def unfit_buffer(buffer: Tensor) -> str:
+    """Return why a persistent buffer can't be averaged in float32, nor copied as bytes if it is not floating, or ""."""
+    if is_lazy(buffer):
+        return "has no shape yet. Run one batch through the model first"
+    why = _unfit_memory(buffer)
+    if hasattr(buffer, "to_local"):
+        why = "is sharded over ranks"
+    elif not why and not _averageable(buffer.dtype):
+        why = f"is {buffer.dtype}, which float32 means can't hold"
+    return why and f"{why}. Register a plain, dense, real buffer, or with persistent=False if it is derived"
+
+
+def overlaps(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of each two of the tensors that have memory in common. All must be strided."""
+    shards = [(name, shard) for name, each in tensors.items() if (shard := local_shard(each)).numel()]
+    placed = sorted(((str(t.device), t.data_ptr(), name, t) for name, t in shards if not t.is_meta), key=_place)
+    earlier: list[tuple[str, int, str, Tensor]] = []
+    for device, start, name, tensor in placed:
+        earlier = [each for each in earlier if each[0] == device and each[1] + _extent(each[3]) > start]
+        for *_, other, theirs in earlier:
+            if _meet(theirs, tensor):
+                yield other, name
+        earlier.append((device, start, name, tensor))
+
+
+def _modules(module: nn.Module, prefix: str = "", above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the prefix of its tensors' names for each module, parents first; a module in two places comes twice."""
+    yield prefix, module
+    content, above = content_of(module), (*above, module)
+    for name, child in module._modules.items():
+        if child is not None and child not in above:  # a module may hold its parent
+            yield from _modules(child, prefix if child is content else f"{prefix}{name}.", above)
+
+
+def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (prefix + name, buffer)
+        for prefix, module in _modules(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in getattr(module, "_non_persistent_buffers_set", ())
+    ]
+
+
+def _once(tensors: list[tuple[str, Named]]) -> dict[str, Named]:
+    first: dict[int, str] = {}
+    return {name: tensor for name, tensor in tensors if first.setdefault(id(tensor), name) == name}
+
+
+def _unfit_memory(tensor: Tensor) -> str:
+    """Return why the values of a tensor can't be read and written one by one in its own memory, or ""."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not hasattr(tensor, "to_local"):
+        return f"is a {type(tensor).__name__}, whose values are not in its own memory"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return f"is not dense ({'nested' if tensor.is_nested else tensor.layout})"
+    if tensor.is_inference():
+        return "was made in inference mode"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype})"
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return "repeats its own memory (an expanded view)"
+        reach += stride * (size - 1)
+    return ""
+
+
+def _averageable(dtype: torch.dtype) -> bool:
+    """Return whether float32 holds all values of a floating type; of other types, whether torch can copy them."""
+    if dtype.is_complex or (dtype.is_floating_point and torch.finfo(dtype).bits > 32):
+        return False
+    try:  # torch has types of which it can only reinterpret the bytes, such as float4
+        torch.empty(1, dtype=dtype, device="cpu").copy_(torch.ones(1, dtype=torch.float32, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _place(placed: tuple[str, int, str, Tensor]) -> tuple[str, int]:
+    return placed[:2]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of bytes from the first to the last value."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return (1 + sum(stride * (size - 1) for stride, size in steps)) * tensor.element_size()
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors whose ranges of addresses overlap have a byte in common; columns may alternate."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    start = min(one.data_ptr(), other.data_ptr())
+    stop = max(each.data_ptr() + _extent(each) for each in (one, other))
+    taken = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+    _bytes_of(one, taken, start).fill_(True)
+    return bool(_bytes_of(other, taken, start).any())
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Return the part of ``memory``, one element per byte from the address ``start``, that a tensor occupies."""
+    size = tensor.element_size()
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    return memory.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - start)

@@ -1,0 +1,230 @@
+"""What happens to a model after its `DiLoCo` was constructed: it is handled, or said by name, never in silence."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco import DiLoCo, SyncSchedule
+from diloco.errors import ConfigurationError
+from diloco.events import Event, Note, RoundCommitted, RoundVoid
+from tests.odd_modules import H, Wrapping, committed, linear, pair, rounds, with_buffer
+from tests.replicas import Swarm
+
+
+def of(swarm: Swarm, kind: type[Event]) -> list[Any]:
+    return [event for event in swarm.events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_buffer_that_becomes_nan_in_mid_run_is_refused_and_named(least: int) -> None:
+    """Invariant 11. Values that were not finite from the start, such as those of a mask, stay as they are."""
+    swarm = pair(lambda: with_buffer(torch.tensor([-math.inf, 1.0]), "scale"), least=least)
+    rounds(swarm)
+    swarm.models[1].get_buffer("scale")[0] = math.nan
+    rounds(swarm)
+    reasons = [event.reason for event in of(swarm, RoundVoid)] + [event.note for event in of(swarm, RoundCommitted)[2:]]
+    assert len(reasons) == 2
+    assert all("replica 1 was refused: its buffer 'scale' became NaN or infinite" in reason for reason in reasons)
+    assert swarm.models[0].get_buffer("scale").tolist() == [-math.inf, 1.0]
+    if least == 1:  # the replica gets the buffer of the others, and is in the next round
+        rounds(swarm)
+        assert [event.contributors for event in of(swarm, RoundCommitted)[-2:]] == [(0, 1), (0, 1)]
+
+
+def test_a_replica_that_a_buffer_keeps_out_of_a_round_stays_out_after_a_resume() -> None:
+    """Invariant 6, with the round in flight."""
+    first = pair(lambda: with_buffer(torch.ones(1), "scale"), least=1)
+    first.models[1].get_buffer("scale").fill_(math.nan)
+    for _ in range(H):
+        for diloco in first.replicas:
+            diloco.begin()
+    second = pair(lambda: with_buffer(torch.ones(1), "scale"), least=1)
+    second.resume_from(first)
+    for diloco in second.replicas:
+        diloco.finish()
+    assert [event.contributors for event in of(second, RoundCommitted)] == [(0,), (0,)]
+
+
+def replaced(model: nn.Module) -> None:
+    model.register_parameter("weight", nn.Parameter(torch.ones(4, 4)))
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def resized(model: nn.Module) -> None:
+    model.get_parameter("weight").data = torch.ones(5, 4)
+
+
+def doubled(model: nn.Module) -> None:
+    model.double()
+
+
+def deleted(model: nn.Module) -> None:
+    del model.bias
+
+
+def added(model: nn.Module) -> None:
+    model.register_parameter("more", nn.Parameter(torch.ones(2)))
+
+
+def unfrozen(model: nn.Module) -> None:
+    model.get_parameter("still").requires_grad_(True)
+
+
+def registered(model: nn.Module) -> None:
+    model.register_buffer("late", torch.ones(2))
+
+
+def resized_buffer(model: nn.Module) -> None:
+    model.get_buffer("scale").data = torch.ones(3)
+
+
+def removed_buffer(model: nn.Module) -> None:
+    del model.scale
+
+
+def half_frozen() -> nn.Module:
+    model = with_buffer(torch.ones(2), "scale")
+    model.register_parameter("still", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    "act", [rounds, lambda swarm: swarm.replicas[0].global_model().__enter__(), lambda swarm: swarm.replicas[0].end()]
+)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replaced, "The parameter 'weight' was replaced or removed"),
+        (assigned, "The parameter 'weight' was replaced or removed"),
+        (deleted, "The parameter 'bias' was replaced or removed"),
+        (resized, r"The parameter 'weight' had the shape \(4, 4\) .* now has \(5, 4\)"),
+        (doubled, "the parameter 'weight' is torch.float64"),
+        (added, "more became trainable after"),
+        (unfrozen, "still became trainable after"),
+        (registered, r"late \(2,\) torch.float32"),
+        (resized_buffer, r"scale \(2,\) torch.float32, scale \(3,\) torch.float32"),
+        (removed_buffer, r"scale \(2,\) torch.float32"),
+    ],
+)
+def test_what_changes_after_the_start_and_is_not_synchronised_is_named(
+    change: Callable[[nn.Module], None], words: str, act: Callable[[Swarm], object]
+) -> None:
+    swarm = pair(half_frozen)
+    rounds(swarm)
+    change(swarm.models[0])
+    with pytest.raises(ConfigurationError, match=words):
+        act(swarm)
+
+
+@pytest.mark.parametrize("names", [("weight",), ("weight", "bias")])
+def test_a_parameter_that_is_frozen_afterwards_is_still_synchronised(names: tuple[str, ...]) -> None:
+    def run(*, freezing: bool) -> Swarm:
+        swarm = pair(linear)
+        rounds(swarm)
+        for m, model in enumerate(swarm.models):
+            for name in names:
+                model.get_parameter(name).data.add_(float(m))  # work to be shared by the next round
+                model.get_parameter(name).requires_grad_(not freezing)
+        swarm.run(H, lambda replica, step, model: None)
+        swarm.models[0].get_parameter("weight").data.add_(1.0)  # work of this replica alone
+        return swarm
+
+    swarm = run(freezing=True)
+    diloco, model = swarm.replicas[0], swarm.models[0]
+    assert diloco.digest() == swarm.replicas[1].digest() == run(freezing=False).replicas[0].digest()
+    agreed = diloco.outer_loop.named_global_params()
+    local = model.get_parameter("weight").detach().clone()
+    with diloco.global_model() as shown:
+        assert all(torch.equal(parameter, agreed[name]) for name, parameter in shown.named_parameters())
+    assert torch.equal(model.get_parameter("weight"), local)
+    assert not torch.equal(local, agreed["weight"])
+
+
+def replaced_buffer(model: nn.Module) -> None:
+    model.scale = torch.zeros(2)
+
+
+def new_memory(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def hidden_again(model: nn.Module) -> None:
+    """Gradients with respect to a frozen parameter, for a figure."""
+    model.get_parameter("still").requires_grad_(True)
+    model.get_parameter("still").requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [replaced_buffer, new_memory, hidden_again])
+def test_what_keeps_its_names_and_shapes_goes_on(change: Callable[[nn.Module], None]) -> None:
+    swarm = pair(half_frozen)
+    rounds(swarm)
+    for model in swarm.models:
+        change(model)
+    before = swarm.models[0].get_parameter("weight").detach().clone()
+    rounds(swarm)
+    assert committed(swarm)
+    torch.testing.assert_close(swarm.models[0].get_parameter("weight").detach(), before + 0.5)
+    assert torch.equal(swarm.models[0].get_buffer("scale"), swarm.models[1].get_buffer("scale"))
+
+
+def router(bias: float = 0.0, *, quantised: bool = False) -> nn.Module:
+    model = linear()
+    values: Tensor = torch.full((3,), bias)
+    model.register_parameter("router", nn.Parameter(Wrapping(values) if quantised else values, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_frozen_values_that_differ_at_the_start_are_refused_by_name(quantised: bool) -> None:
+    with pytest.raises(ConfigurationError, match=r"frozen parameters.*router"):
+        pair(lambda: router(quantised=quantised), lambda: router(1.0, quantised=quantised))
+    rounds(pair(lambda: router(quantised=quantised)))
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_frozen_parameter_that_changes_is_named_once(quantised: bool) -> None:
+    swarm = pair(lambda: router(quantised=quantised))
+    rounds(swarm)
+    assert not of(swarm, Note)
+    for _ in range(3):
+        router_of_one = swarm.models[1].get_parameter("router")
+        (router_of_one.inner if isinstance(router_of_one, Wrapping) else router_of_one.data).add_(1.0)
+        rounds(swarm)
+    (note,) = of(swarm, Note)
+    assert "The frozen parameter router has changed since the start" in note.text
+    assert committed(swarm)
+
+
+def test_a_frozen_parameter_on_the_memory_of_a_trained_one_moves_with_it() -> None:
+    def head() -> nn.Module:
+        model = linear()
+        tied = nn.Parameter(model.get_parameter("weight").detach().t(), requires_grad=False)
+        model.register_parameter("tied", tied)
+        return model
+
+    swarm = pair(head)
+    rounds(swarm, 2)
+    assert not of(swarm, Note)
+    assert torch.equal(*(model.get_parameter("tied") for model in swarm.models))
+
+
+def test_without_on_event_a_changed_frozen_parameter_is_a_warning() -> None:
+    model = router()
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=SyncSchedule(inner_steps=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        diloco.step()
+    model.get_parameter("router").data.add_(1.0)
+    with pytest.warns(UserWarning, match="frozen parameter router has changed"):
+        diloco.step()

@@ -1,0 +1,319 @@
+"""Odd parameters and buffers, on two replicas each: averaged with the same bits, or refused by name at the start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+
+from diloco.errors import ConfigurationError, FragmentError
+from tests.odd_modules import Wrapping, committed, linear, pair, rounds, with_buffer, with_parameter
+
+
+class Subclass(torch.Tensor):
+    """Plain memory under another name."""
+
+
+LARGE = torch.finfo(torch.float32).max
+MASK = torch.full((4, 4), -math.inf).triu(1)
+
+# name -> buffer of replica 0, of replica 1, and of both after one round
+AVERAGED: dict[str, tuple[Tensor, Tensor, Tensor]] = {
+    "float32": (torch.zeros(3), torch.full((3,), 3.0), torch.full((3,), 1.5)),
+    "float16": (torch.zeros(3).half(), torch.ones(3).half(), torch.full((3,), 0.5).half()),
+    "bfloat16": (torch.zeros(3).bfloat16(), torch.ones(3).bfloat16(), torch.full((3,), 0.5).bfloat16()),
+    "float8": (*(torch.tensor([x]).to(torch.float8_e4m3fn) for x in (0.0, 1.0, 0.5)),),  # type: ignore[dict-item]
+    "of no dimension": (torch.tensor(1.0), torch.tensor(2.0), torch.tensor(1.5)),
+    "of no values": (torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3)),
+    "transposed": (torch.zeros(2, 3).t(), torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t() / 2),
+    "every second value": (torch.zeros(6)[::2], torch.arange(6.0)[::2], torch.tensor([0.0, 1.0, 2.0])),
+    "bool": (torch.tensor([True]), torch.tensor([False]), torch.tensor([True])),
+    "int64": (torch.tensor([2**62 + 1]), torch.tensor([3]), torch.tensor([2**62 + 1])),
+    "uint16": (*(torch.tensor([x], dtype=torch.uint16) for x in (60_000, 3, 60_000)),),  # type: ignore[dict-item]
+    "a mask of -inf": (MASK, MASK, MASK),
+    "a mask of the least float32": (-torch.full((3,), LARGE), -torch.full((3,), LARGE), -torch.full((3,), LARGE)),
+    "large and not equal": (torch.tensor([LARGE]), torch.tensor([LARGE / 2]), torch.tensor([LARGE / 4 * 3])),
+    "NaN on both": (torch.tensor([math.nan, 1.0]), torch.tensor([math.nan, 2.0]), torch.tensor([math.nan, 1.5])),
+    "an observer that one replica has not used": (torch.tensor([math.inf]), torch.tensor([3.0]), torch.tensor([3.0])),
+    "a mask that one replica has not made": (torch.tensor([-math.inf]), torch.tensor([0.0]), torch.tensor([0.0])),
+    "in an inference-only view": (torch.zeros(2).detach(), torch.ones(2).detach(), torch.full((2,), 0.5)),
+    "that requires a gradient": (torch.zeros(2, requires_grad=True), torch.ones(2), torch.full((2,), 0.5)),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGED)
+def test_a_buffer_is_averaged_with_the_same_bits(kind: str) -> None:
+    one, other, mean = AVERAGED[kind]
+    swarm = pair(lambda: with_buffer(one.clone() if one.is_contiguous() else one), lambda: with_buffer(other))
+    rounds(swarm, 2)
+    assert committed(swarm)
+    for model in swarm.models:
+        torch.testing.assert_close(model.get_buffer("buffer"), mean, rtol=0, atol=0, equal_nan=True)
+
+
+REFUSED_BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "float64": lambda: torch.ones(2, dtype=torch.float64),
+    "complex64": lambda: torch.ones(2, dtype=torch.complex64),
+    "torch.float4": lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "torch.uint4": lambda: torch.zeros(2, dtype=torch.uint8).view(torch.uint4),
+    "expanded": lambda: torch.tril(torch.ones(4, 4)).expand(3, 4, 4),
+    "repeats its own memory": lambda: torch.arange(6.0).as_strided((3, 3), (1, 1)),
+    "not dense": lambda: torch.eye(4).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+    "Wrapping": lambda: Wrapping(torch.ones(3)),
+    "has no shape yet": lambda: nn.parameter.UninitializedBuffer(),
+    "inference mode": torch.inference_mode()(lambda: torch.ones(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("why", REFUSED_BUFFERS)
+def test_a_buffer_that_can_not_be_averaged_is_refused_by_name(why: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"The buffer 'phase' .*{why}"):
+        pair(lambda: with_buffer(REFUSED_BUFFERS[why](), "phase"))
+    if why != "has no shape yet":  # which can't be moved about
+        rounds(pair(lambda: with_buffer(REFUSED_BUFFERS[why](), "phase", persistent=False)))
+
+
+REFUSED_PARAMETERS: dict[str, Callable[[], Any]] = {
+    "torch.complex64": lambda: torch.ones(2, dtype=torch.complex64),
+    "torch.float64": lambda: torch.ones(2, dtype=torch.float64),
+    "torch.float8_e5m2": lambda: torch.ones(2).to(torch.float8_e5m2),
+    "expanded": lambda: torch.ones(1).expand(4),
+    "not dense": lambda: torch.eye(4).to_sparse(),
+    "Wrapping": lambda: Wrapping(torch.ones(3)),
+    "has no shape yet": lambda: nn.UninitializedParameter(),
+    "inference mode": torch.inference_mode()(lambda: nn.Parameter(torch.ones(2))),
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("why", REFUSED_PARAMETERS)
+def test_a_parameter_that_float32_can_not_hold_is_refused_by_name(why: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"odd.*{why}.* (Use|Train|Run|Load) "):
+        pair(lambda: with_parameter(REFUSED_PARAMETERS[why]()))
+
+
+@pytest.mark.parametrize("kind", ["torch.complex64", "torch.float64", "torch.float8_e5m2", "Wrapping", "not dense"])
+def test_what_is_refused_as_trainable_may_be_frozen(kind: str) -> None:
+    def make() -> nn.Module:
+        return with_parameter(nn.Parameter(REFUSED_PARAMETERS[kind](), requires_grad=False))
+
+    swarm = pair(make)
+    rounds(swarm)
+    assert committed(swarm)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda weight: weight,
+        lambda weight: weight[1:3],
+        lambda weight: weight[:, 1:],
+        lambda weight: weight.t(),
+        lambda weight: weight.view(-1)[15:],
+        lambda weight: weight.view(-1)[3:5].view(torch.bfloat16),
+    ],
+)
+def test_parameters_that_overlap_in_memory_are_refused_by_name(part: Callable[[Tensor], Tensor]) -> None:
+    def overlapping() -> nn.Module:
+        model = linear()
+        model.register_parameter("part", nn.Parameter(part(model.get_parameter("weight").detach())))
+        return model
+
+    with pytest.raises(FragmentError, match=r"'weight' and 'part' are two objects on the same memory"):
+        pair(overlapping)
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused_by_name() -> None:
+    def make() -> nn.Module:
+        model = linear()
+        model.register_buffer("shadow", model.get_parameter("weight").detach()[0])
+        return model
+
+    with pytest.raises(ConfigurationError, match="'weight' and 'shadow' share memory"):
+        pair(make)
+
+
+def columns() -> nn.Module:
+    both, model = torch.arange(16.0).view(4, 4), nn.Module()
+    model.register_parameter("left", nn.Parameter(both[:, :2]))
+    model.register_parameter("right", nn.Parameter(both[:, 2:]))
+    return model
+
+
+def shared() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    model[2].register_buffer("alias", model[2].running_mean)
+    model.append(model[2])
+    return model
+
+
+def cyclic() -> nn.Module:
+    model = norm()
+    model.get_submodule("0").parent = model
+    return model
+
+
+def odd_state_dict() -> nn.Module:
+    class Bare(nn.BatchNorm1d):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {}
+
+    return nn.Sequential(linear(), Bare(4))
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(4))
+
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in [*state]:
+            state[f"renamed.{name}"] = state.pop(name)
+
+    model.register_state_dict_post_hook(renamed)
+    return model
+
+
+def observer() -> nn.Module:
+    model = nn.Sequential(linear(), nn.Module())
+    model[1].register_buffer("running_mean", torch.full((4,), math.inf))
+    return model
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "under a checkpoint wrapper": lambda: nn.Sequential(checkpoint_wrapper(nn.Sequential(linear(), nn.BatchNorm1d(4)))),
+    "a checkpoint wrapper itself": lambda: checkpoint_wrapper(nn.Sequential(linear(), nn.BatchNorm1d(4))),
+    "under an offload wrapper": lambda: nn.Sequential(offload_wrapper(nn.Sequential(linear(), nn.BatchNorm1d(4)))),
+    "compiled": lambda: torch.compile(nn.Sequential(linear(), nn.BatchNorm1d(4))),  # type: ignore[dict-item,return-value]
+    "data parallel": lambda: nn.DataParallel(nn.Sequential(linear(), nn.BatchNorm1d(4))),
+    "scripted": lambda: torch.jit.script(nn.Sequential(linear(), nn.BatchNorm1d(4))),
+    "an own state_dict": odd_state_dict,
+    "a hook of the state_dict": hooked,
+    "an observer": observer,
+    "tied and shared": shared,
+    "a module that holds its parent": cyclic,
+    "alternating columns of one matrix": columns,
+    "a parametrisation": lambda: parametrizations.weight_norm(linear()),
+    "a spectral norm": lambda: parametrizations.spectral_norm(linear()),
+    "a subclass of tensors": lambda: with_parameter(torch.ones(3).as_subclass(Subclass)),
+    "a parameter of no values": lambda: with_parameter(torch.ones(0, 2)),
+    "a parameter of no dimension": lambda: with_parameter(torch.tensor(1.0)),
+    "a transposed parameter": lambda: with_parameter(torch.arange(6.0).view(2, 3).t()),
+    "bfloat16 and float16 parameters": lambda: with_parameter(torch.ones(2).half()).bfloat16(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", MODULES)
+def test_every_tensor_of_an_odd_module_is_averaged_once(kind: str) -> None:
+    swarm = pair(MODULES[kind])
+    start = {name: tensor.detach().clone() for name, tensor in swarm.models[0].named_parameters()}
+    for m, model in enumerate(swarm.models):
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.fill_(float(m))
+    rounds(swarm)
+    assert committed(swarm)
+    assert len({diloco.digest() for diloco in swarm.replicas}) == 1
+    for model in swarm.models:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), start[name] + 0.5, rtol=0, atol=1e-2, msg=name)
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                assert buffer.tolist() == [0.5] * 4
+
+
+class Module(nn.Module):
+    """A user's own class, with attributes that are called as those of wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = linear()
+        self._orig_mod = linear()
+
+
+def test_the_names_of_a_users_own_modules_stay() -> None:
+    (fragment,) = pair(Module).replicas[0].fragments
+    assert fragment.names == ("module.weight", "module.bias", "_orig_mod.weight", "_orig_mod.bias")
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(linear(), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.compile,
+        nn.DataParallel,
+        checkpoint_wrapper,
+        lambda model: nn.Sequential(*(checkpoint_wrapper(each) for each in model)),
+        lambda model: torch.compile(nn.DataParallel(nn.Sequential(*(torch.compile(each) for each in model)))),
+    ],
+)
+def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], Any]) -> None:
+    mixed, plain = pair(norm, lambda: wrap(norm())), pair(norm)
+    for swarm in (mixed, plain):
+        mean = next(buffer for name, buffer in swarm.models[1].named_buffers() if name.endswith("running_mean"))
+        mean.fill_(1.0)
+        rounds(swarm, 2)
+    assert committed(mixed)
+    assert [diloco.digest() for diloco in mixed.replicas] == [diloco.digest() for diloco in plain.replicas]
+    assert torch.equal(mixed.models[0].get_buffer("1.running_mean"), plain.models[0].get_buffer("1.running_mean"))
+    mixed.replicas[1].load_state_dict(plain.replicas[1].state_dict())
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
+@pytest.mark.parametrize(
+    "wrap", [DistributedDataParallel, lambda model: torch.compile(DistributedDataParallel(model)), sharded]
+)
+def test_a_replica_of_ranks_works_beside_a_plain_one(wrap: Callable[[nn.Module], Any]) -> None:
+    swarm = pair(norm, lambda: wrap(norm()))
+    rounds(swarm, 2)
+    assert committed(swarm)
+    assert swarm.replicas[0].digest() == swarm.replicas[1].digest()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: with_buffer(torch.ones(3)), r"buffers = \d.buffer \(2,\).* and replica 1 has .* = \d.buffer \(3,\)"),
+        (lambda: with_buffer(torch.ones(2).half()), r"buffers = \d.buffer .*float16"),
+        (lambda: with_buffer(torch.ones(2), persistent=False), r"buffers = \d.buffer .* has buffers = none"),
+        (lambda: with_buffer(torch.ones(2), "other"), r"buffers = \d.other"),
+    ],
+)
+@pytest.mark.parametrize("earlier", [0, 20])
+def test_buffers_that_differ_are_refused_by_name(other: Callable[[], nn.Module], words: str, earlier: int) -> None:
+    def after(make: Callable[[], nn.Module]) -> nn.Module:
+        return nn.Sequential(*(nn.BatchNorm1d(1, momentum=None) for _ in range(earlier // 3)), make())
+
+    with pytest.raises(ConfigurationError, match=words):
+        pair(lambda: after(lambda: with_buffer(torch.ones(2))), lambda: after(other))

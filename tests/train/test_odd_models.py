@@ -1,0 +1,160 @@
+"""Runs of a user's own model that freezes, wraps or hides what it holds, or that can't be synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.config.run_plan import plan_run
+from diloco.errors import ConfigurationError
+from diloco.events import Note
+from diloco.train.run import run_training
+from diloco.trained.export import export_safetensors
+from diloco.trained.load import load_trained
+from tests.command_lines import command_line
+from tests.runs import Listener
+from tests.train.source_runs import plan_of, trained
+
+NETS = """
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+class Net(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 8)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)).tanh())
+
+class Freezing(Net):
+    steps = 0
+
+    def forward(self, tokens):
+        self.steps += self.training
+        if self.steps == 3:
+            self.head.requires_grad_(False)
+        return super().forward(tokens)
+
+class Hiding(Net):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.blocks.append(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8)))
+
+    def forward(self, tokens):
+        hidden = self.blocks[:4](self.embedding(tokens))
+        return self.head(self.blocks[4](hidden).view(hidden.shape))
+
+    def state_dict(self, *args, **kwargs):
+        return {}
+
+class Routing(Net):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.bias = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, tokens):
+        if self.training:
+            self.bias += 1
+        return super().forward(tokens)
+
+def wrapped(vocab_size):
+    net = Net(vocab_size)
+    net.blocks = nn.Sequential(*(checkpoint_wrapper(block, preserve_rng_state=False) for block in net.blocks))
+    return net
+
+def double(vocab_size):
+    return Net(vocab_size).double()
+
+def masked(vocab_size):
+    net = Net(vocab_size)
+    net.register_buffer("mask", torch.zeros(1, 4).expand(4, 4))
+    return net
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> Path:
+    file = tmp_path / "nets.py"
+    file.write_text(NETS, encoding="utf-8")
+    return file
+
+
+def test_a_parameter_frozen_in_mid_run_is_the_global_one_in_the_final_model(
+    nets: Path, data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    trained(run, plan_of(f"{nets}:Freezing", data, train__steps=14))
+    agreed = open_checkpoint(run).load("global")
+    assert {"wrapped.head.weight", "wrapped.head.bias"} <= agreed.keys()
+    model = load_trained(run).model
+    assert all(torch.equal(value, agreed[name]) for name, value in model.named_parameters())
+    resumed = plan_run(command_line(checkpoint__resume=run, train__steps=18))
+    whole = trained(tmp_path / "whole", plan_of(f"{nets}:Freezing", data, train__steps=18))
+    assert trained(run, resumed)["parameters"] == whole["parameters"]
+
+
+@pytest.mark.parametrize("source", ["wrapped", "Hiding"])
+def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
+    nets: Path, data: Path, tmp_path: Path, source: str
+) -> None:
+    """Invariant 6. Names in checkpoints are those of the plain model, and buffers are in them."""
+    whole = trained(tmp_path / "whole", plan_of(f"{nets}:{source}", data, train__steps=14))
+    trained(tmp_path / "run", plan_of(f"{nets}:{source}", data, train__steps=14, train__stop_after=6))
+    resumed = trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run")))
+    assert resumed["global_params_digest"] == whole["global_params_digest"]
+    one, other = (open_checkpoint(tmp_path / name).load("replica-0")["model"] for name in ("whole", "run"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert not any("_checkpoint_wrapped_module" in name for name in one)
+    assert ("wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
+    export_safetensors(load_trained(tmp_path / "run"), tmp_path / "net.safetensors")
+    trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
+
+
+def test_a_frozen_parameter_that_the_model_changes_is_said_once(nets: Path, data: Path, tmp_path: Path) -> None:
+    sink = Listener()
+    trained(tmp_path / "run", plan_of(f"{nets}:Routing", data), sink)
+    notes = [note.text for note in sink.of(Note) if "frozen parameter wrapped.bias has changed" in note.text]
+    assert len(notes) == 2, "one from each replica"
+
+
+def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_path: Path) -> None:
+    """The values come from the user's own code, which may differ between machines."""
+
+    class Met(Exception):
+        pass
+
+    facts: list[Mapping[str, str]] = []
+
+    def meet(mine: Mapping[str, str], folder: Path) -> Any:
+        facts.append(mine)
+        raise Met
+
+    other = tmp_path / "other.py"
+    other.write_text(NETS.replace("torch.zeros(8)", "torch.ones(8)"), encoding="utf-8")
+    for source in (nets, nets, other):
+        plan = plan_of(f"{source}:Routing", data)
+        with pytest.raises(Met):
+            run_training(plan.configuration, folder=tmp_path, sink=Listener(), config_toml=plan.record, meet=meet)
+    assert facts[0] == facts[1]
+    assert {name for name in facts[0] if facts[0][name] != facts[2][name]} == {"base model"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("double", "embedding.weight' is torch.float64"), ("masked", "'wrapped.mask' repeats")]
+)
+def test_what_can_not_be_synchronised_is_refused_before_the_run_begins(
+    nets: Path, data: Path, tmp_path: Path, source: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        trained(tmp_path / "run", plan_of(f"{nets}:{source}", data))
+    assert not (tmp_path / "run").exists()
