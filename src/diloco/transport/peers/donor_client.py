@@ -14,8 +14,9 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import Streams, pack, read_frame
+from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame
 from diloco.transport.peers.block_assembly import Assembly, Block
+from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import Description
 from diloco.units import visible
 
@@ -256,4 +257,4 @@ class Donor:
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
         async with asyncio.timeout(self.fetch.slow_s):
-            return await read_frame(reader)
+            return await read_frame(reader, MAX_JSON_BYTES, MAX_CHUNK_BYTES)

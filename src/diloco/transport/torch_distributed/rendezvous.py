@@ -19,7 +19,7 @@ from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import Streams, pack, read_frame, within
+from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
@@ -193,7 +193,7 @@ async def question(streams: Streams, address: Address, message: Mapping[str, Any
     reader, writer = await streams.open(address)
     try:
         writer.write(pack(message))
-        answer, _ = await read_frame(reader)
+        answer, _ = await read_frame(reader, MAX_JSON_BYTES)
         return answer
     finally:
         writer.close()
@@ -208,7 +208,7 @@ async def _register(
         writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
         await writer.drain()
         while True:
-            answer, _ = await read_frame(reader)
+            answer, _ = await read_frame(reader, MAX_JSON_BYTES)
             if answer["kind"] != "waiting":
                 return answer
             missing[:] = [f"{_ranks(answer)} at the rendezvous {address}"]
