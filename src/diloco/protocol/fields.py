@@ -1,7 +1,7 @@
-"""The only parser of JSON from other processes: a value is valid, or `ValueError` says what is wrong with it.
+"""The only parser of JSON from other processes: a value is valid, or an error says what is wrong with it.
 
-No input raises anything else, and what is kept is bounded: `json_object` bounds the depth and the number of values, and
-`Fields` the range of each of them.
+No input raises anything but `ValueError` in `json_object` and `MessageError` in `Fields`, and what is kept is bounded:
+`json_object` bounds the depth and the number of values, and `Fields` the range of each of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "MOST_RANK",
     "MOST_ROUNDS",
     "Fields",
+    "MessageError",
     "json_object",
     "room_bytes",
 ]
@@ -48,6 +49,10 @@ _MOST_WORDS = 500
 _MOST_DEPTH = 32
 _MOST_CONTAINERS = 1 << 14
 _MESSAGE_BYTES, _VALUE_BYTES = 512, 72
+
+
+class MessageError(ValueError):
+    """A message does not conform to the protocol. Its sender is at fault, unlike for any other error."""
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -275,14 +280,14 @@ class Fields:
 
     def _of(self, name: str) -> Any:
         if name not in self._message:
-            raise ValueError(f"field {name!r} is missing")
+            raise MessageError(f"field {name!r} is missing")
         return self._message[name]
 
 
-def _wrong(name: str, value: object, expected: str) -> ValueError:
+def _wrong(name: str, value: object, expected: str) -> MessageError:
     # Python refuses to print an integer of thousands of digits
     words = "a huge integer" if isinstance(value, int) and abs(value) > 1 << 100 else visible(repr(value), 80)
-    return ValueError(f"field {name!r} must be {expected}, got {words}")
+    return MessageError(f"field {name!r} must be {expected}, got {words}")
 
 
 def _integer(name: str, value: object, least: int, greatest: int) -> int:

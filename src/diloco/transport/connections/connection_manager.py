@@ -55,7 +55,7 @@ class ConnectionManager(ControlThread):
     Args:
         rank: The rank of this process; -1 for one that is not a member, such as a launcher.
         on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
-            each rank that is lost. If it raises because of a message, the connection of that message ends.
+            each rank that is lost. If it raises `MessageError`, the connection of that message ends.
     """
 
     def __init__(
@@ -276,8 +276,7 @@ class ConnectionManager(ControlThread):
             for connection in self._connections.values():
                 connection.writer.write(beat)
 
-    async def end(self) -> None:
-        """End all connections, including those that still arrive, and all tasks but the current one."""
+    async def end_connections(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
         await self.streams.refuse()
@@ -285,7 +284,6 @@ class ConnectionManager(ControlThread):
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
-        await super().end()
 
     async def release(self) -> None:
         await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection

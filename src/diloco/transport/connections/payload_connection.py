@@ -198,6 +198,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
                 self._take_next(taken)
         except TransportError as error:
             why = str(error)
+        except Exception as error:  # of ours; sending again what caused it would not help
+            self._link.end(f"an internal error ({type(error).__name__}: {error})")
+            return
         if taken and not self.transport.is_closing():
             self.transport.write(b"".join(taken))
         if why:

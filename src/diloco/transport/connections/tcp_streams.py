@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
@@ -12,7 +13,7 @@ from diloco.transport.address import Address, address_of_interface, parse_addres
 from diloco.transport.connections.streams import ASKS, Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
 
-__all__ = ["NONCE_BYTES", "TcpStreams", "stop_listening"]
+__all__ = ["NONCE_BYTES", "TcpStreams", "dial", "stop_listening"]
 
 NONCE_BYTES = 16
 PROOF_S = 4.0  # less than the time that a peer waits for its answer
@@ -30,6 +31,14 @@ async def stop_listening(server: asyncio.Server) -> None:
     for _ in range(2):
         await asyncio.sleep(0)
     server.close()
+
+
+async def dial(address: Address, **options: Any) -> Stream:
+    """Open a TCP connection; the options are those of `asyncio.open_connection`. Any failure is an `OSError`."""
+    try:
+        return await asyncio.open_connection(address.host, address.port, **options)
+    except UnicodeError as error:  # a peer may announce a name that no resolver takes
+        raise OSError(f"{address} is no valid address: {error}") from error
 
 
 class TcpStreams:
@@ -104,7 +113,7 @@ class TcpStreams:
         return Address(host, self._payload_server.sockets[0].getsockname()[1])
 
     async def open(self, address: Address) -> Stream:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
+        reader, writer = await dial(address)
         if not self._secret:
             return reader, writer
         try:

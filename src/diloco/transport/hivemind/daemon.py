@@ -84,9 +84,11 @@ class Daemon:
             OSError: if the peer can't be reached.
         """
         engine = load_engine()
-        asked = engine.p2pd_pb2.ConnectRequest(
-            peer=_bytes_of(peer_id), addrs=[engine.Multiaddr(each).to_bytes() for each in addresses]
-        )
+        try:
+            places = [engine.Multiaddr(each).to_bytes() for each in addresses]
+        except Exception as error:  # the parser raises errors of many types
+            raise OSError(f"the addresses of {peer_id} are invalid ({plainly(error)})") from error
+        asked = engine.p2pd_pb2.ConnectRequest(peer=_bytes_of(peer_id), addrs=places)
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
     async def open(self, peer_id: str) -> Stream:

@@ -23,7 +23,7 @@ from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
-from diloco.transport.connections.tcp_streams import stop_listening
+from diloco.transport.connections.tcp_streams import dial, stop_listening
 from diloco.units import visible
 
 __all__ = ["DirectStreams", "hosts_in"]
@@ -168,7 +168,7 @@ def hosts_in(addresses: Sequence[str]) -> list[str]:
 
 
 async def _dial(place: Address, certificate: str) -> Stream:
-    reader, writer = await asyncio.open_connection(place.host, place.port, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
+    reader, writer = await dial(place, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if not hmac.compare_digest(_digest(shown), certificate):
         writer.transport.abort()

@@ -178,8 +178,9 @@ class Node:
             known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
             try:
                 load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
-            except Exception:  # from libp2p; the next attempt may succeed
-                logging.getLogger(__name__).debug("asking for the time failed", exc_info=True)
+            except Exception as error:  # from libp2p; the next attempt may succeed
+                words = "no peer could be asked for the network's time (%s). The next attempt is in %g s."
+                logging.getLogger(__name__).warning(words, plainly(error), KEEP_UP_EVERY_S)
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
