@@ -35,7 +35,7 @@ __all__ = [
     "vote_text",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 

@@ -11,7 +11,7 @@ from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address, address_of_interface, parse_address
 from diloco.transport.connections.streams import ASKS, Accept, Stream, within
-from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
+from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, check_secret, is_proof, proof
 
 __all__ = ["NONCE_BYTES", "TcpStreams", "dial", "stop_listening"]
 
@@ -53,7 +53,7 @@ class TcpStreams:
 
     Args:
         kept: A socket that already listens, from `keep`. It is closed with these streams.
-        secret: The shared secret; "": connections are not authenticated.
+        secret: The shared secret, see `diloco.transport.secret`; "": connections are not authenticated.
     """
 
     def __init__(self, kept: socket.socket | None = None, secret: str = "") -> None:
@@ -61,7 +61,7 @@ class TcpStreams:
         self._payload_server: asyncio.Server | None = None
         self._accept: Accept | None = None
         self._kept = kept
-        self._secret = secret
+        self._secret = check_secret(secret)
 
     def keep(self) -> socket.socket:
         """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.

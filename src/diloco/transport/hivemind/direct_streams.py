@@ -24,6 +24,7 @@ from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.connections.tcp_streams import dial, stop_listening
+from diloco.transport.private_files import create_private
 from diloco.units import visible
 
 __all__ = ["DirectStreams", "hosts_in"]
@@ -152,7 +153,7 @@ class DirectStreams:
         key, self._certificate = _make_certificate()
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
             file = Path(folder) / "key-and-certificate.pem"
-            file.write_bytes(key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
+            create_private(file, key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
             context.load_cert_chain(file)
         return context
 

@@ -20,6 +20,7 @@ from diloco.membership.view import View
 from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.private_files import create_private, read_private
 
 __all__ = [
     "MAX_RECORD_BYTES",
@@ -59,16 +60,9 @@ def load_identity(path: Path) -> Identity:
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        create_private(half, data)
         os.replace(half, path)
-    if path.stat().st_mode & 0o077:
-        raise ConfigurationError(
-            f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}). Run chmod 600 on it "
-            "or choose another swarm.identity."
-        )
-    data = path.read_bytes()
+    data = read_private(path, f"The private key swarm.identity={path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
