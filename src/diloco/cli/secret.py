@@ -30,7 +30,7 @@ class SecretOptions:
 def run(arguments: Sequence[str]) -> int:
     """Create the file; return 0."""
     from diloco.errors import ConfigurationError
-    from diloco.transport.private_files import create_private
+    from diloco.private_files import create_private
     from diloco.transport.secret import new_secret
 
     path = parse_options(SecretOptions, "secret", DESCRIPTION, arguments).file

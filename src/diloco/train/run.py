@@ -21,6 +21,7 @@ from diloco.devices import choose_device
 from diloco.errors import TransportError
 from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
 from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
+from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import make_pace
@@ -101,7 +102,7 @@ def run_training(
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, emit)
         if resumed_from is None or not (folder / "config.toml").exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)
         environment = json.dumps(describe_environment(device), indent=2)

@@ -21,7 +21,7 @@ import unicodedata
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
-from diloco.transport.private_files import read_private
+from diloco.private_files import read_private
 
 __all__ = ["PROOF_BYTES", "TurnedAwayError", "check_secret", "is_proof", "new_secret", "proof", "read_secret"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,14 @@ class Daemon:
 
     Args:
         p2p: Hivemind's object for the daemon that it has started.
+        folder: Holds the sockets of the daemon, over which anyone could act as this peer; removed with it.
         protocol: name of the protocol of the streams.
     """
 
-    def __init__(self, p2p: Any, protocol: str) -> None:
+    def __init__(self, p2p: Any, folder: Path, protocol: str) -> None:
         self.p2p = p2p
         self._protocol = protocol
-        self._folder: Path | None = None
+        self._folder = folder
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -104,7 +104,6 @@ class Daemon:
     async def handle(self, handler: Handler) -> None:
         """Pass every incoming stream to ``handler``."""
         engine = load_engine()
-        self._folder = Path(tempfile.mkdtemp(prefix="diloco-"))
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -143,8 +142,7 @@ class Daemon:
             await self.p2p._child.wait()
         if ending:
             await asyncio.wait(ending, timeout=_ENDING_S)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _request(self, kind: str, **fields: Any) -> Any:
         request = load_engine().p2pd_pb2.Request

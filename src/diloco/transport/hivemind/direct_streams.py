@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.private_files import create_private
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.connections.tcp_streams import dial, stop_listening
-from diloco.transport.private_files import create_private
 from diloco.units import visible
 
 __all__ = ["DirectStreams", "hosts_in"]

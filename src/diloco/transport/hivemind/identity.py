@@ -17,10 +17,10 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
+from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.private_files import create_private, read_private
 
 __all__ = [
     "MAX_RECORD_BYTES",
@@ -56,7 +56,7 @@ def load_identity(path: Path) -> Identity:
     """
     engine = load_engine()
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
@@ -51,8 +54,9 @@ class Node:
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
+        folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
         try:
-            p2p = await engine.P2P.create(
+            p2p = await engine.p2p_in(folder).create(
                 initial_peers=entrance or None,
                 announce_maddrs=list(place.announce) or None,
                 host_maddrs=list(place.listen) or None,
@@ -66,6 +70,7 @@ class Node:
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
+            shutil.rmtree(folder, ignore_errors=True)
             why = plainly(error)
             if entrance:
                 raise RendezvousError(
@@ -75,7 +80,7 @@ class Node:
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another swarm.listen."
             ) from error
-        daemon = Daemon(p2p, _PROTOCOL)
+        daemon = Daemon(p2p, folder, _PROTOCOL)
         try:
             engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
             dht = await engine.DHTNode.create(

@@ -1,4 +1,4 @@
-"""Files that only their owner can read: secrets and private keys."""
+"""Files and folders that are their owner's alone, whatever the umask: secrets, private keys, folders of runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["create_private", "read_private"]
+__all__ = ["create_private", "make_private_folder", "read_private"]
 
 _MOST_BYTES = 1 << 16
 
@@ -58,6 +58,17 @@ def create_private(path: Path, data: bytes) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder, and those above it that are missing, with mode 0700. Existing ones stay as they are.
+
+    Raises:
+        OSError: It can't be created, or there is a file of this name.
+    """
+    for missing in reversed([each for each in path.parents if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _problem(status: os.stat_result) -> str:
