@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -28,7 +29,7 @@ from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import HostCopies, PayloadLinks
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.transport import PeerTransport
-from tests.transport.connection_managers import LIMIT_S, MakeRank
+from tests.transport.connection_managers import LIMIT_S, MakeRank, stranger_at
 from tests.transport.contract import contribution
 from tests.transport.test_payload_connection import Listening, head_of
 from tests.transport.wires import Wires
@@ -232,3 +233,18 @@ def test_a_name_that_no_resolver_takes_is_an_unreachable_address(host: str) -> N
     """A peer may announce it, and an error of another type would count as an internal one."""
     with pytest.raises(OSError, match="is no valid address"):
         asyncio.run(TcpStreams().open(Address(host, 1)))
+
+
+def test_the_port_of_a_transport_that_an_internal_error_has_ended_refuses_and_can_be_opened_again(
+    make_rank: MakeRank,
+) -> None:
+    """A replica that rejoins listens where the others know it."""
+    first = make_rank(0)
+    first.connections.post(first.connections.fail, Bug("anywhere"))
+    streams = cast(TcpStreams, first.connections.streams)
+    while streams._server is not None and streams._server.sockets:
+        first.settled()
+    with pytest.raises(ConnectionRefusedError):
+        stranger_at(first.address)
+    with closing(streams.keep()) as again, closing(stranger_at(first.address)):
+        assert again.getsockname()[1] == first.address.port

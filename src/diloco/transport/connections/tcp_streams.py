@@ -66,10 +66,17 @@ class TcpStreams:
     def keep(self) -> socket.socket:
         """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
 
-        A peer whose connection is refused would take this process for terminated.
+        A peer whose connection is refused would take this process for terminated. If these streams have already ended
+        because of an internal error, that was right, and the port is opened again.
+
+        Raises:
+            OSError: Another process has taken the port since.
         """
         assert self._server is not None, "listen comes first"
-        return self._server.sockets[0].dup()
+        if self._server.sockets:
+            return self._server.sockets[0].dup()
+        family, place = self._listened
+        return socket.create_server(place, family=family)
 
     async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
         """Accept connections on the first free port of ``ports``.
@@ -86,7 +93,7 @@ class TcpStreams:
         self._accept = accept
         if self._kept is not None:
             self._server = await asyncio.start_server(accept, sock=self._kept)
-            return Address(advertised, self._server.sockets[0].getsockname()[1])
+            return self._address(self._server, advertised)
         for port in ports:
             try:
                 self._server = await asyncio.start_server(accept, host or None, port)
@@ -99,7 +106,13 @@ class TcpStreams:
                         "(transport.ports) or an address of this machine (transport.host)."
                     ) from error
         assert self._server is not None
-        return Address(advertised, self._server.sockets[0].getsockname()[1])
+        return self._address(self._server, advertised)
+
+    def _address(self, server: asyncio.Server, advertised: str) -> Address:
+        """Remember where the server listens, and return its address."""
+        place = server.sockets[0].getsockname()
+        self._listened = server.sockets[0].family, place[:2]
+        return Address(advertised, place[1])
 
     async def listen_for_payloads(self, interface: str) -> Address:
         """Also accept connections at another interface of this machine, on a port that the system chooses.

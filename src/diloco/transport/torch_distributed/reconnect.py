@@ -214,7 +214,8 @@ class Reconnection:
         size = self._transport.rules.ranks_per_replica
         try:
             fields = Fields(answer)
-            entries = {entry.rank: entry for entry in map(Entry.from_message, fields.list_of_messages("entries"))}
+            told = map(Entry.from_message, fields.list_of_messages("entries"))
+            entries = {entry.rank: entry for entry in told if entry.rank < self._registry.num_ranks}
             members = tuple(sorted(set(fields.ranks("members"))))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
             places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}
