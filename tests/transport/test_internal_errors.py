@@ -16,6 +16,8 @@ import torch
 
 from diloco.errors import RoundVoidError, TransportError
 from diloco.protocol import actions, events
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.fields import Fields
 from diloco.protocol.machine import Machine
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -29,7 +31,7 @@ from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import HostCopies, PayloadLinks
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.transport import PeerTransport
-from tests.transport.connection_managers import LIMIT_S, MakeRank, stranger_at
+from tests.transport.connection_managers import LIMIT_S, MakeRank, pair, stranger_at
 from tests.transport.contract import contribution
 from tests.transport.test_payload_connection import Listening, head_of
 from tests.transport.wires import Wires
@@ -248,3 +250,23 @@ def test_the_port_of_a_transport_that_an_internal_error_has_ended_refuses_and_ca
         stranger_at(first.address)
     with closing(streams.keep()) as again, closing(stranger_at(first.address)):
         assert again.getsockname()[1] == first.address.port
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.05], ids=["at once", "after an emulated latency"])
+def test_a_malformed_message_costs_its_sender_the_connection_and_nobody_else(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch, latency_s: float
+) -> None:
+    first, second = pair(make_rank, Timing(heartbeat_s=0.1, silence_s=5.0, latency_s=latency_s))
+    before = first.connections._on_event
+
+    def refuse(event: events.Event) -> None:
+        if isinstance(event, events.Received) and event.message["kind"] == "odd":
+            Fields(event.message).integer("step")
+        before(event)
+
+    monkeypatch.setattr(first.connections, "_on_event", refuse)
+    second.say(0, {"kind": "odd"})
+    rank, loss = first.losses.get(timeout=LIMIT_S)
+    assert rank == 1
+    assert "it sent an invalid message: field 'step' is missing" in loss.text
+    assert first.connections.fault == second.connections.fault == ""

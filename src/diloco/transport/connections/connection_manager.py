@@ -8,6 +8,7 @@ compared.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_limit import ConnectionLimit
@@ -244,7 +245,7 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._deliver)
+        ended = await connection.listen(reader, self.arrived, functools.partial(self._deliver, connection))
         if self._connections.get(connection.rank) is not connection:
             return
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
@@ -256,11 +257,17 @@ class ConnectionManager(ControlThread):
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 
-    def _deliver(self, received: Received) -> None:
+    def _deliver(self, connection: ControlConnection, received: Received) -> None:
         if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._on_event, received)
+            self.loop.call_later(latency_s, self._deliver_late, connection, received)
         else:
             self._on_event(received)
+
+    def _deliver_late(self, connection: ControlConnection, received: Received) -> None:
+        try:
+            self._on_event(received)
+        except MessageError as error:
+            self._drop(connection, f"it sent an invalid message: {error}")
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)

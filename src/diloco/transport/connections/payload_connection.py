@@ -81,7 +81,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self.ended.set_result(why)
             self._link.drop(self, list(self._parts.values()), why)
         if self.full:
-            self.transport.abort()
+            with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
+                self.transport.abort()
         else:
             self.transport.close()  # flushes what was written, such as the last acknowledgements
 
