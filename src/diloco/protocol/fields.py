@@ -117,7 +117,7 @@ class Fields:
     >>> Fields({"step": True}).integer("step")
     Traceback (most recent call last):
         ...
-    ValueError: field 'step' must be an integer from 0 to 9007199254740992, got True
+    diloco.protocol.fields.MessageError: field 'step' must be an integer from 0 to 9007199254740992, got True
     """
 
     def __init__(self, message: Mapping[str, Any]) -> None:
