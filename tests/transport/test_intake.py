@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -21,8 +22,8 @@ from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.connections.streams import MAX_JSON_BYTES, PROTOCOL, Stream, pack
-from diloco.transport.hivemind.identity import PeerRecord
-from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.hivemind.identity import PeerRecord, load_identity
+from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.status_client import StatusClient
 from diloco.transport.peers.donor_session import DonorService
@@ -219,3 +220,15 @@ def test_peers_that_anybody_may_announce_share_the_memory_for_their_answers() ->
     problems = asyncio.run(ask())
     assert len(problems) == 1000
     assert all("1048576 + 0 bytes was announced, more than the limit of 67108 + 0 bytes" in each for each in problems)
+
+
+def test_addresses_of_peers_that_come_and_go_do_not_pile_up(keys: Path) -> None:
+    streams = PeerStreams(load_identity(keys / "0.key"), NodePlace(), Admission("run"))
+    tracemalloc.start()
+    for number in range(20_000):
+        streams.know("a member", ("/ip4/10.0.0.1/tcp/1",))
+        streams.know(f"peer {number}", (f"/ip4/10.0.0.1/tcp/{number}" + "x" * 1000,))
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert num_bytes < 4096 * 2000
+    assert {"a member", "peer 19999"} <= streams._known.keys()

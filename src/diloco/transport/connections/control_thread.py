@@ -99,7 +99,8 @@ class ControlThread:
         if self.fault or self._closing:
             return
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        self.fault = f"rank {self.rank} has ended all connections after an internal error ({what}). Please report it."
+        who = "this process" if self.rank < 0 else f"rank {self.rank}"
+        self.fault = f"{who} has ended all connections after an internal error ({what}). Please report it."
         logging.getLogger(__name__).error("diloco: %s", self.fault, exc_info=error)
         self._failing = self.loop.create_task(self.end())
         self.on_fault()
