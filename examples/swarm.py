@@ -33,7 +33,7 @@ def replica(number: int, join_at: list[str], folder: str, addresses: Queue[str],
         replica=number,
         identity=Path(folder) / f"peer-{number}.key",  # created if it does not exist
         join_at=join_at,
-        secret="a secret that all replicas know",
+        secret="passphrase: words that all replicas know",  # better: the text of a file written by `diloco secret`
         on_address=addresses.put,
     ) as transport:
         schedule = SyncSchedule(inner_steps=10, num_fragments=1, overlap_steps=2)

@@ -13,6 +13,7 @@ import diloco
 ORDER = (
     "errors",
     "plugins",
+    "private_files",
     "units",
     "terminal",
     "cores",

@@ -20,13 +20,13 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import ASKS, pack
 from diloco.transport.connections.tcp_streams import NONCE_BYTES, TcpStreams
 from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.secret import PROOF_BYTES, is_proof, proof
+from diloco.transport.secret import PROOF_BYTES, is_proof, new_secret, proof
 from diloco.transport.torch_distributed.doctor import serve_probes
 from tests.transport.state_donors import state
 
 __all__ = ["ATTACKS", "memory_bytes"]
 
-SECRET = "words that only the members know"
+SECRET = new_secret()
 _LIMIT_S = 30.0
 _BETWEEN_S = 0.02
 

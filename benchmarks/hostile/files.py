@@ -28,6 +28,7 @@ def file(name: str, content: bytes, command: Command, suffix: str, before: str =
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"given{suffix}"
             path.write_bytes(content)
+            path.chmod(0o600)  # as secrets must have
             output, began_s, before_bytes, ended = io.StringIO(), time.monotonic(), memory_bytes(), 0
             refused = ""
             with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output), contextlib.chdir(folder):

@@ -31,6 +31,7 @@ from diloco.transport.hivemind.peer_config import Admission
 from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
 from diloco.transport.peers.state_wire import Description
+from diloco.transport.secret import new_secret
 from diloco.units import visible
 
 __all__ = ["PARSERS", "feed", "fuzz"]
@@ -108,7 +109,7 @@ _STATUS = {
     "pace": 1.0,
     "faults": _FAULTS,
 }
-_ADMISSION = Admission("run", "words that only the members know")
+_ADMISSION = Admission("run", new_secret())
 _RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", _VIEW)
 
 

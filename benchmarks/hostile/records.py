@@ -16,11 +16,12 @@ from diloco.transport.hivemind.identity import PeerRecord
 from diloco.transport.hivemind.peer_config import Admission
 from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
+from diloco.transport.secret import new_secret
 
 __all__ = ["ATTACKS"]
 
 ADMISSION = Admission("run")
-SECRET = Admission("run", "words that only the members know")
+SECRET = Admission("run", new_secret())
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",))
 
 

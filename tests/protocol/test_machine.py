@@ -11,20 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.quorum import Policy
-from diloco.membership.reports import NextView
+from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
 from diloco.protocol.events import Announce, Begin, Close, ConnectionEnded, ConnectionMade, Enter, Lost, Received
 from diloco.protocol.failure_detector import Loss
-from diloco.protocol.fields import json_object, room_bytes
+from diloco.protocol.fields import MessageError, json_object, room_bytes
 from diloco.protocol.headers import Header
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote, adopted_message, facts_message, next_view, speed_message
+from diloco.protocol.messages import RoundVote, adopted_message, change_message, facts_message, next_view, speed_message
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 
@@ -334,3 +336,44 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
         assert machine.views.view.members == (0,)
     else:
         assert "smaller side" in str(machine.views.failure)
+
+
+CHANGE = change_message(Report(2, 3, gone=frozenset({1}), step=3, commits={(0, 1): "d"}, heard={0: "d"}), "lost")
+KINDS = [
+    MEET,
+    REFUSED,
+    WELCOME,
+    HEADER,
+    CHANGE,
+    facts_message(ENTRY),
+    speed_message(2.0),
+    {"kind": "join", **ENTRY.to_message(), "connected": [1]},
+    {"kind": "introduce", "entry": ENTRY.to_message()},
+    {"kind": "excluded", "view": 3, "reason": "late"},
+    {"kind": "adopted", **{name: value for name, value in WELCOME.items() if name not in ("kind", "note")}, "view": 3},
+    {"kind": "leaving", "view": 3, "step": 1, "commits": []},
+    RoundVote(RoundId(0, 0), Vote(True, digest="d")).to_message(3),
+]
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 6)
+    | st.sampled_from([1 << 40, 1 << 70, 1.5, "", "d", "nan", "x" * 5000]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["a", "rank"]), inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(st.data())
+def test_whatever_a_message_says_only_its_sender_is_at_fault(data: st.DataObject) -> None:
+    """Any other error would count as one of this process, and end it."""
+    rank = Rank()
+    rank.handle(Announce({"kind": "join", **Entry(0, "host:0").to_message()}))
+    if data.draw(st.booleans()):
+        rank.handle(Begin(VIEW, member=data.draw(st.booleans())))
+    for _ in range(3):
+        message = dict(data.draw(st.sampled_from(KINDS)))
+        for name in data.draw(st.sets(st.sampled_from(sorted(message.keys() - {"kind"})), max_size=2)):
+            message[name] = data.draw(ODD)
+        with contextlib.suppress(MessageError):
+            rank.hear(data.draw(st.integers(1, 5)), message)

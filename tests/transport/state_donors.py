@@ -11,7 +11,7 @@ import torch
 from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import pack, read_frame
+from diloco.transport.connections.streams import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack, read_frame
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.donor_session import DonorService
 from diloco.transport.peers.state_transfer import fetch_state
@@ -149,7 +149,7 @@ class Conversation:
         self.fetcher.connections.post(self.stream[1].write, pack(message))
 
     def hear(self) -> dict[str, Any]:
-        return self.fetcher.connections.call(read_frame(self.stream[0]), LIMIT_S)[0]
+        return self.fetcher.connections.call(read_frame(self.stream[0], MAX_JSON_BYTES, MAX_BLOB_BYTES), LIMIT_S)[0]
 
     def end(self) -> None:
         self.fetcher.connections.post(self.stream[1].close)
@@ -169,7 +169,7 @@ def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str
             reader = asyncio.StreamReader()
             reader.feed_data(frame)
             try:
-                read_frame(reader).send(None)
+                read_frame(reader, MAX_JSON_BYTES, MAX_BLOB_BYTES).send(None)
             except StopIteration as done:
                 self.inner.write(pack(*change(*done.value)))
 

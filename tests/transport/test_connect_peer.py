@@ -16,10 +16,13 @@ from diloco import DiLoCo, SyncSchedule, connect_peer
 from diloco.errors import RendezvousError
 from diloco.transport.hivemind.peer_config import NodePlace
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.secret import new_secret
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, QUICK
 from tests.transport.wires import at_once
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
+
+SECRET = new_secret()
 
 
 def peer(keys: Path, number: int, join_at: Sequence[str] = (), **others: Any) -> AbstractContextManager[PeerTransport]:
@@ -31,7 +34,7 @@ def peer(keys: Path, number: int, join_at: Sequence[str] = (), **others: Any) ->
         "join_at": join_at,
         "on_address": lambda _: None,
         "node": NodePlace(listen=LOOPBACK, map_ports=False),
-        "secret": "words that both know",
+        "secret": SECRET,
     }
     return connect_peer(**(given | QUICK | others))
 

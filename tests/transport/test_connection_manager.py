@@ -49,22 +49,6 @@ def test_a_message_to_nobody_is_dropped_and_one_that_is_too_large_is_an_error(ma
         first.connections.call(too_large(), LIMIT_S)
 
 
-def test_an_error_that_ends_a_task_is_told_at_once_though_nobody_waits_for_it(
-    make_rank: MakeRank, caplog: pytest.LogCaptureFixture
-) -> None:
-    connections, kept = make_rank(0).connections, []
-
-    async def fail() -> None:
-        raise ValueError("there is no such logarithm")
-
-    async def begin() -> None:
-        kept.append(connections.begin(fail()))
-        await asyncio.wait(kept)
-
-    connections.call(begin(), LIMIT_S)
-    assert "a task of the connections failed: ValueError: there is no such logarithm" in caplog.text
-
-
 def test_an_emulated_latency_delays_every_message_and_keeps_their_order(make_rank: MakeRank) -> None:
     slow = Timing(heartbeat_s=0.1, silence_s=5.0, latency_s=0.25)
     first, second = pair(make_rank, slow)

@@ -15,7 +15,7 @@ import pytest
 
 from diloco.errors import TransportError
 from diloco.transport.connections import connection_manager
-from diloco.transport.connections.streams import pack, read_frame
+from diloco.transport.connections.streams import UNKNOWN_PEER_BLOB_BYTES, pack, read_frame
 from tests.transport.connection_managers import LIMIT_S, MakeRank, Rank, pair, said_to, stranger_at
 
 STRANGERS = {
@@ -155,7 +155,7 @@ def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRan
         reader, writer = await asyncio.open_connection(first.address.host, first.address.port)
         writer.write(pack({"kind": "echo", "words": words}, b"blob"))
         try:
-            answer = await read_frame(reader)
+            answer = await read_frame(reader, most_blob_bytes=UNKNOWN_PEER_BLOB_BYTES)
             assert await reader.read() == b""
             return answer
         finally:

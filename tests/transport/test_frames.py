@@ -35,7 +35,7 @@ def read(*chunks: bytes) -> list[tuple[dict[str, Any], bytes]]:
         reader.feed_eof()
         frames = []
         while not reader.at_eof():
-            frames.append(await read_frame(reader))
+            frames.append(await read_frame(reader, MAX_JSON_BYTES, MAX_BLOB_BYTES))
         return frames
 
     return asyncio.run(all_frames())

@@ -297,19 +297,19 @@ def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End
 def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reliable_link, "_MOST_EARLY_BYTES", 1)  # so that no message arrives before it is asked for
+    monkeypatch.setattr(reliable_link, "_MOST_EARLY_BYTES", 2056)  # so that one message may arrive early
     first, second = (messages.links[OTHER] for messages in linked(pair, streams=2))
     wait_for(pair[0], lambda: len(first.connections) == len(second.connections) == 2)
     raised: list[Any] = []
     pair[1].in_loop(lambda: asyncio.get_running_loop().set_exception_handler(lambda _, about: raised.append(about)))
 
     def begin(connection: int, number: int, total: int) -> None:
-        head = Head(b"D", number, number, total, 0, 4, xxhash.xxh3_64_intdigest(bytes(4)))
+        head = Head(b"D", number, number, total, total - 4, 4, xxhash.xxh3_64_intdigest(bytes(4)))
         way = first.connections[connection]
-        way._parts[number, 0] = Part(Outgoing(number, NONE, Future()), 0, NONE, NONE, acknowledged=True)
+        way._parts[number, total - 4] = Part(Outgoing(number, NONE, Future()), 0, NONE, NONE, acknowledged=True)
         pair[0].in_loop(lambda: way.transport.write(HEAD.pack(*head) + bytes(4)))
 
-    begin(0, 1, 8)  # on its own it may arrive early
+    begin(0, 1, 8)
     wait_for(pair[1], lambda: second._incoming)
     begin(0, 2, 8)
     begin(1, 2, 16)

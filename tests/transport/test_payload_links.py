@@ -40,7 +40,7 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
             raise error
         return cast(ReliableLink, made)
 
-    links = PayloadLinks(RULES, POLICIES, connections, Threads(), idle_s=0.0)
+    links = PayloadLinks(RULES, POLICIES, connections, Threads(print), idle_s=0.0)
     wanted = links.open(View(0, (0, 1, 2)), open_link)
     with pytest.raises(TransportError) as caught:
         wanted.result(LIMIT_S)
@@ -59,7 +59,7 @@ def test_links_are_made_for_rounds_and_not_for_every_view_on_the_way_to_a_swarm(
         made.append(request.key)
         return cast(ReliableLink, Link())
 
-    threads = Threads()
+    threads = Threads(print)
     links = PayloadLinks(RULES, POLICIES, connections, threads, idle_s=LIMIT_S)
     for view_id in range(3):
         links.open(View(view_id, (0, 1)), open_link)

@@ -15,8 +15,9 @@ from diloco.transport.hivemind.identity import MAX_RECORD_BYTES, PeerRecord
 from diloco.transport.hivemind.peer_config import Admission
 from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
+from diloco.transport.secret import new_secret
 
-ADMISSION = Admission("run", "the words of this run")
+ADMISSION = Admission("run", new_secret())
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)))
 
 
@@ -34,7 +35,7 @@ def test_a_record_survives_its_way() -> None:
 
 
 def test_only_who_has_the_secret_makes_a_record_that_counts() -> None:
-    for other in (Admission("run"), Admission("run", "other words than those"), Admission("x", ADMISSION.secret)):
+    for other in (Admission("run"), Admission("run", new_secret()), Admission("x", ADMISSION.secret)):
         assert not PeerRecord.from_bytes("Qm", RECORD.to_bytes(other), ADMISSION).proven
     assert not PeerRecord.from_bytes("Qmother", RECORD.to_bytes(ADMISSION), ADMISSION).proven, "another peer's proof"
     changed = RECORD.to_bytes(ADMISSION).replace(b'"beat": 2', b'"beat": 3')

@@ -54,7 +54,7 @@ LIES = [
     (always_damaged, "were damaged in transit"),
     (wrong_digest, "names its snapshot '0000000000000000'"),
     (wrong_place, "bytes at here arrived where byte 0 was next"),
-    (too_much, "arrived where byte 0 was next"),
+    (too_much, "was announced, more than the limit"),
     (huge, "it offers a tensor of the excessive shape"),
     (other_words, "it answered 'what'"),
 ]

@@ -23,6 +23,7 @@ from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.search import Search
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.secret import new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
@@ -67,7 +68,7 @@ def test_a_key_that_others_can_read_is_refused(keys: Path, tmp_path: Path) -> No
     path = tmp_path / "identity.key"
     path.write_bytes(load_identity(keys / "0.key").path.read_bytes())
     path.chmod(0o640)
-    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\)\. Run chmod 600 on it"):
+    with pytest.raises(ConfigurationError, match=r"changed by others \(mode 640\)\. Run chmod 600 on it"):
         load_identity(path)
 
 
@@ -129,9 +130,10 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
 
 def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:
     allowed = frozenset(load_identity(keys / f"{number}.key").peer_id for number in (0, 1, 3))
-    first = swarms.peer(0, secret="the words of this run", allowed=allowed).transport
-    assert swarms.peer(1, [first], secret="the words of this run", allowed=allowed).joining
-    for number, secret in ((2, "the words of this run"), (3, "some words")):
+    ours = new_secret()
+    first = swarms.peer(0, secret=ours, allowed=allowed).transport
+    assert swarms.peer(1, [first], secret=ours, allowed=allowed).joining
+    for number, secret in ((2, ours), (3, new_secret())):
         with pytest.raises(RendezvousError, match=r"no member could be joined within 2 s: .* rejected this peer"):
             swarms.peer(number, [first], secret=secret, **PATIENCE)
     assert first.view.members == (0,)
@@ -286,10 +288,11 @@ def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, mo
 
 
 def test_a_proof_is_of_no_use_to_somebody_else() -> None:
-    admission = Admission("run", "secret")
+    secret = new_secret()
+    admission = Admission("run", secret)
     proof = admission.proof("a", "b")
     assert admission.accepts(proof, "a", "b")
     for prover, verifier in (("b", "a"), ("c", "b"), ("a", "c")):
         assert not admission.accepts(proof, prover, verifier)
-    for other in (Admission("run", "other"), Admission("other", "secret"), Admission("run")):
+    for other in (Admission("run", new_secret()), Admission("other", secret), Admission("run")):
         assert not other.accepts(proof, "a", "b")

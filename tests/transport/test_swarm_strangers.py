@@ -19,6 +19,7 @@ from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.secret import new_secret
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
@@ -103,6 +104,9 @@ AFTER_HELLO: dict[str, dict[str, Any]] = {
 """Messages of a connected peer that is not a member."""
 
 
+SECRET = new_secret()
+
+
 class Stranger:
     """An unknown peer in its own event loop."""
 
@@ -171,8 +175,8 @@ class Live:
 @pytest.fixture(scope="module")
 def live(keys: Path) -> Iterator[Live]:
     swarms = Swarms(keys)
-    members = swarms.meet(2, secret="the words of this run")
-    stranger = Stranger(keys / "9.key", "the words of this run", swarms.addresses_of(members[0]))
+    members = swarms.meet(2, secret=SECRET)
+    stranger = Stranger(keys / "9.key", SECRET, swarms.addresses_of(members[0]))
     yield Live(members, stranger)
     stranger.close()
     swarms.close()

@@ -6,17 +6,16 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 
-from diloco.errors import ConfigurationError, RendezvousError
+from diloco.errors import RendezvousError
 from diloco.protocol.failure_detector import Timing
 from diloco.transport.connections import tcp_streams
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import pack
 from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.secret import TurnedAwayError, proof, read_secret
+from diloco.transport.secret import TurnedAwayError, new_secret, proof
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.doctor import examine, serve_probes
 from diloco.transport.torch_distributed.rendezvous import greet
@@ -25,7 +24,7 @@ from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import place, wire
 from tests.transport.wires import Wires
 
-SECRET = "words that nobody else knows"
+SECRET = new_secret()
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def test_who_knows_the_secret_is_connected_and_nobody_else_hears_a_word() -> Non
         assert second.connected == {0}, "it was not replaced"
 
 
-@pytest.mark.parametrize("theirs", ["", "other words than the others have"])
+@pytest.mark.parametrize("theirs", ["", new_secret()], ids=["none", "another"])
 def test_who_has_another_secret_or_none_is_told_so(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_streams, "PROOF_S", 0.3)  # a peer without a secret waits for a message instead of a proof
     with manager(0, SECRET) as first, manager(1, theirs) as second:
@@ -99,25 +98,15 @@ def test_without_a_secret_a_hello_in_the_name_of_a_living_rank_ends_nobody(wires
     assert averages[0].contributors == (0, 1)
 
 
-@pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "different secret")])
+@pytest.mark.parametrize(
+    ("secret", "words"), [("", "asks for a secret"), (new_secret(), "different secret")], ids=["none", "another"]
+)
 def test_the_doctor_says_that_it_lacks_the_secret(secret: str, words: str) -> None:
     with manager(0, SECRET) as there:
         found = asyncio.run(examine(there.address, 1000, LIMIT_S, secret))
         assert words in found.problem
         assert "--secret-file" in found.advice
         assert asyncio.run(examine(there.address, 1000, LIMIT_S, SECRET)).ok
-
-
-def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    assert read_secret(None, "transport.secret_file") == ""
-    for content, words in ((None, "can't be read"), (b"short", "at least 16"), (b"\xff\xfe" * 20, "can't be read")):
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(ConfigurationError, match=f"transport.secret_file=.*{words}"):
-            read_secret(file, "transport.secret_file")
-    file.write_text(f"  {SECRET}\n", encoding="utf-8")
-    assert read_secret(file, "transport.secret_file") == SECRET
 
 
 def test_a_secret_is_in_no_words() -> None:

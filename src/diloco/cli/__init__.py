@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
     "watch": "show runs and swarms on a web page, live or as one file",
     "peers": "list the peers of a swarm (--transport hivemind) and what each is doing",
+    "secret": "create the secret that keeps others out of a run",
     "dht": "run a peer that trains nothing, through which other peers find each other",
     "simulate": "predict compute utilisation on a link, or the bandwidth that it needs",
     "plan": "find the settings for a model and its links that cost the least loss",

@@ -10,6 +10,7 @@ from pathlib import Path
 from diloco.checkpoint.disk import write_whole
 from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.errors import ConfigurationError
+from diloco.private_files import make_private_folder
 from diloco.train.roles import Role
 
 __all__ = [
@@ -100,7 +101,7 @@ def _claim_numbered(plan: RunPlan) -> Path:
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return folder
@@ -109,7 +110,7 @@ def _claim_numbered(plan: RunPlan) -> Path:
 
 def _create(folder: Path) -> Path:
     try:
-        writable(folder).mkdir(parents=True, exist_ok=True)
+        make_private_folder(writable(folder))
     except OSError as error:  # for example in /proc, where even root can't create a folder
         raise ConfigurationError(
             f"{folder} cannot be the folder of the run: it can't be created ({error.strerror}). Choose another --out."

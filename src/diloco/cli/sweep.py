@@ -13,6 +13,7 @@ from diloco.checkpoint.disk import write_whole
 from diloco.config.flags import parse_options
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
+from diloco.private_files import make_private_folder
 from diloco.sweep.study import read_study
 
 if TYPE_CHECKING:
@@ -111,6 +112,6 @@ def _in_words(ended: Ended) -> str:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         raise ConfigurationError(f"--out {folder} can't be created: {error.strerror}.") from error

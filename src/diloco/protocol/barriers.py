@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.registry import Entry, difference
 
 __all__ = ["Agreement", "Barriers"]
@@ -36,10 +36,10 @@ class Barriers:
         """Record a value reported by another rank.
 
         Raises:
-            ValueError: the rank has named too many barriers.
+            MessageError: the rank has named too many barriers.
         """
         if name not in self._values and sum(rank in values for values in self._values.values()) >= _MOST_BARRIERS:
-            raise ValueError(f"the sender has named more than {_MOST_BARRIERS} barriers")
+            raise MessageError(f"the sender has named more than {_MOST_BARRIERS} barriers")
         self.record(rank, name, value)
 
     def values(self, name: str) -> dict[int, int]:
@@ -69,11 +69,11 @@ class Agreement:
         """Record another rank's facts. Return this rank's own facts if the sender expects them in answer.
 
         Raises:
-            ValueError: the message is malformed, or names another rank as its source.
+            MessageError: the message is malformed, or names another rank as its source.
         """
         entry, is_answer = Entry.from_message(message), Fields(message).flag("answer")
         if entry.rank != sender:
-            raise ValueError("the message holds the facts of another rank")
+            raise MessageError("the message holds the facts of another rank")
         self._theirs[sender] = entry
         if is_member:
             self._were_members.add(sender)

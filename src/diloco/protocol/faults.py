@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diloco.membership.quorum import byzantine_quorum
-from diloco.protocol.fields import MOST_RANK, Fields
+from diloco.protocol.fields import MOST_RANK, Fields, MessageError
 
 __all__ = ["Faults", "faults_message", "faults_seen", "read_faults"]
 
@@ -39,7 +39,7 @@ def read_faults(message: Mapping[str, Any]) -> dict[int, Faults]:
     """Return the faults that a `faults_message` reports.
 
     Raises:
-        ValueError: the message is malformed.
+        MessageError: the message is malformed.
 
     >>> read_faults(faults_message({1: Faults(late=2), 2: Faults(spoilt=3)}, me=1))
     {2: Faults(spoilt=3, missed=0, against=0, late=0)}
@@ -47,7 +47,7 @@ def read_faults(message: Mapping[str, Any]) -> dict[int, Faults]:
     reported = {name: dict(sorted(Fields(message).pairs(name))) for name in Faults._fields}
     replicas = sorted(set().union(*reported.values()))
     if len(replicas) > _MOST_REPORTED or (replicas and replicas[-1] > MOST_RANK):
-        raise ValueError(f"the faults must concern at most {_MOST_REPORTED} replicas, numbered up to {MOST_RANK}")
+        raise MessageError(f"the faults must concern at most {_MOST_REPORTED} replicas, numbered up to {MOST_RANK}")
     return {each: Faults(*(reported[name].get(each, 0) for name in Faults._fields)) for each in replicas}
 
 

@@ -10,10 +10,10 @@ __all__ = ["HeldMessage", "HoldBackQueue"]
 
 _MOST_MESSAGES = 1000  # many times what a rank sends in a view before all have adopted it
 
-_MOST_BYTES, _NON_MEMBER_BYTES = 1 << 20, 1 << 17
-"""The most JSON bytes of one sender: of a member, and of a non-member, which may be about to become one."""
+_MOST_BYTES, _NON_MEMBER_BYTES = 1 << 22, 1 << 19
+"""The most memory of one sender's messages: of a member's, and of a non-member's, which may be about to become one."""
 
-_NON_MEMBERS_BYTES = 1 << 20
+_NON_MEMBERS_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class HeldMessage:
     sender: int  # the sender's rank
     message: Mapping[str, Any]  # the message as received
     connection: int | None  # the connection that it was received on; None: that had ended by then
-    num_bytes: int  # the size of its JSON, see `room_bytes`
+    num_bytes: int  # its memory, see `room_bytes`
     from_member: bool  # whether the sender was a member then
 
 

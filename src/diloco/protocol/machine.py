@@ -13,7 +13,7 @@ from diloco.protocol import events
 from diloco.protocol.actions import Action, Introduce, Register
 from diloco.protocol.barriers import Agreement, Barriers
 from diloco.protocol.events import Event, Outbox
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.headers import Header
 from diloco.protocol.hold_back import HeldMessage, HoldBackQueue
 from diloco.protocol.messages import (
@@ -67,7 +67,7 @@ class Machine:
             now_s: the current time of a monotonic clock.
 
         Raises:
-            ValueError: the event is a message that does not conform to this protocol. The state has not changed.
+            MessageError: the event is a message that does not conform to this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -212,7 +212,7 @@ class Machine:
             if self._began:
                 self._process(held)
             elif not self._held_back.keep(held):
-                raise ValueError("the sender exceeded the hold-back limit before this rank was ready")
+                raise MessageError("the sender exceeded the hold-back limit before this rank was ready")
 
     def _process(self, held: HeldMessage) -> None:
         """Process a message that needs a view."""
@@ -225,7 +225,7 @@ class Machine:
         elif kind == "join":
             entry, connected = Entry.from_message(message), frozenset(Fields(message).ranks("connected"))
             if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
-                raise ValueError("the request to join names another rank or address than the sender's")
+                raise MessageError("the request to join names another rank or address than the sender's")
             self._outbox.actions.append(Register(entry))
             self.ends.receive_join(sender, connected)
         elif kind == "excluded":
@@ -242,7 +242,7 @@ class Machine:
         is_from_member = self.roster.is_from_member(sender, held.connection)
         try:
             view_id, parsed = read(sender, held.message, views.view)
-        except ValueError as error:
+        except MessageError as error:
             if is_from_member or not self.roster.has(sender):
                 words = f"replica {self.rules.replica_of(sender)} sent a malformed message: {error}"
                 ends.drop(sender, words)
@@ -283,7 +283,7 @@ class Machine:
                 continue
             try:
                 self._process(held)
-            except ValueError as error:
+            except MessageError as error:
                 words = f"replica {self.rules.replica_of(held.sender)} sent a malformed message: {error}"
                 self.ends.drop(held.sender, words)
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
+from diloco.errors import ConfigurationError
 from diloco.membership.ballot import Vote
 from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
-from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, MOST_RANK, Fields
+from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, MOST_RANK, Fields, MessageError
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
 from diloco.protocol.signing import SIGNATURE_CHARACTERS, sign
@@ -34,7 +35,7 @@ __all__ = [
     "vote_text",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 
@@ -129,7 +130,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, View
         view: the current view, which an `Adopted` ends.
 
     Raises:
-        ValueError: the kind is unknown, or a field is missing or malformed.
+        MessageError: the kind is unknown, or a field is missing or malformed.
     """
     fields = Fields(message)
     kind, view_id = fields.text("kind"), fields.integer("view")
@@ -145,7 +146,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, View
     elif kind == "leaving":
         parsed = Leaving(fields.integer("step"), fields.digests("commits"))
     else:
-        raise ValueError(f"the message kind {kind!r:.80} is unknown")
+        raise MessageError(f"the message kind {kind!r:.80} is unknown")
     return view_id, parsed
 
 
@@ -192,13 +193,17 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
     """Return the view change in an `adopted` message about ``previous``, or in a welcome.
 
     Raises:
-        ValueError: a field is missing or malformed.
+        MessageError: a field is missing or malformed.
     """
     fields = Fields(message)
     order = None if fields.is_none("members") else fields.ranks("members")  # in join order
     joined = fields.ranks("joined")
+    try:
+        view = None if order is None else View(fields.integer("view") + 1, tuple(sorted(order)), order)
+    except ConfigurationError as error:
+        raise MessageError(f"field 'members' is invalid: {error}") from error
     return NextView(
-        view=None if order is None else View(fields.integer("view") + 1, tuple(sorted(order)), order),
+        view=view,
         previous=previous,
         from_step=fields.integer("from_step"),
         commits=fields.digests("commits"),
@@ -213,14 +218,14 @@ def read_answer(message: Mapping[str, Any], previous: View) -> dict[str, Any]:
     """Return the valid fields of a ``welcome`` or ``refused``, the answers to a request to join.
 
     Raises:
-        ValueError: a field is missing or malformed.
+        MessageError: a field is missing or malformed.
     """
     fields = Fields(message)
     if message["kind"] == "refused":
         return {"kind": "refused", "reason": fields.words("reason"), "for_good": fields.flag("for_good")}
     following = next_view(message, previous)
     if following.view is None:
-        raise ValueError("the welcome names a view without members")
+        raise MessageError("the welcome names a view without members")
     note = {} if "note" not in message or fields.is_none("note") else fields.message("note")
     return {**adopted_message(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
 
@@ -269,14 +274,14 @@ def speed_of(message: Mapping[str, Any]) -> float:
     """Return the speed in a `speed_message`.
 
     Raises:
-        ValueError: it is not a finite, positive number.
+        MessageError: it is not a finite, positive number.
 
     >>> speed_of(speed_message(2.5))
     2.5
     """
     steps_per_s = Fields(message).number_in_text("steps_per_s")
     if not (steps_per_s > 0 and math.isfinite(steps_per_s)):
-        raise ValueError(f"field 'steps_per_s' must be a finite number above 0, got {steps_per_s}")
+        raise MessageError(f"field 'steps_per_s' must be a finite number above 0, got {steps_per_s}")
     return steps_per_s
 
 

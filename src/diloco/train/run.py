@@ -25,6 +25,7 @@ from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, 
 from diloco.model.build import base_digest, build_language_model, check_vocabulary, with_vocabulary
 from diloco.model.language_model import LanguageModel
 from diloco.outer.model_watch import frozen_digests
+from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import make_pace
@@ -107,7 +108,7 @@ def run_training(
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, emit)
         if resumed_from is None or not (folder / "config.toml").exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)
         environment = json.dumps(describe_environment(device), indent=2)

@@ -52,8 +52,9 @@ class Seats:
             return  # swarms do not run on Windows
         with contextlib.suppress(OSError):  # a process without a seat counts only itself
             folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 return
+            folder.chmod(0o700)
             for number in count():
                 self._mine = self._lock(number, fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT)
                 if self._mine is not None:

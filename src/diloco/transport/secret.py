@@ -1,43 +1,51 @@
-"""The secret that all processes of a run share, and proofs that a process knows it, which do not reveal it."""
+"""The secret that all processes of a run share, and proofs that a process knows it, which do not reveal it.
+
+A secret is one line of text in one of two forms::
+
+    diloco-secret:HEX-CHECK     256 random bits in 64 hexadecimal digits, and the first 8 digits of their SHA-256
+    passphrase:WORDS            at least 16 characters, from which scrypt derives 256 bits (n = 2^17, r = 8, p = 1)
+
+Whoever sees a proof can try secrets until one matches, so only the first form is beyond guessing. HKDF derives another
+key for each purpose.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import json
+import re
+import secrets
+import unicodedata
 from pathlib import Path
 
 from diloco.errors import ConfigurationError
+from diloco.private_files import read_private
 
-__all__ = ["PROOF_BYTES", "TurnedAwayError", "is_proof", "proof", "read_secret"]
+__all__ = ["PROOF_BYTES", "TurnedAwayError", "check_secret", "is_proof", "new_secret", "proof", "read_secret"]
 
 PROOF_BYTES = 32
-_SHORTEST_SECRET = 16
+
+_RANDOM, _PASSPHRASE = "diloco-secret:", "passphrase:"
+_KEY_BYTES, _CHECK_DIGITS = 32, 8
+_FEWEST_CHARACTERS = 16  # of a passphrase
+_SALT = b"diloco passphrase"  # the same for all, so that all derive the same key
+_SCRYPT = {"n": 1 << 17, "r": 8, "p": 1, "maxmem": 1 << 28}  # takes 128 MiB and about half a second
 
 
 class TurnedAwayError(OSError):
     """One side of a connection does not know the secret: the other side, or this one according to the other."""
 
 
-def proof(run: str, secret: str, prover: str, verifier: str) -> bytes:
-    """Return the 32 bytes by which ``prover`` shows ``verifier`` that it knows the secret.
+def new_secret() -> str:
+    """Return a new random secret.
 
-    A third party that observes the proof can't use it.
-
-    Args:
-        run: name of the run, or of another purpose of the secret.
-        secret: the shared secret.
-        prover, verifier: names of the two ends of a connection; no other connection may use the same names.
-
-    >>> proof("r", "s", "a", "b") == proof("r", "t", "a", "b")
-    False
+    >>> new_secret() == new_secret(), len(new_secret())
+    (False, 87)
     """
-    key = hashlib.sha256(f"diloco\0{run}\0{secret}".encode()).digest()
-    return hmac.digest(key, f"{prover}\0{verifier}".encode(), "sha256")
-
-
-def is_proof(given: bytes, run: str, secret: str, prover: str, verifier: str) -> bool:
-    """Return whether ``given`` equals the `proof` for the other arguments, in constant time."""
-    return hmac.compare_digest(given, proof(run, secret, prover, verifier))
+    digits = secrets.token_hex(_KEY_BYTES)
+    return f"{_RANDOM}{digits}-{_check_of(digits)}"
 
 
 def read_secret(path: Path | None, key: str) -> str:
@@ -48,19 +56,86 @@ def read_secret(path: Path | None, key: str) -> str:
         key: the setting that names the file, for errors.
 
     Raises:
-        ConfigurationError: if the file can't be read, or holds fewer than 16 characters.
+        ConfigurationError: if others can read the file, it can't be read, or it holds no secret.
     """
     if path is None:
         return ""
+    data = read_private(path, f"The secret {key}={path}")
     try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        secret = data.decode("utf-8-sig").strip()
+        _root(secret)
+    except ValueError as error:
         raise ConfigurationError(
-            f"{key}={path} can't be read: {error}. Every peer needs a file with the same secret."
+            f"{key}={path} holds no secret: {error}. Create one with `diloco secret {path.with_name('run.secret')}`, "
+            "and copy it to every machine of the run."
         ) from error
-    if len(secret) < _SHORTEST_SECRET:
-        raise ConfigurationError(
-            f"The secret in {key}={path} must have at least {_SHORTEST_SECRET} characters, got {len(secret)}. "
-            "Create one with `openssl rand -hex 32`."
-        )
     return secret
+
+
+def check_secret(secret: str) -> str:
+    """Return ``secret``, which may be "" for none.
+
+    Raises:
+        ConfigurationError: if it has another form than a secret has.
+    """
+    try:
+        if secret:
+            _root(secret)
+    except ValueError as error:
+        raise ConfigurationError(f"the secret can't be used: {error}. Take what `diloco secret` writes.") from error
+    return secret
+
+
+def proof(purpose: str, secret: str, prover: str, verifier: str) -> bytes:
+    """Return the 32 bytes by which ``prover`` shows ``verifier`` that it knows the secret.
+
+    A third party that observes the proof can't use it.
+
+    Args:
+        purpose: what the proof is for; proofs for other purposes have other keys.
+        secret: the shared secret; "": anyone can make the proof.
+        prover, verifier: names of the two ends of a connection; no other connection may use the same names.
+
+    >>> proof("p", new_secret(), "a", "b") == proof("p", new_secret(), "a", "b")
+    False
+    """
+    return hmac.digest(_key(purpose, secret), json.dumps([prover, verifier]).encode(), "sha256")
+
+
+def is_proof(given: bytes, purpose: str, secret: str, prover: str, verifier: str) -> bool:
+    """Return whether ``given`` equals the `proof` for the other arguments, in constant time."""
+    return hmac.compare_digest(given, proof(purpose, secret, prover, verifier))
+
+
+@functools.lru_cache(maxsize=256)
+def _key(purpose: str, secret: str) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    derive = HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=None, info=f"diloco {purpose}".encode())
+    return derive.derive(_root(secret) if secret else bytes(_KEY_BYTES))
+
+
+@functools.lru_cache(maxsize=16)
+def _root(secret: str) -> bytes:
+    """Return the 256 bits of a secret; raise `ValueError` if it has neither form."""
+    if secret.startswith(_RANDOM):
+        digits, _, check = secret.removeprefix(_RANDOM).partition("-")
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", digits) or check != _check_of(digits):
+            raise ValueError("it was cut or changed on the way, as its checksum is wrong")
+        return bytes.fromhex(digits)
+    if not secret.startswith(_PASSPHRASE):
+        raise ValueError(
+            f"it begins neither with {_RANDOM!r}, as a secret from `diloco secret`, nor with {_PASSPHRASE!r}, as words "
+            "of your own"
+        )
+    words = unicodedata.normalize("NFC", secret.removeprefix(_PASSPHRASE).strip())
+    if len(words) < _FEWEST_CHARACTERS or not words.isprintable():
+        raise ValueError(
+            f"a passphrase must be one line of at least {_FEWEST_CHARACTERS} printable characters, got {len(words)}"
+        )
+    return hashlib.scrypt(words.encode(), salt=_SALT, dklen=_KEY_BYTES, **_SCRYPT)
+
+
+def _check_of(digits: str) -> str:
+    return hashlib.sha256(digits.encode()).hexdigest()[:_CHECK_DIGITS]

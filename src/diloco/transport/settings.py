@@ -61,8 +61,9 @@ class TransportSettings:
     ports: str = "0"
     """torch: port to listen at, or a range FIRST-LAST to choose from. 0: any free port."""
     secret_file: Path | None = None
-    """torch: a file with a secret that all replicas share. A process without it is rejected before it can send any
-    message. The secret does not encrypt traffic and does not protect torch's stores; see the page on security."""
+    """torch: a file with a secret that all replicas share, as `diloco secret FILE` writes it, readable by its owner
+    only. A process without it is rejected before it can send any message. The secret does not encrypt traffic and does
+    not protect torch's stores; see the page on security."""
     interface: str | None = None
     """torch: network interface on which payload connections are accepted. Default: the address of all other
     connections."""

@@ -8,6 +8,7 @@ compared.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_limit import ConnectionLimit
@@ -55,7 +56,7 @@ class ConnectionManager(ControlThread):
     Args:
         rank: The rank of this process; -1 for one that is not a member, such as a launcher.
         on_event: Called in the control thread when a connection is made or ends, when a message arrives, and once for
-            each rank that is lost. If it raises because of a message, the connection of that message ends.
+            each rank that is lost. If it raises `MessageError`, the connection of that message ends.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._deliver)
+        ended = await connection.listen(reader, self.arrived, functools.partial(self._deliver, connection))
         if self._connections.get(connection.rank) is not connection:
             return
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
@@ -256,11 +257,17 @@ class ConnectionManager(ControlThread):
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
 
-    def _deliver(self, received: Received) -> None:
+    def _deliver(self, connection: ControlConnection, received: Received) -> None:
         if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._on_event, received)
+            self.loop.call_later(latency_s, self._deliver_late, connection, received)
         else:
             self._on_event(received)
+
+    def _deliver_late(self, connection: ControlConnection, received: Received) -> None:
+        try:
+            self._on_event(received)
+        except MessageError as error:
+            self._drop(connection, f"it sent an invalid message: {error}")
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)
@@ -276,8 +283,7 @@ class ConnectionManager(ControlThread):
             for connection in self._connections.values():
                 connection.writer.write(beat)
 
-    async def end(self) -> None:
-        """End all connections, including those that still arrive, and all tasks but the current one."""
+    async def end_connections(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
         await self.streams.refuse()
@@ -285,7 +291,6 @@ class ConnectionManager(ControlThread):
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
-        await super().end()
 
     async def release(self) -> None:
         await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection

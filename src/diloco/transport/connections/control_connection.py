@@ -10,7 +10,9 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.events import Received
 from diloco.protocol.failure_detector import Loss
+from diloco.protocol.fields import MessageError
 from diloco.transport.address import Address
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.streams import (
     MAX_BLOB_BYTES,
     MAX_JSON_BYTES,
@@ -26,8 +28,8 @@ from diloco.transport.shaping import TokenBucket
 
 __all__ = ["ControlConnection", "Ending", "say_who"]
 
-_INQUIRIES = 10
-_BETWEEN_INQUIRIES_S = 0.1
+_INQUIRIES = 6  # within about a second
+_BETWEEN_INQUIRIES_S = 0.05, 0.4
 _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
 """Rate (bytes per second) and burst (bytes) accepted from unknown peers and from members; normal use is far below."""
 
@@ -67,29 +69,33 @@ class ControlConnection:
 
         Args:
             began: Set when the first message has arrived, of any kind.
-            deliver: Called with each message. If it raises because of the message, the connection ends.
+            deliver: Called with each message. If it raises `MessageError`, the connection ends.
         """
+        while True:
+            try:
+                received = await self._next(reader)
+            except (OSError, EOFError, TransportError) as error:
+                return Ending(str(error) or type(error).__name__)
+            if self.num_messages == 1:
+                began.set()
+            if received.message["kind"] == "given-up":
+                return Ending(was_dropped=True)
+            try:
+                deliver(received)
+            except MessageError as error:
+                return Ending(f"it sent an invalid message: {error}")
+
+    async def _next(self, reader: asyncio.StreamReader) -> Received:
+        """Read the next message; raises the errors of `read_frame`."""
         clock = asyncio.get_running_loop()
-        try:
-            while True:
-                head = await read_head(reader)
-                most = (
-                    (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
-                )
-                message, blob, num_bytes = await read_body(reader, head, *most)
-                self.heard_s = clock.time()
-                if wait_s := self._paces[self.trusted].take(clock.time(), num_bytes):
-                    await asyncio.sleep(wait_s)
-                self.num_messages += 1
-                if self.num_messages == 1:
-                    began.set()
-                if message["kind"] == "given-up":
-                    return Ending(was_dropped=True)
-                deliver(Received(self.rank, message, blob, num_bytes))
-        except (OSError, EOFError, TransportError) as error:
-            return Ending(str(error) or type(error).__name__)
-        except ValueError as error:  # in its content
-            return Ending(f"it sent an invalid message: {error}")
+        head = await read_head(reader)
+        most = (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (UNKNOWN_PEER_BYTES, UNKNOWN_PEER_BLOB_BYTES)
+        message, blob, num_bytes = await read_body(reader, head, *most)
+        self.heard_s = clock.time()
+        if wait_s := self._paces[self.trusted].take(clock.time(), num_bytes):
+            await asyncio.sleep(wait_s)
+        self.num_messages += 1
+        return Received(self.rank, message, blob, num_bytes)
 
     async def answers(self, heartbeat_s: float) -> bool:
         """Return whether a message arrives within two heartbeats of the last one.
@@ -117,6 +123,7 @@ class ControlConnection:
             why = "dropped it" if ending.was_dropped else f"ended the connection ({ending.reason})"
             return Loss("cut", f"{self.address} received nothing from this process for too long and {why}")
         ended = f"the connection to {self.address} ended ({ending.reason})"
+        backoff = Backoff(*_BETWEEN_INQUIRIES_S, seed=f"{self.rank} {self.number}")
         for _ in range(_INQUIRIES):
             try:
                 _, writer = await within(longest_s, open_stream(self.address))
@@ -128,7 +135,7 @@ class ControlConnection:
                 return Loss("cut", f"{ended} and can't be reopened ({error})")
             else:
                 writer.close()
-            await asyncio.sleep(_BETWEEN_INQUIRIES_S)
+            await asyncio.sleep(backoff.next_s())
         return Loss("cut", f"{ended}, though a process still listens there")
 
 

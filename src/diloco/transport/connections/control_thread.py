@@ -1,6 +1,7 @@
 """The control thread of a rank: an event loop to which other threads submit work.
 
-Closing it ends its tasks and the connections that were opened in it.
+Closing it ends its tasks and the connections that were opened in it. So does an internal error in a task or a callback:
+whoever waits for it learns the reason at once, and other processes see that this one is gone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class ControlThread:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank  # of this process
+        self.fault = ""  # the internal error that has ended all connections; "": none
+        self.on_fault: Callable[[], object] = lambda: None  # called once in this thread, after `fault` is set
         self._closing = False
+        self._ending: asyncio.Task[None] | None = None
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._log_failure)
@@ -44,9 +48,12 @@ class ControlThread:
         """Run ``coroutine`` in this thread and wait for its result.
 
         Raises:
-            TransportError: This thread has ended, or ends in the meantime.
+            TransportError: This thread has ended, or ends in the meantime, possibly because of an internal error.
             TimeoutError: The coroutine took longer than ``timeout_s`` and was cancelled.
         """
+        if self.fault:
+            coroutine.close()
+            raise TransportError(self.fault)
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as error:
@@ -58,7 +65,8 @@ class ControlThread:
             future.cancel()
             raise
         except CancelledError as error:
-            raise TransportError(f"the connections of rank {self.rank} were closed in the meantime.") from error
+            why = self.fault or f"the connections of rank {self.rank} were closed in the meantime."
+            raise TransportError(why) from error
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` soon in this thread. Do nothing if the thread has ended."""
@@ -81,10 +89,21 @@ class ControlThread:
     # In this thread.
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``coroutine`` as a task, and log an error that ends it at once, as the task may never be awaited."""
+        """Run ``coroutine`` as a task. An error that ends it is an internal one; see `fail`."""
         task = self.loop.create_task(coroutine)
-        task.add_done_callback(self._log_error)
+        task.add_done_callback(self._check)
         return task
+
+    def fail(self, error: BaseException) -> None:
+        """End all connections and tasks because of an internal error, so that nobody waits for this process."""
+        if self.fault or self._closing:
+            return
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        who = "this process" if self.rank < 0 else f"rank {self.rank}"
+        self.fault = f"{who} has ended all connections after an internal error ({what}). Please report it."
+        logging.getLogger(__name__).error("diloco: %s", self.fault, exc_info=error)
+        self._failing = self.loop.create_task(self.end())
+        self.on_fault()
 
     def keep(self, stream: Stream) -> Stream:
         """Register a connection for `abort_connections`."""
@@ -98,8 +117,13 @@ class ControlThread:
                 transport.abort()
 
     async def end(self) -> None:
-        """End all tasks but the current one."""
+        """End all connections, and all tasks but the current one."""
+        self._ending = self._ending or self.loop.create_task(self.end_connections())
+        await asyncio.wait([self._ending])
         await self._end_tasks()
+
+    async def end_connections(self) -> None:
+        """End all connections, including those that still arrive."""
 
     async def release(self) -> None:
         """Clean up at the end, after each round of cancelled tasks, which may have started something until then."""
@@ -123,13 +147,16 @@ class ControlThread:
             await asyncio.wait(tasks, timeout=CANCELLING_S)
             await self.release()
 
-    def _log_error(self, task: asyncio.Task[Any]) -> None:
+    def _check(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log_failure(self.loop, {"message": "it ended", "exception": error})
+            self.fail(error)
 
     def _log_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log the failure of a task that is not awaited, such as a library's, in one line; while closing, as debug."""
-        error = context.get("exception")
+        """Log the failure of a library's task or callback in one line; while closing, as debug. See `fail` for ours."""
+        error, callback = context.get("exception"), getattr(context.get("handle"), "_callback", None)
+        if error is not None and str(getattr(callback, "__module__", "")).partition(".")[0] == "diloco":
+            self.fail(error)
+            return
         text = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         level = logging.DEBUG if self._closing else logging.WARNING
         logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", text)

@@ -10,6 +10,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.connections.path import together
@@ -27,8 +28,11 @@ MOST_CONNECTIONS = 64  # of one link
 
 _OBSERVE_S = 0.05
 _WORTH_TELLING = 0.1  # relative change of the pacing rate that is worth showing
-_RETRY_S, _RETRY_MORE_S = 0.2, 1.0  # pause before the first connection of a link, or any other, is dialled again
-
+_RETRY_S, _RETRY_PART = (
+    0.2,
+    4,
+)  # pauses before the first connection of a link is dialled again; at most the patience / 4
+_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S = 1.0, 30.0  # the same for each other one, which are as many as 63
 
 _PLAIN = Route("TCP")
 
@@ -165,9 +169,15 @@ class LinkManager:
 
     async def _keep(self, opened: OpenedLink, index: int) -> None:
         """Maintain one connection: dial it, and dial it again when it ends."""
+        clock = self._connections.loop
+        times = (_RETRY_S, self._patience_s / _RETRY_PART) if index == 0 else (_RETRY_MORE_S, _RETRY_MORE_AT_MOST_S)
+        backoff = Backoff(*times, seed=f"{self._connections.rank} {opened.request.key} {index}")
         while not opened.link.ended:
+            began_s = clock.time()
             await self._dial(opened, index)
-            await asyncio.sleep(_RETRY_S if index == 0 else _RETRY_MORE_S)
+            if clock.time() - began_s > backoff.upper_s:  # it was open for a while
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     async def _dial(self, opened: OpenedLink, index: int) -> None:
         request, link = opened.request, opened.link

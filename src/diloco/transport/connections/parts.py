@@ -105,8 +105,34 @@ class Incoming:
     received: Future[None] | None = None  # resolved when `buffer` is filled; None: not asked for yet
     buffer: memoryview = _NOTHING  # where this rank wants the message
     data: memoryview = _NOTHING  # where the parts are stored: `buffer`, or memory of its own
+    number: int = 0  # of the message, once it has begun to arrive
     missing: int = 0  # bytes that have not arrived yet
-    starts: set[int] = field(default_factory=set)  # offsets of the parts that have arrived
+    parts: dict[int, int] = field(default_factory=dict)  # start -> end of the parts that have arrived
+
+    def put(self, start: int, content: memoryview | bytes) -> None:
+        """Store a part that has not arrived yet.
+
+        Raises:
+            TransportError: The part is shorter than any sender makes one, or the parts are no tiling of the message,
+                which then has to be sent again.
+        """
+        end = start + len(content)
+        if len(content) < _LEAST_PART_BYTES and end < len(self.data):  # many tiny parts would cost more than their data
+            raise TransportError(f"a part of {len(content)} bytes arrived; only the last one may be that small")
+        self.data[start:end] = content
+        self.parts[start] = end
+        self.missing -= len(content)
+        if self.missing <= 0 and not self._tiled:
+            self.parts.clear()
+            self.missing = len(self.data)
+            raise TransportError(f"the parts of a message of {len(self.data)} bytes overlap")
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether each part begins where the one before ends, so that every byte has arrived once."""
+        starts = sorted(self.parts)
+        ends = [self.parts[start] for start in starts]
+        return starts == [0, *ends[:-1]] and ends[-1] == len(self.data)
 
 
 @dataclass(eq=False)

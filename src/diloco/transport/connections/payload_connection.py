@@ -81,7 +81,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self.ended.set_result(why)
             self._link.drop(self, list(self._parts.values()), why)
         if self.full:
-            self.transport.abort()
+            with contextlib.suppress(AttributeError):  # raised by Python 3.11.2 for a TLS connection that has ended
+                self.transport.abort()
         else:
             self.transport.close()  # flushes what was written, such as the last acknowledgements
 
@@ -198,6 +199,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
                 self._take_next(taken)
         except TransportError as error:
             why = str(error)
+        except Exception as error:  # of ours; sending again what caused it would not help
+            self._link.end(f"an internal error ({type(error).__name__}: {error})")
+            return
         if taken and not self.transport.is_closing():
             self.transport.write(b"".join(taken))
         if why:

@@ -22,8 +22,9 @@ from diloco.transport.shaping import Pacer
 
 __all__ = ["ReliableLink"]
 
-_MOST_EARLY_BYTES = 64 << 20
-_EARLY_OVERHEAD_BYTES = 256  # bookkeeping of a message that arrived early
+_MOST_EARLY_BYTES = 64 << 20  # of messages that this rank has not asked for; the sender waits when they are reached
+_EARLY_OVERHEAD_BYTES = 2048  # bookkeeping of a message that arrived early
+_MOST_AHEAD = 1 << 16  # messages between the first one that is incomplete and the last one that is accepted
 
 
 class ReliableLink:
@@ -230,8 +231,10 @@ class ReliableLink:
         if unmatched and unmatched[0].received is None:
             message = unmatched.popleft()
             message.buffer, message.received = buffer, received
-            if message.missing == 0:
-                self._hand_over(message, received)
+            if len(message.data) != len(buffer):
+                self._refuse(message, len(message.data))
+            elif message.missing == 0:
+                self._hand_over(message)
         else:
             unmatched.append(Incoming(tag, received, buffer))
         if not unmatched:
@@ -242,34 +245,35 @@ class ReliableLink:
     def has_room(self, head: Head) -> bool:
         """Return whether a part may be read now; otherwise it waits until messages are asked for.
 
-        The first part of a message reserves memory for all of it.
+        The first part of a message reserves memory for all of it, unless its buffer waits.
 
         Raises:
-            TransportError: The part contradicts an earlier part of the same message.
+            TransportError: The part contradicts an earlier part of the same message, or is too far ahead.
         """
         message = self._incoming.get(head.number)
         if message is None:
             if head.number <= self._received_through or head.number in self._received_numbers:  # a duplicate
                 return True
+            if head.number > self._received_through + _MOST_AHEAD:
+                raise TransportError(f"message {head.number} arrived while {self._received_through + 1} is incomplete")
             unmatched = self._unmatched.get(head.tag, deque())
-            waited_for = bool(unmatched) and unmatched[0].received is not None
-            if waited_for and len(unmatched[0].buffer) == head.total:
-                data = unmatched[0].buffer
-            else:
-                size = head.total + _EARLY_OVERHEAD_BYTES
-                if self._early_bytes and self._early_bytes + size > _MOST_EARLY_BYTES:
-                    return False
-                self._early_bytes += size
-                data = memoryview(bytearray(head.total))
-            if not waited_for:
-                self._unmatched.setdefault(head.tag, unmatched).append(message := Incoming(head.tag))
-            else:
+            if unmatched and unmatched[0].received is not None:
                 message = unmatched.popleft()
                 if not unmatched:
                     del self._unmatched[head.tag]
-            message.data, message.missing = data, head.total
+                message.data = message.buffer
+            else:
+                size = head.total + _EARLY_OVERHEAD_BYTES
+                if self._early_bytes + size > _MOST_EARLY_BYTES:
+                    return False
+                self._early_bytes += size
+                message = Incoming(head.tag, data=memoryview(bytearray(head.total)))
+                self._unmatched.setdefault(head.tag, unmatched).append(message)
+            message.number, message.missing = head.number, head.total
             self._incoming[head.number] = message
-        if (message.tag, len(message.data)) != (head.tag, head.total):
+            if len(message.data) != head.total:
+                self._refuse(message, head.total)
+        elif (message.tag, len(message.data)) != (head.tag, head.total):
             raise TransportError(
                 f"message {head.number} of {len(message.data)} bytes was continued as one of {head.total} bytes"
             )
@@ -279,34 +283,42 @@ class ReliableLink:
         """Store a complete part, unless it has already arrived over a connection that broke.
 
         Raises:
-            TransportError: The part can't be decompressed.
+            TransportError: The part can't be decompressed, or does not fit to the others; see `Incoming.put`.
         """
         message = self._incoming.get(head.number)
-        if message is None or head.start in message.starts:
+        if message is None or head.start in message.parts:
             return
-        content = head.content(data)
-        message.data[head.start : head.start + len(content)] = content
-        message.starts.add(head.start)
-        message.missing -= len(content)
+        message.put(head.start, head.content(data))
         if message.missing > 0:
             return
-        del self._incoming[head.number]
-        self._received_numbers.add(head.number)
+        self._forget(message)
+        if message.received is not None:
+            self._hand_over(message)
+
+    def _forget(self, message: Incoming) -> None:
+        """Ignore further parts of a message."""
+        if self._incoming.pop(message.number, None) is None:  # it is complete already
+            return
+        self._received_numbers.add(message.number)
         while self._received_through + 1 in self._received_numbers:
             self._received_through += 1
             self._received_numbers.remove(self._received_through)
-        if message.received is not None:
-            self._hand_over(message, message.received)
 
-    def _hand_over(self, message: Incoming, received: Future[None]) -> None:
+    def _hand_over(self, message: Incoming) -> None:
         """Deliver a complete message that this rank has asked for."""
         if message.data is not message.buffer:
-            size, expected = len(message.data), len(message.buffer)
-            self._early_bytes -= size + _EARLY_OVERHEAD_BYTES
-            if size != expected:
-                received.set_exception(
-                    TransportError(f"a message of {size} bytes arrived where {expected} bytes were expected")
-                )
-                return
+            self._early_bytes -= len(message.data) + _EARLY_OVERHEAD_BYTES
             message.buffer[:] = message.data
-        received.set_result(None)
+        assert message.received is not None
+        message.received.set_result(None)
+
+    def _refuse(self, message: Incoming, size: int) -> None:
+        """Fail what waits for a message of ``size`` bytes that has another size, and ignore the message."""
+        if message.data is not message.buffer:
+            self._early_bytes -= size + _EARLY_OVERHEAD_BYTES
+        self._forget(message)
+        assert message.received is not None
+        expected = len(message.buffer)
+        message.received.set_exception(
+            TransportError(f"a message of {size} bytes arrived where {expected} bytes were expected")
+        )

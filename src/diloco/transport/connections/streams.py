@@ -224,12 +224,13 @@ def unpack_head(
 
 
 async def read_frame(
-    reader: asyncio.StreamReader, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
+    reader: asyncio.StreamReader, most_json_bytes: int = UNKNOWN_PEER_BYTES, most_blob_bytes: int = 0
 ) -> tuple[dict[str, Any], bytes]:
     """Read the next message and its blob.
 
     Args:
-        most_json_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced.
+        most_json_bytes, most_blob_bytes: Limits on the sizes, checked when they are announced. Only a caller that
+            expects more raises them.
 
     Raises:
         TransportError: The message is malformed or too large.

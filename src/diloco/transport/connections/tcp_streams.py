@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address, address_of_interface, parse_address
 from diloco.transport.connections.streams import ASKS, Accept, Stream, within
-from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
+from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, check_secret, is_proof, proof
 
-__all__ = ["NONCE_BYTES", "TcpStreams", "stop_listening"]
+__all__ = ["NONCE_BYTES", "TcpStreams", "dial", "stop_listening"]
 
 NONCE_BYTES = 16
 PROOF_S = 4.0  # less than the time that a peer waits for its answer
@@ -32,6 +33,14 @@ async def stop_listening(server: asyncio.Server) -> None:
     server.close()
 
 
+async def dial(address: Address, **options: Any) -> Stream:
+    """Open a TCP connection; the options are those of `asyncio.open_connection`. Any failure is an `OSError`."""
+    try:
+        return await asyncio.open_connection(address.host, address.port, **options)
+    except UnicodeError as error:  # a peer may announce a name that no resolver takes
+        raise OSError(f"{address} is no valid address: {error}") from error
+
+
 class TcpStreams:
     """One listening port, and connections to those of other processes.
 
@@ -44,7 +53,7 @@ class TcpStreams:
 
     Args:
         kept: A socket that already listens, from `keep`. It is closed with these streams.
-        secret: The shared secret; "": connections are not authenticated.
+        secret: The shared secret, see `diloco.transport.secret`; "": connections are not authenticated.
     """
 
     def __init__(self, kept: socket.socket | None = None, secret: str = "") -> None:
@@ -52,15 +61,22 @@ class TcpStreams:
         self._payload_server: asyncio.Server | None = None
         self._accept: Accept | None = None
         self._kept = kept
-        self._secret = secret
+        self._secret = check_secret(secret)
 
     def keep(self) -> socket.socket:
         """Return the listening socket, for streams that replace these. Its port refuses no connection meanwhile.
 
-        A peer whose connection is refused would take this process for terminated.
+        A peer whose connection is refused would take this process for terminated. If these streams have already ended
+        because of an internal error, that was right, and the port is opened again.
+
+        Raises:
+            OSError: Another process has taken the port since.
         """
         assert self._server is not None, "listen comes first"
-        return self._server.sockets[0].dup()
+        if self._server.sockets:
+            return self._server.sockets[0].dup()
+        family, place = self._listened
+        return socket.create_server(place, family=family)
 
     async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
         """Accept connections on the first free port of ``ports``.
@@ -77,7 +93,7 @@ class TcpStreams:
         self._accept = accept
         if self._kept is not None:
             self._server = await asyncio.start_server(accept, sock=self._kept)
-            return Address(advertised, self._server.sockets[0].getsockname()[1])
+            return self._address(self._server, advertised)
         for port in ports:
             try:
                 self._server = await asyncio.start_server(accept, host or None, port)
@@ -90,7 +106,13 @@ class TcpStreams:
                         "(transport.ports) or an address of this machine (transport.host)."
                     ) from error
         assert self._server is not None
-        return Address(advertised, self._server.sockets[0].getsockname()[1])
+        return self._address(self._server, advertised)
+
+    def _address(self, server: asyncio.Server, advertised: str) -> Address:
+        """Remember where the server listens, and return its address."""
+        place = server.sockets[0].getsockname()
+        self._listened = server.sockets[0].family, place[:2]
+        return Address(advertised, place[1])
 
     async def listen_for_payloads(self, interface: str) -> Address:
         """Also accept connections at another interface of this machine, on a port that the system chooses.
@@ -104,7 +126,7 @@ class TcpStreams:
         return Address(host, self._payload_server.sockets[0].getsockname()[1])
 
     async def open(self, address: Address) -> Stream:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
+        reader, writer = await dial(address)
         if not self._secret:
             return reader, writer
         try:

@@ -10,6 +10,7 @@ from diloco.errors import RendezvousError
 from diloco.membership.bootstrap import Candidate
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.payload_routes import PayloadRoutes
@@ -23,7 +24,7 @@ from diloco.waiting import waiting_for
 
 __all__ = ["SwarmConnected", "connect_swarm"]
 
-_START_AGAIN_S = 0.5
+_START_AGAIN_S = 0.5, 4.0  # pauses between two attempts to enter the network
 _FAREWELL_S = 10.0  # time limit for a leaving peer to announce that the run has ended
 
 
@@ -85,6 +86,7 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
 def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> None:
     """Start the peer, and retry for up to ``timeout_s`` seconds: the peers it joins through may be starting, too."""
     deadline_s = time.monotonic() + timeout_s
+    backoff = Backoff(*_START_AGAIN_S, seed=str(place.replica))
     with waiting_for(lambda: f"an answer from a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
         while True:
             try:
@@ -93,7 +95,7 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
             except RendezvousError:
                 if time.monotonic() >= deadline_s:
                     raise
-            time.sleep(_START_AGAIN_S)
+            time.sleep(backoff.next_s())
 
 
 def _connect(

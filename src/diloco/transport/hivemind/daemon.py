@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,14 @@ class Daemon:
 
     Args:
         p2p: Hivemind's object for the daemon that it has started.
+        folder: Holds the sockets of the daemon, over which anyone could act as this peer; removed with it.
         protocol: name of the protocol of the streams.
     """
 
-    def __init__(self, p2p: Any, protocol: str) -> None:
+    def __init__(self, p2p: Any, folder: Path, protocol: str) -> None:
         self.p2p = p2p
         self._protocol = protocol
-        self._folder: Path | None = None
+        self._folder = folder
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -84,9 +84,11 @@ class Daemon:
             OSError: if the peer can't be reached.
         """
         engine = load_engine()
-        asked = engine.p2pd_pb2.ConnectRequest(
-            peer=_bytes_of(peer_id), addrs=[engine.Multiaddr(each).to_bytes() for each in addresses]
-        )
+        try:
+            places = [engine.Multiaddr(each).to_bytes() for each in addresses]
+        except Exception as error:  # the parser raises errors of many types
+            raise OSError(f"the addresses of {peer_id} are invalid ({plainly(error)})") from error
+        asked = engine.p2pd_pb2.ConnectRequest(peer=_bytes_of(peer_id), addrs=places)
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
     async def open(self, peer_id: str) -> Stream:
@@ -102,7 +104,6 @@ class Daemon:
     async def handle(self, handler: Handler) -> None:
         """Pass every incoming stream to ``handler``."""
         engine = load_engine()
-        self._folder = Path(tempfile.mkdtemp(prefix="diloco-"))
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -141,8 +142,7 @@ class Daemon:
             await self.p2p._child.wait()
         if ending:
             await asyncio.wait(ending, timeout=_ENDING_S)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _request(self, kind: str, **fields: Any) -> Any:
         request = load_engine().p2pd_pb2.Request

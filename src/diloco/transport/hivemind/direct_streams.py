@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.private_files import create_private
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
-from diloco.transport.connections.tcp_streams import stop_listening
+from diloco.transport.connections.tcp_streams import dial, stop_listening
 from diloco.units import visible
 
 __all__ = ["DirectStreams", "hosts_in"]
@@ -152,7 +153,7 @@ class DirectStreams:
         key, self._certificate = _make_certificate()
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # readable by this user only
             file = Path(folder) / "key-and-certificate.pem"
-            file.write_bytes(key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
+            create_private(file, key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
             context.load_cert_chain(file)
         return context
 
@@ -168,7 +169,7 @@ def hosts_in(addresses: Sequence[str]) -> list[str]:
 
 
 async def _dial(place: Address, certificate: str) -> Stream:
-    reader, writer = await asyncio.open_connection(place.host, place.port, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
+    reader, writer = await dial(place, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if not hmac.compare_digest(_digest(shown), certificate):
         writer.transport.abort()

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,12 @@ def load_engine() -> Any:
         def _make_process_args(*words: Any, **options: Any) -> list[str]:
             return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **options)]
 
+    def p2p_in(folder: Path) -> Any:
+        """Return the class of a P2P whose sockets are in ``folder`` instead of in /tmp, where others could use them."""
+        return type("P2PInAFolder", (P2PInASession,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+
     return SimpleNamespace(
-        P2P=P2PInASession,
+        p2p_in=p2p_in,
         PeerID=PeerID,
         DHTNode=DHTNode,
         DHTProtocol=DHTProtocol,

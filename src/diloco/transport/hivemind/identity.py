@@ -17,6 +17,7 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
+from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
@@ -55,20 +56,13 @@ def load_identity(path: Path) -> Identity:
     """
     engine = load_engine()
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+        create_private(half, data)
         os.replace(half, path)
-    if path.stat().st_mode & 0o077:
-        raise ConfigurationError(
-            f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}). Run chmod 600 on it "
-            "or choose another swarm.identity."
-        )
-    data = path.read_bytes()
+    data = read_private(path, f"The private key swarm.identity={path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)

@@ -52,7 +52,8 @@ def connect_peer(
         join_at: addresses of any peers of the run, as passed to ``on_address``; empty for the first peer.
         replica: number m of this replica. None derives a number from the identity, which can't serve as an index into
             shards of the data.
-        secret: the secret of the run, the same for all peers; peers without it are rejected. "" means no secret.
+        secret: the text of a file that ``diloco secret`` has written, or ``passphrase:`` and words of your own, the
+            same for all peers; peers without it are rejected. "" means no secret.
         allow: identities of the peers that may take part; empty means all.
         on_address: called with each address at which others can join, before waiting for them.
         node: where to listen, if not at every address of this machine.
@@ -60,7 +61,7 @@ def connect_peer(
 
     Raises:
         RendezvousError: if the others do not join in time or are incompatible, or the run has already begun.
-        ConfigurationError: if Hivemind is not installed, or the key can't be used.
+        ConfigurationError: if Hivemind is not installed, or the key or the secret can't be used.
     """
     place = SwarmPlace(
         identity=Path(identity),

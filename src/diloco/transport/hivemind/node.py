@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
@@ -51,8 +54,9 @@ class Node:
         """
         engine = load_engine()
         entrance = list(place.join) if place.insists else []
+        folder = Path(tempfile.mkdtemp(prefix="diloco-", dir="/tmp"))  # short, as the paths of sockets must be
         try:
-            p2p = await engine.P2P.create(
+            p2p = await engine.p2p_in(folder).create(
                 initial_peers=entrance or None,
                 announce_maddrs=list(place.announce) or None,
                 host_maddrs=list(place.listen) or None,
@@ -66,6 +70,7 @@ class Node:
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
+            shutil.rmtree(folder, ignore_errors=True)
             why = plainly(error)
             if entrance:
                 raise RendezvousError(
@@ -75,7 +80,7 @@ class Node:
             raise TransportError(
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another swarm.listen."
             ) from error
-        daemon = Daemon(p2p, _PROTOCOL)
+        daemon = Daemon(p2p, folder, _PROTOCOL)
         try:
             engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
             dht = await engine.DHTNode.create(
@@ -178,8 +183,9 @@ class Node:
             known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
             try:
                 load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
-            except Exception:  # from libp2p; the next attempt may succeed
-                logging.getLogger(__name__).debug("asking for the time failed", exc_info=True)
+            except Exception as error:  # from libp2p; the next attempt may succeed
+                words = "no peer could be asked for the network's time (%s). The next attempt is in %g s."
+                logging.getLogger(__name__).warning(words, plainly(error), KEEP_UP_EVERY_S)
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from diloco.membership.view import View
 from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.secret import is_proof, proof
+from diloco.transport.secret import check_secret, is_proof, proof
 
 __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
 
@@ -23,16 +23,20 @@ class Admission:
     """
 
     run: str  # name of the run; peers of other runs are rejected
-    secret: str = ""  # secret that all peers of the run share; "": the run's name is enough
+    # secret that all peers of the run share, see `diloco.transport.secret`; "": the run's name is enough
+    secret: str = field(default="", repr=False)
     allowed: frozenset[str] = frozenset()  # identities of the admitted peers; empty: all peers with the secret
+
+    def __post_init__(self) -> None:
+        check_secret(self.secret)
 
     def proof(self, prover: str, verifier: str) -> bytes:
         """Return the 32 bytes that ``prover`` sends to ``verifier``; both are peer identities.
 
-        >>> Admission("r", "s").proof("a", "b") == Admission("r", "t").proof("a", "b")
+        >>> Admission("r").proof("a", "b") == Admission("s").proof("a", "b")
         False
         """
-        return proof(self.run, self.secret, prover, verifier)
+        return proof(f"stream {self.run}", self.secret, prover, verifier)
 
     def admits(self, peer: str) -> bool:
         """Return whether ``peer`` is on the list of allowed peers, or there is no list."""
@@ -40,11 +44,11 @@ class Admission:
 
     def accepts(self, given: bytes, prover: str, verifier: str) -> bool:
         """Return whether ``given`` is the proof of ``prover`` to ``verifier``."""
-        return is_proof(given, self.run, self.secret, prover, verifier)
+        return is_proof(given, f"stream {self.run}", self.secret, prover, verifier)
 
     def of_record(self, peer: str, content: str) -> str:
         """Return the proof that ``peer`` adds to ``content``, its record in the DHT; making it takes the secret."""
-        return self.proof(f"the record of {peer}", content).hex()
+        return proof(f"record {self.run}", self.secret, peer, content).hex()
 
 
 @dataclass(frozen=True, kw_only=True)

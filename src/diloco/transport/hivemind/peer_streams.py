@@ -19,6 +19,7 @@ from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
 __all__ = ["PeerAddress", "PeerStreams"]
 
 _PROOF_S = 10.0
+_MOST_KNOWN = 4096  # anyone may store records in the DHT, under a new identity each time
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,12 @@ class PeerStreams:
         return f"direct streams (TLS 1.3), {origin}{otherwise}"
 
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
-        """Remember addresses of a peer, in case the network does not find it by itself."""
+        """Remember addresses of a peer, in case the network does not find it by itself; of the last 4096 peers."""
         if addresses:
+            self._known.pop(peer_id, None)
             self._known[peer_id] = addresses
+            if len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
         """Start the peer. Streams from peers that are not on the list are closed at once."""

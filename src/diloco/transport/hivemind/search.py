@@ -15,6 +15,8 @@ from diloco.membership.bootstrap import BootstrapElection, Candidate, Candidates
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
+from diloco.transport.connections.backoff import Backoff
+from diloco.transport.hivemind.daemon import plainly
 from diloco.transport.hivemind.identity import PeerRecord
 from diloco.transport.hivemind.peer_config import SwarmPlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -23,7 +25,7 @@ from diloco.transport.peers.connected import Wire
 
 __all__ = ["Announcer", "Search"]
 
-_LOOK_AGAIN_S = 0.5
+_LOOK_AGAIN_S = 0.5, 2.0  # pauses between two look-ups
 _ANNOUNCE_S = 60.0
 _BEATS = 4  # how often a searching peer announces itself within the time after which it would count as gone
 
@@ -81,8 +83,9 @@ class Announcer:
             try:
                 await self.refresh()
                 await self.announce()
-            except Exception:  # from the DHT; the next attempt may succeed
-                logging.getLogger(__name__).debug("announcing failed", exc_info=True)
+            except Exception as error:  # from the DHT; the next attempt may succeed
+                words = "this peer could not be announced (%s). It tries again in %g s."
+                logging.getLogger(__name__).warning(words, plainly(error), _ANNOUNCE_S)
             await asyncio.sleep(_ANNOUNCE_S)
 
 
@@ -130,6 +133,7 @@ class Search:
             me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy
         )
         candidates, why = Candidates(self._silence_s), dict[str, str]()
+        backoff = Backoff(*_LOOK_AGAIN_S, seed=node.peer_id)
         began_s, announced_s = loop.time(), -math.inf
         known_s = math.inf  # when others could first know of this peer; the time waited for them counts from then
         while True:
@@ -170,7 +174,7 @@ class Search:
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:
                 raise self._nobody(had_members, looking, why)
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _records(self) -> list[PeerRecord]:
         """Return the records of the other peers that train, or trained within the last half hour."""

@@ -38,7 +38,8 @@ class SwarmSettings:
     """What happens when the network splits. stop: only the larger side continues. go-on: each side with at least
     transport.min_replicas replicas continues."""
     secret_file: Path | None = None
-    """A file with a secret that all peers of the run share. A peer without it can neither read nor contribute."""
+    """A file with a secret that all peers of the run share, as `diloco secret FILE` writes it, readable by its owner
+    only. A peer without it can neither read nor contribute."""
     allow: tuple[str, ...] = ()
     """Identities of the peers that may take part. Empty: all peers that know the run's name and secret."""
     identity: Path | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.faults import read_faults
 from diloco.protocol.fields import GREATEST, MOST_RANK
-from diloco.transport.connections.streams import within
+from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_config import Admission, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -24,6 +24,7 @@ from diloco.units import visible
 __all__ = ["PeerReport", "StatusClient", "absence", "open_status_client", "status_of"]
 
 _ANSWER_S = 10.0
+_MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
 _MOST_FIELDS, _MOST_CHARACTERS = 64, 64
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
             "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
@@ -51,6 +52,7 @@ class StatusClient:
     def __init__(self, streams: PeerStreams, admission: Admission) -> None:
         self._streams = streams
         self._admission = admission
+        self._most_bytes = MAX_JSON_BYTES  # of one answer
 
     async def ask(self, since: Mapping[str, int] | None = None) -> list[PeerReport]:
         """Ask every peer of the run that was there within the last half hour, and return their reports.
@@ -63,6 +65,7 @@ class StatusClient:
         for record in records:
             self._streams.know(record.peer_id, record.addresses)
         asked = {each.peer_id: _question(each.peer_id, since) for each in records}
+        self._most_bytes = max(UNKNOWN_PEER_BYTES, min(MAX_JSON_BYTES, _MOST_ANSWERS_BYTES // max(1, len(records))))
         seen = await asyncio.gather(*(self._asked(each, asked[each.peer_id]) for each in records))
         there = [each.peer_id for each in seen if each.status]
         return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
@@ -85,7 +88,7 @@ class StatusClient:
     async def _answered(self, report: PeerReport, peer: str, question: Mapping[str, Any], route: str) -> PeerReport:
         """Return ``report`` completed by the answer of ``peer``."""
         asked_s = time.monotonic()
-        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question))
+        answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, self._most_bytes))
         took_s = time.monotonic() - asked_s
         return replace(report, status=status_of(answer), problem="", route=route, round_trip_s=took_s)
 

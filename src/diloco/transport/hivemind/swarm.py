@@ -243,8 +243,10 @@ class SwarmService:
         await _say(answer, reader, writer)
 
 
-async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask a peer and return its answer.
+async def ask_peer(
+    streams: Streams, peer_id: str, question: Mapping[str, Any], most_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """Ask a peer and return its answer, of at most ``most_bytes``.
 
     Raises:
         RendezvousError: if the peer refuses permanently; the message gives its reason.
@@ -254,7 +256,8 @@ async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) 
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
-        most_bytes = UNKNOWN_PEER_BYTES if {*question} == {"kind"} else MAX_JSON_BYTES
+        if {*question} == {"kind"}:
+            most_bytes = UNKNOWN_PEER_BYTES
         answer, _ = await within(_ANSWER_S, read_frame(reader, most_bytes, 0))
     except (EOFError, TimeoutError) as error:
         raise NotNowError(f"{peer_id} does not answer") from error

@@ -42,20 +42,32 @@ class Threads:
 
     They must be joined before the process ends: a thread that is then inside PyTorch would abort the process.
 
-    >>> threads, heard = Threads(), []
-    >>> threads.start(heard.append, "a word", name="listener")
+    Args:
+        on_error: Called, in the thread, with an error that ends it.
+
+    >>> heard = []
+    >>> threads = Threads(heard.append)
+    >>> threads.start(int, "a word", name="parser")
     >>> threads.join(10.0)
     True
     >>> heard
-    ['a word']
+    [ValueError("invalid literal for int() with base 10: 'a word'")]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[BaseException], object]) -> None:
+        self._on_error = on_error
         self._running: WeakSet[threading.Thread] = WeakSet()
 
     def start(self, target: Callable[..., object], *arguments: Any, name: str) -> None:
         """Call ``target`` in another thread."""
-        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+
+        def run() -> None:
+            try:
+                target(*arguments)
+            except BaseException as error:
+                self._on_error(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._running.add(thread)
         thread.start()
 

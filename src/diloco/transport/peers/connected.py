@@ -14,13 +14,14 @@ from diloco.membership.quorum import Policy
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.signing import SECRET_BYTES
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "Wire", "join"]
 
 _ANSWER_S = 30.0
-_AGAIN_S = 0.3
+_AGAIN_S = 0.3, 2.0  # pauses between two requests to join
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def join(connected: Connected, timeout_s: float) -> int:
     """
     transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
     deadline_s = time.monotonic() + timeout_s
-    why = f"no answer within {timeout_s:g} s"
+    why, backoff = f"no answer within {timeout_s:g} s", Backoff(*_AGAIN_S, seed=entry.address)
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
         if answer is not None and answer[0]["kind"] == "welcome":
@@ -76,7 +77,7 @@ def join(connected: Connected, timeout_s: float) -> int:
         final = answer is not None and answer[0]["for_good"] and not connected.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the run: {why}. It stops here.")
-        time.sleep(_AGAIN_S)  # the members are not ready for it yet
+        time.sleep(backoff.next_s())  # the members are not ready for it yet
         connected.refresh()
     transport.enter(answer)
     return transport.step

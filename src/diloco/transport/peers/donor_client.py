@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,8 +15,10 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
-from diloco.transport.connections.streams import Streams, pack, read_frame
+from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame
 from diloco.transport.peers.block_assembly import Assembly, Block
+from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import Description
 from diloco.units import visible
 
@@ -95,7 +98,7 @@ class Donor:
         self.idle_since_s = 0.0  # when its last block was complete, or the first one was requested
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, seed=f"{os.getpid()} {fetch.fragment} {replica}")
 
     def start(self) -> asyncio.Task[None]:
         """Start a task that fetches from the donor until it is dropped."""
@@ -124,9 +127,8 @@ class Donor:
     async def _pause(self, seen: Assembly | None) -> None:
         """Wait until it is time to ask again or another snapshot is chosen."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._pause_s):
+            async with asyncio.timeout(self._backoff.next_s()):
                 await self.fetch.until(lambda: self.fetch.assembly is not seen)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     async def _visit(self) -> None:
         """Use one connection for as long as possible."""
@@ -239,7 +241,8 @@ class Donor:
             if error.replicas == (self.replica,):
                 raise _DropError(str(error)) from error
             raise  # several donors have sent parts of it, and the faulty one is unknown
-        self._failures, self._pause_s = 0, _FIRST_PAUSE_S
+        self._failures = 0
+        self._backoff.reset()
         return True
 
     async def _wait_for_others(self, assembly: Assembly) -> None:
@@ -256,4 +259,4 @@ class Donor:
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
         async with asyncio.timeout(self.fetch.slow_s):
-            return await read_frame(reader)
+            return await read_frame(reader, MAX_JSON_BYTES, MAX_CHUNK_BYTES)

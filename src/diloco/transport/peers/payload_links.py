@@ -151,14 +151,19 @@ class HostCopies:
         payload.record_stream(self._stream)  # its memory is not reused before the copy is done
         return replace(contribution, payload=host), copied
 
-    def after(self, copied: torch.cuda.Event, act: Callable[[], None]) -> None:
-        """Call ``act`` in another thread once the copy is done."""
+    def after(
+        self, copied: torch.cuda.Event, act: Callable[[], None], on_error: Callable[[BaseException], object]
+    ) -> None:
+        """Call ``act`` in another thread once the copy is done, or ``on_error`` if it fails."""
         if self._waiting is None:
             self._waiting = ThreadPoolExecutor(1, thread_name_prefix="diloco-copies")
 
         def wait() -> None:
-            copied.synchronize()
-            act()
+            try:
+                copied.synchronize()
+                act()
+            except BaseException as error:
+                on_error(error)
 
         self._waiting.submit(wait)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -98,12 +99,16 @@ class Contributed:
                 pending.decided_s = time.monotonic()
                 pending.done.set()
 
+    def end(self, outcome: Callable[[RoundId], TransportError]) -> None:
+        """Let each round in flight end with its ``outcome``. For any thread."""
+        for round_id in list(self._undecided):
+            self.resolve(round_id, outcome(round_id))
+
     def close(self, failure: TransportError) -> None:
         """Let everything in flight fail with ``failure``, and accept nothing more. For any thread."""
         with self._lock:
             self._closed = failure
-        for round_id in list(self._undecided):
-            self.resolve(round_id, failure)
+        self.end(lambda round_id: failure)
 
     def decided_rounds(self, fragment: int) -> int:
         """Return the number of decided rounds of ``fragment``. A replica that has finished fewer is behind."""

@@ -78,7 +78,10 @@ class RoundMessages:
 
         def begin() -> None:
             for member, work in works.items():
-                act(self.links[member], tag, data, work)
+                try:
+                    act(self.links[member], tag, data, work)
+                except Exception as error:  # the thread of the exchange waits for this
+                    work.set_exception(error)
 
         if asyncio._get_running_loop() is self.loop:
             begin()

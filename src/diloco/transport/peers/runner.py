@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
-from diloco.errors import ConfigurationError, RendezvousError, TransportError
+from diloco.errors import ConfigurationError, RendezvousError, RoundVoidError, TransportError
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.failure_detector import Timing
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import facts_message
 from diloco.protocol.registry import Entry, Registry
@@ -67,12 +67,12 @@ class ProtocolRunner:
         self._changed = threading.Condition()  # its lock guards the machine; notified after each event
         self._contributed = Contributed()
         self._closed = False
-        self._threads = Threads()
-        self._calls: set[asyncio.Task[None]] = set()
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self._linked: Future[Links] = Future()
         self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
+        self.connections.on_fault = self._end_waiting
+        self._threads = Threads(self._fail)
         self._links = PayloadLinks(rules, policies, self.connections, self._threads, timing.silence_s / _IDLE_PART)
 
     # For any thread.
@@ -85,12 +85,14 @@ class ProtocolRunner:
         """Let the machine handle an event, and wait until the resulting actions are carried out.
 
         Raises:
-            TransportError: The connections are closed.
+            TransportError: The connections are closed, or an internal error has ended them.
             TimeoutError: It takes longer than ``timeout_s``.
         """
 
         async def handle() -> None:
             self._handle(event)
+            if self.connections.fault:
+                raise TransportError(self.connections.fault)
 
         self.connections.call(handle(), timeout_s)
 
@@ -98,10 +100,14 @@ class ProtocolRunner:
         """Wait until ``predicate`` holds, at most ``timeout_s``. It is evaluated after each event.
 
         Raises:
-            TransportError: The transport was closed in the meantime.
+            TransportError: The transport was closed in the meantime, or has ended after an internal error.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
+            self._changed.wait_for(
+                lambda: self._closed or self.connections.fault or predicate(), min(timeout_s, threading.TIMEOUT_MAX)
+            )
+            if self.connections.fault:
+                raise TransportError(self.connections.fault)
             if self._closed:
                 raise TransportError(f"replica {self.rules.replica} has closed its transport. It stops waiting.")
 
@@ -167,11 +173,50 @@ class ProtocolRunner:
                 self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
-        with self._changed:
-            wanted = self._machine.handle(event, time.monotonic())
-            self._changed.notify_all()
+        """Let the machine handle an event, and carry out all resulting actions, whatever happens to one of them.
+
+        Raises:
+            MessageError: The event is a malformed message. Any other error ends this transport.
+        """
+        if self.connections.fault:
+            if isinstance(event, events.Submitted):
+                self._end_waiting()
+            return
+        wanted: list[actions.Action] = []
+        errors: list[Exception] = []
+        try:
+            with self._changed:
+                wanted = self._machine.handle(event, time.monotonic())
+                self._changed.notify_all()
+        except Exception as error:
+            if isinstance(event, events.Received) and isinstance(error, MessageError):
+                raise
+            errors.append(error)
         for action in wanted:
-            self._do(action)
+            try:
+                self._do(action)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            self.connections.fail(errors[0])
+
+    def _fail(self, error: BaseException) -> None:
+        """End this transport because of an internal error. For any thread."""
+        self.connections.post(self.connections.fail, error)
+
+    def _end_waiting(self) -> None:
+        """Let all who wait learn of an internal error."""
+        fault = TransportError(self.connections.fault)
+        with self._changed:
+            self._changed.notify_all()
+        self._contributed.end(
+            lambda each: fault if self.policies.raises(each) else RoundVoidError(f"{each} is void: {fault}")
+        )
+        self.mailbox.close(str(fault))
+        self._links.close()
+        for exchange in list(self._exchanges.values()):
+            if not exchange.verdict.done():
+                exchange.verdict.set_exception(fault)
 
     def _do(self, action: actions.Action) -> None:
         match action:
@@ -215,8 +260,7 @@ class ProtocolRunner:
             case actions.Introduce(entry):
                 address = self.connections.streams.calls_back_at(entry)
                 if address is not None and entry.rank not in self.connections.connected:
-                    self._calls.add(task := asyncio.ensure_future(self._call_back(entry.rank, address)))
-                    task.add_done_callback(self._calls.discard)
+                    self.connections.begin(self._call_back(entry.rank, address))
 
     async def _call_back(self, rank: int, address: Address) -> None:
         """Open a connection to a rank that can't open it itself."""

@@ -89,7 +89,8 @@ class PeerTransport(ProtocolRunner, Transport):
     @property
     def failure(self) -> TransportError | None:
         """Why this rank takes part in no more rounds, or None if it does."""
-        return self._machine.views.failure
+        fault = self.connections.fault
+        return TransportError(fault) if fault else self._machine.views.failure
 
     @property
     def last_view(self) -> View | None:
@@ -113,7 +114,7 @@ class PeerTransport(ProtocolRunner, Transport):
         submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self._links.uplink)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
-            self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)))
+            self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
         else:
             self._post(submitted)
         return pending
@@ -245,7 +246,7 @@ class PeerTransport(ProtocolRunner, Transport):
             self._closed = True
             self._changed.notify_all()
         left = TransportError(f"replica {self.replica} has closed its transport")
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, TransportError):  # an internal error has ended the connections
             self._call(events.Close(left), _ENDING_S)
         self._contributed.close(left)  # contributions that have not reached the machine
         self.mailbox.close("the transport was closed")

@@ -19,7 +19,7 @@ from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.secret import TurnedAwayError
+from diloco.transport.secret import TurnedAwayError, check_secret
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.full_mesh import connect_to_all
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_candidates
@@ -58,11 +58,16 @@ class TcpWire(Wire):
     host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
     ports: str = "0"  # ports for control connections: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
     interface: str = ""  # network interface of the payload connections; "": that of ``host``
-    # the shared secret, whose knowledge ranks prove to each other before any other message; "": no proof is needed
+    # the shared secret, see `diloco.transport.secret`, whose knowledge ranks prove to each other before any other
+    # message; "": no proof is needed
     secret: str = field(default="", repr=False)
     # how long a rank that has lost its view and finds no member waits for other searching ranks before one of them
     # founds a view
     join_window_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_secret(self.secret)
 
 
 def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:

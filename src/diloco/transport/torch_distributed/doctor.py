@@ -154,5 +154,5 @@ async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:
 
 async def _take(reader: asyncio.StreamReader, num_bytes: int) -> None:
     while num_bytes > 0:
-        _, chunk = await read_frame(reader)
+        _, chunk = await read_frame(reader, most_blob_bytes=_CHUNK_BYTES)
         num_bytes -= len(chunk)

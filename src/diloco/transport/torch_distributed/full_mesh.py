@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.address import parse_address
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import within
 from diloco.transport.peers.connected import Table
@@ -59,6 +60,7 @@ async def _connect_to_all(
     async def one(rank: int) -> None:
         address, why, refused_s = parse_address(table.entries[rank].address), "no answer", math.inf
         is_new = table.running and rank in mine  # it may not listen yet
+        backoff = Backoff(_AGAIN_S, 5 * _AGAIN_S, seed=f"{me} {rank}")
         dials_me = rank > me and (is_new or not table.running)
         refused_for_s = math.inf if is_new else 0.0 if table.running else REFUSED_S
         while (waited_s := loop.time() - began_s) < timeout_s and loop.time() - refused_s <= refused_for_s:
@@ -77,7 +79,7 @@ async def _connect_to_all(
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 why, refused_s = str(error) or type(error).__name__, math.inf
             if rank not in connections.connected:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(backoff.next_s())
         failed = f"can't reach rank {rank} at"
         if dials_me:
             failed = f"at {connections.address} was not reached by rank {rank} at"

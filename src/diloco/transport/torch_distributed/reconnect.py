@@ -14,6 +14,7 @@ from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import pack, within
 from diloco.transport.peers.connected import Connected, Table
@@ -25,7 +26,7 @@ __all__ = ["Reconnection", "TorchConnected", "serve_candidates"]
 
 _ANSWER_S = 5.0
 _OVER_S = 2.0
-_LOOK_AGAIN_S = 0.5
+_LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known ranks
 _CLOSED = "it is rejoining itself"
 
 
@@ -156,7 +157,7 @@ class Reconnection:
         clock = asyncio.get_running_loop()
         policy = self._transport.policies.quorum
         election = BootstrapElection(me=self._me, alone=False, window_s=self._window_s, policy=policy)
-        began_s = clock.time()
+        began_s, backoff = clock.time(), Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
         while True:
             asked_s = clock.time()
             answers = await self._answers()
@@ -176,7 +177,7 @@ class Reconnection:
                     f"replica {self._me.number} has searched for the others for {self._patience_s:g} s, its limit, "
                     f"and found {len(self._looking)} that are also searching. Its state is saved."
                 )
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def connect_to_members(self) -> None:
         """Ask for the current members and connect to all of them."""
@@ -213,7 +214,8 @@ class Reconnection:
         size = self._transport.rules.ranks_per_replica
         try:
             fields = Fields(answer)
-            entries = {entry.rank: entry for entry in map(Entry.from_message, fields.list_of_messages("entries"))}
+            told = map(Entry.from_message, fields.list_of_messages("entries"))
+            entries = {entry.rank: entry for entry in told if entry.rank < self._registry.num_ranks}
             members = tuple(sorted(set(fields.ranks("members"))))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
             places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}

@@ -18,8 +18,9 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
+from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import Streams, pack, read_frame, within
+from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
@@ -121,6 +122,7 @@ async def _ask(
 ) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     attempts, unanswered, why = 0, 0, ""
+    backoff = Backoff(0.25, 1.0, seed=f"{entry.rank} {entry.address}")
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
@@ -155,7 +157,7 @@ async def _ask(
             raise
         except (TransportError, ValueError) as error:
             raise _another_program(entry.rank, address, f"did not answer as a diloco does ({cause(error)})") from error
-        await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
+        await asyncio.sleep(min(backoff.next_s(), max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
         "Start replica 0 there, open that port, or, to join a running training, give the address of any of its "
@@ -193,7 +195,7 @@ async def question(streams: Streams, address: Address, message: Mapping[str, Any
     reader, writer = await streams.open(address)
     try:
         writer.write(pack(message))
-        answer, _ = await read_frame(reader)
+        answer, _ = await read_frame(reader, MAX_JSON_BYTES)
         return answer
     finally:
         writer.close()
@@ -208,7 +210,7 @@ async def _register(
         writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
         await writer.drain()
         while True:
-            answer, _ = await read_frame(reader)
+            answer, _ = await read_frame(reader, MAX_JSON_BYTES)
             if answer["kind"] != "waiting":
                 return answer
             missing[:] = [f"{_ranks(answer)} at the rendezvous {address}"]

@@ -1,0 +1,84 @@
+"""Files and folders that are their owner's alone, whatever the umask: secrets, private keys, folders of runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["create_private", "make_private_folder", "read_private"]
+
+_MOST_BYTES = 1 << 16
+
+
+def read_private(path: Path, what: str) -> bytes:
+    """Return the content of a file that no other user can read or change.
+
+    Args:
+        path: Path of the file; a link is followed.
+        what: What the file is, for errors.
+
+    Raises:
+        ConfigurationError: The file can't be read, is not a regular file or too large, belongs to another user than
+            this one or root, or has a mode that gives others any access.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # without waiting for the end of a FIFO
+        try:
+            problem = _problem(os.fstat(descriptor))
+            data = b"" if problem else os.read(descriptor, _MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigurationError(f"{what} can't be read: {error}.") from error
+    if len(data) > _MOST_BYTES:
+        problem = f"has more than {_MOST_BYTES} bytes"
+    if problem:
+        raise ConfigurationError(f"{what} {problem}.")
+    return data
+
+
+def create_private(path: Path, data: bytes) -> None:
+    """Create a file with mode 0600, whatever the umask.
+
+    Raises:
+        FileExistsError: There is a file or a link of this name, which was left as it is.
+        OSError: The file can't be written. It was removed.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            path.chmod(0o600)  # an umask may have taken the owner's rights away
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder, and those above it that are missing, with mode 0700. Existing ones stay as they are.
+
+    Raises:
+        OSError: It can't be created, or there is a file of this name.
+    """
+    for missing in reversed([each for each in path.parents if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _problem(status: os.stat_result) -> str:
+    """Return why a file is not private, or ""."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    if sys.platform == "win32":  # has other permissions than the mode
+        return ""
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (number {status.st_uid}), who can read it. Run chown on it, or copy it"
+    if status.st_mode & 0o077:
+        return f"can be read or changed by others (mode {stat.S_IMODE(status.st_mode):o}). Run chmod 600 on it"
+    return ""

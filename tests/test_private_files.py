@@ -1,0 +1,124 @@
+"""What the package creates beside the user's own files is its owner's alone, whatever the umask."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.private_files import make_private_folder
+from diloco.train.torch_threads import Seats
+from diloco.transport.hivemind.direct_streams import DirectStreams
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from tests.cli.runs import SMALL
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+
+UMASKS = pytest.mark.parametrize("umask", [0o000, 0o002], ids=oct)
+
+
+@contextmanager
+def under(umask: int) -> Iterator[None]:
+    before = os.umask(umask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def open_to_others(path: Path, top: Path) -> bool:
+    """Return whether another user who can enter ``top`` can do anything with ``path``."""
+    closed = (each.stat().st_mode & 0o077 == 0 for each in (path, *path.parents) if each != top and top in each.parents)
+    return not any(closed)
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+@UMASKS
+def test_nobody_else_can_use_the_sockets_of_the_daemon(keys: Path, umask: int) -> None:
+    """Over its control socket anyone could open streams as this peer."""
+    with under(umask):
+        swarms = Swarms(keys)
+        streams = swarms.meet(1)[0].connections.streams
+        assert isinstance(streams, PeerStreams)
+        arguments = Path(f"/proc/{streams.node.daemon_pid}/cmdline").read_text("utf-8").split("\0")
+        control = Path(next(each.partition("/unix")[2] for each in arguments if each.startswith("-listen=")))
+        sockets = [path for path in control.parent.iterdir() if path.is_socket()]
+        exposed = [path for path in sockets if open_to_others(path, Path("/tmp"))]
+        swarms.close()
+    assert control in sockets
+    assert not exposed
+    assert not control.parent.exists()
+
+
+@UMASKS
+def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records hold samples of the data and paths of this machine. Whoever can write there changes the model."""
+    monkeypatch.chdir(tmp_path)
+    top = tmp_path / "home"
+    top.mkdir()
+    (tmp_path / "run.toml").write_text(SMALL)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"sentence number {number} of a text" for number in range(200)))
+    with under(umask):
+        assert main(["train", "run.toml", "--data", "text.txt", "--out", str(top / "new" / "run")]) == 0
+    written = list(top.rglob("*"))
+    assert {"config.toml", "metrics.jsonl", "summary.json"} <= {path.name for path in written}
+    assert not [path for path in written if open_to_others(path, top)]
+
+
+@UMASKS
+def test_nobody_else_can_take_a_seat(tmp_path: Path, umask: int) -> None:
+    with under(umask):
+        seats = Seats(tmp_path / "seats")
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "seats").iterdir()} == {
+        "seat-0": 0o600
+    }
+    assert stat.S_IMODE((tmp_path / "seats").stat().st_mode) == 0o700
+    seats.leave()
+
+
+def test_a_folder_of_seats_that_was_open_to_others_is_closed_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert Seats(tmp_path / "link").taken() == 1
+    assert list((tmp_path / "mine").iterdir()) == []
+    seats = Seats(tmp_path / "mine")
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+    seats.leave()
+
+
+@UMASKS
+def test_the_key_of_direct_streams_is_in_no_file_that_others_can_read(
+    umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    before = ssl.SSLContext.load_cert_chain
+
+    def note(self: ssl.SSLContext, path: Path) -> None:
+        modes.extend(stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent))
+        before(self, path)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", note)
+    with under(umask):
+        DirectStreams("Qm", {})._server_context()
+    assert modes == [0o600, 0o700]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
+def test_missing_folders_are_private_and_existing_ones_stay_as_they_are(tmp_path: Path, umask: int) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    with under(umask):
+        for _ in range(2):
+            make_private_folder(shared / "a" / "b")
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (shared, shared / "a", shared / "a" / "b")]
+    assert modes == [0o775, 0o700, 0o700]
+    (shared / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_private_folder(shared / "file")

@@ -1,0 +1,206 @@
+"""Secrets and private keys: which files are accepted, and what is derived from them."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.errors import ConfigurationError
+from diloco.private_files import create_private
+from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.peer_config import Admission
+from diloco.transport.secret import check_secret, new_secret, proof, read_secret
+from tests.transport.nowhere import wire
+
+SECRET = new_secret()
+PASSPHRASE = "passphrase: correct horse battery staple"
+NAME = "swarm.secret_file"
+KNOWN = "d3f29598b51cbd09e49dcf92660b5cadcc49128ccb1eb9f7a92e8902b895f507"
+
+
+def proof_of(secret: str) -> bytes:
+    return proof("test", secret, "a", "b")
+
+
+def written(folder: Path, content: bytes) -> Path:
+    path = folder / "run.secret"
+    create_private(path, content)
+    return path
+
+
+SAME = {
+    "a line feed": b"%s\n",
+    "nothing after it": b"%s",
+    "a carriage return": b"%s\r\n",
+    "a byte order mark": b"\xef\xbb\xbf%s\n",
+    "spaces around it": b"  %s \t\n\n",
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+@pytest.mark.parametrize("secret", [SECRET, PASSPHRASE], ids=["random", "passphrase"])
+def test_what_editors_add_changes_no_secret(tmp_path: Path, form: str, secret: str) -> None:
+    assert proof_of(read_secret(written(tmp_path, SAME[form] % secret.encode()), NAME)) == proof_of(secret)
+
+
+def test_a_passphrase_gives_the_same_key_on_every_machine() -> None:
+    """A fixed value: another version of the package must derive it too."""
+    assert proof_of(PASSPHRASE).hex() == KNOWN
+    composed, decomposed = (
+        unicodedata.normalize(form, "passphrase:größere Wörter als sonst") for form in ("NFC", "NFD")
+    )
+    assert composed != decomposed
+    assert proof_of(composed) == proof_of(decomposed)
+
+
+BAD = {
+    "nothing": b"",
+    "a blank line": b"\n",
+    "the former form": b"0123456789abcdef" * 4 + b"\n",
+    "words alone": b"correct horse battery staple\n",
+    "a key that was cut": SECRET[:-20].encode(),
+    "a key without its checksum": SECRET.partition("-")[0].encode(),
+    "a key with a wrong digit": SECRET.replace(SECRET[20], "0" if SECRET[20] != "0" else "1").encode(),
+    "a key in capitals": SECRET.upper().encode(),
+    "two keys": f"{SECRET}\n{new_secret()}\n".encode(),
+    "a key and words": f"{SECRET} and more".encode(),
+    "a short passphrase": b"passphrase: fifteen letters"[:27],
+    "a passphrase of two lines": b"passphrase: correct horse\nbattery staple\n",
+    "a passphrase of spaces": b"passphrase:" + b" " * 40,
+    "no text": b"\xff\xfe" * 20,
+    "UTF-16": SECRET.encode("utf-16"),
+    "a null character": SECRET.encode() + b"\0",
+    "too much": b"x" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_holds_no_secret_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{NAME}=.*run\.secret"):
+        read_secret(written(tmp_path, BAD[case]), NAME)
+
+
+@pytest.mark.parametrize("use", [check_secret, lambda text: Admission("run", text), lambda text: wire(secret=text)])
+def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[str], object]) -> None:
+    for text in ("", SECRET, PASSPHRASE):
+        use(text)
+    with pytest.raises(ConfigurationError, match="begins neither with 'diloco-secret:'"):
+        use("words that nobody else knows")
+
+
+def readers() -> list[Callable[[Path], object]]:
+    return [lambda path: read_secret(path, NAME), load_identity]
+
+
+@pytest.mark.parametrize("reader", readers(), ids=["secret", "identity"])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o666, 0o601, 0o610])
+def test_a_file_that_others_can_read_or_change_is_refused(
+    tmp_path: Path, reader: Callable[[Path], object], mode: int
+) -> None:
+    path = written(tmp_path, f"{SECRET}\n".encode())
+    path.chmod(mode)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for each in (path, link):
+        with pytest.raises(ConfigurationError, match=rf"by others \(mode {mode:o}\)\. Run chmod 600"):
+            reader(each)
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (make_fifo, "not a regular file"),
+    "a folder": (lambda path: path.mkdir(mode=0o700), "not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a link that leads nowhere": (lambda path: path.symlink_to("nowhere"), "can't be read"),
+    "a link to itself": (lambda path: path.symlink_to(path), "can't be read"),
+    "nothing": (lambda path: None, "can't be read"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, case: str) -> None:
+    make, words = ODD[case]
+    make(path := tmp_path / "run.secret")
+    with pytest.raises(ConfigurationError, match=words):
+        read_secret(path, NAME)
+
+
+@pytest.mark.parametrize("reader", readers(), ids=["secret", "identity"])
+def test_a_file_of_another_user_is_refused(
+    tmp_path: Path, reader: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, f"{SECRET}\n".encode())
+    owner = path.stat().st_uid or 12345
+    if os.geteuid() == 0:
+        os.chown(path, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigurationError, match=f"belongs to another user .number {owner}"):
+        reader(path)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o777])
+def test_the_command_writes_a_secret_that_only_its_owner_can_read(
+    tmp_path: Path, umask: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.secret"
+    before = os.umask(umask)
+    try:
+        assert main(["secret", str(path)]) == 0
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    secret = read_secret(path, NAME)
+    assert path.read_text("ascii") == f"{secret}\n"
+    assert secret != SECRET
+    told = capsys.readouterr()
+    assert str(path) in told.out
+    assert secret not in told.out + told.err
+
+
+@pytest.mark.parametrize("there", ["a file", "a folder", "a link", "no folder"])
+def test_the_command_overwrites_nothing(tmp_path: Path, there: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.secret"
+    if there == "a file":
+        path.write_text("mine")
+    elif there == "a folder":
+        path.mkdir()
+    elif there == "a link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path = tmp_path / "missing" / "run.secret"
+    assert main(["secret", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
+    assert there != "a file" or path.read_text() == "mine"
+
+
+def test_a_file_that_can_not_be_written_whole_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["secret", str(tmp_path / "run.secret")]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_purpose_has_its_own_key() -> None:
+    """A proof that is sent to one kind of peer is of no use to another kind."""
+    admission = Admission("run", SECRET)
+    made = {
+        proof("tcp", SECRET, "a", "b"),
+        admission.proof("a", "b"),
+        Admission("other", SECRET).proof("a", "b"),
+        bytes.fromhex(admission.of_record("a", "b")),
+        proof("tcp", SECRET, "b", "a"),
+        proof("tcp", "", "a", "b"),
+    }
+    assert len(made) == 6
+    assert proof("tcp", SECRET, "a\0b", "c") != proof("tcp", SECRET, "a", "b\0c")
