@@ -44,6 +44,8 @@ def read_tables(path: Path, called: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, UnicodeDecodeError) and error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+            reason = "it begins like UTF-16 text. Convert it to UTF-8"
         raise ConfigurationError(f"{called} {path} cannot be read: {reason}.") from error
     return _tables(text, str(path))
 
@@ -63,7 +65,7 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
 
 def _tables(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # a byte order mark, as editors of Windows write it
     except (ValueError, RecursionError) as error:  # numbers with too many digits, too many levels of nesting
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
 
