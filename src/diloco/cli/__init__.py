@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from diloco import __version__
 from diloco.cores import set_wait_policy
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
+        make_streams_safe()
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
@@ -65,10 +69,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has closed the pipe. Output that is still buffered must not raise again when the interpreter exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error is not _Output.failure:
+            raise
+        if not isinstance(error, BrokenPipeError):  # a reader that has closed the pipe wants no more
+            print(f"diloco: the output cannot be written: {error.strerror}.", file=sys.stderr)
         return FAILED
+
+
+class _Output(io.FileIO):
+    """The file of standard output, whose first error is raised and noted, or of standard error, which never raises.
+
+    Later output is dropped, so that nothing fails again when the interpreter exits.
+    """
+
+    failure: OSError | None = None  # of standard output
+    _ended = False
+
+    def write(self, data: Any) -> int:
+        if self._ended:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._ended = True
+            if self.fileno() == 2:
+                return len(data)
+            _Output.failure = error
+            raise
+
+
+def make_streams_safe() -> None:
+    """Prepare the standard streams of this process, so that printing can't end in a traceback.
+
+    Characters that a stream can't encode become escapes, a closed stream is replaced by the null device, and `_Output`
+    takes care of what can't be written.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            # The number is taken as well: otherwise the next file opened would get it, and what libraries print.
+            with suppress(OSError):
+                if os.open(os.devnull, os.O_RDWR) == number:
+                    os.set_inheritable(number, True)
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+        elif number and type(raw := getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(_Output(raw.fileno(), "w", closefd=False)),
+                encoding=stream.encoding,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+        if number == 0 and stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968"):
+            stream.reconfigure(encoding="utf-8")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
 
 
 def _dispatch(given: Sequence[str]) -> int:
@@ -118,4 +173,5 @@ examples:
   diloco generate runs/streaming-tiny --prompt "import "
 
 exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (the state is saved)
+If the output can't be written, training goes on and other commands end with 1.
 """

@@ -227,6 +227,11 @@ def in_toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
+        if (visible_text := str(value).encode("utf-8", "backslashreplace").decode()) != str(value):
+            raise ConfigurationError(
+                f"{visible_text} is not text in UTF-8, which the run's settings must be. Give it another name; in an "
+                "ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
+            )
         # A JSON string is a TOML basic string, except for the one control character that JSON does not escape.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
