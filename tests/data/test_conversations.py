@@ -264,9 +264,24 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(tokenizers: Any, 
     assert rows_of(tokenizers(TEMPLATE), data) == plain
 
 
-def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tokenizers: Any, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a")])
-    assert rows_of(tokenizers(MARKED), data) == [f"<user:p><assistant:b>{BOTH}"]
+@pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])
+def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tokenizers: Any, tmp_path: Path, prompt: str) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a", "r", "c")])
+    template = MARKED.replace("%}<|im_start|>assistant:{%", f"%}}{prompt}{{%")
+    assert rows_of(tokenizers(template), data) == [f"<user:p><assistant:b>{BOTH}<user:r><assistant:«c>»"]
+
+
+def test_what_a_template_needs_before_an_answer_costs_only_that_answer(tokenizers: Any, tmp_path: Path) -> None:
+    needs_user = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    data = write_records(tmp_path / "a.jsonl", [said(answer("w"), *said("q", "a")["messages"])])
+    template = needs_user + "{{ raise_exception('No user query') }}{% endif %}" + TEMPLATE
+    assert rows_of(tokenizers(template), data) == [f"<assistant:w>{BOTH}"]
+
+
+def test_a_template_that_needs_content_gets_it(tokenizers: Any, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m['content'] + '' }}")
+    assert rows_of(tokenizers(template), data) == ['<user:q><assistant:«f{"a": 1}>»']
 
 
 def test_a_developer_speaks_as_the_system_where_the_template_knows_only_that(tokenizers: Any, tmp_path: Path) -> None:

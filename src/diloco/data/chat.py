@@ -164,7 +164,7 @@ class _Counts:
     cut: int = 0
     unanswered: int = 0
     special: int = 0
-    last_only: int = 0
+    partial: int = 0
 
     def notes(self, length: int) -> tuple[str, ...]:
         noted = (
@@ -172,7 +172,7 @@ class _Counts:
             (self.cut, f"cut at {length} tokens"),
             (self.unanswered, "left out because they have no answer to learn, or none before the cut"),
             (self.special, "left out because their text contains a special token of the tokenizer"),
-            (self.last_only, "in which only the last answer counts, because the template changes earlier ones"),
+            (self.partial, "in which not every answer counts, because the template renders earlier ones differently"),
         )
         return tuple(f"{count:,} {what}" for count, what in noted if count)
 
@@ -234,7 +234,7 @@ class _Reader:
             if tokenizer.template is None:
                 raise
             raise RowError(f"{place}: {error}") from error
-        self.counts.last_only += not all_count
+        self.counts.partial += not all_count
         return example
 
     def _name(self, place: str, part: str, how: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -105,7 +106,7 @@ class ChatTokenizer(Tokenizer):
 
         Returns:
             The example, and whether all answers to learn count. Some templates render earlier answers differently once
-            another message follows (without their reasoning); then only the last answer counts.
+            another message follows (without their reasoning), or refuse what precedes them; these don't count.
 
         Raises:
             DataError: the template refuses the conversation, or does not render the last answer right after the prompt
@@ -119,15 +120,18 @@ class ChatTokenizer(Tokenizer):
         marked = np.ones(len(tokens), dtype=np.bool_)
         if _MARKS_ANSWERS.search(self.template or ""):
             marked = self._marked(messages, **more)
-            if wanted == answers:
-                return self._example(tokens, marked), True
+            spot = (
+                np.cumsum(marked & np.diff(marked, prepend=False)) - 1
+            )  # which stretch of marked tokens a token is in
+            if wanted == answers or spot[-1] + 1 == len(answers):
+                kept = [place for place, number in enumerate(answers) if number in wanted]
+                return self._example(tokens, marked & (np.isin(spot, kept) | (wanted == answers))), True
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
         for number in wanted:
-            before = self._before(messages, number, whole, **more)
-            after = whole if number == len(messages) - 1 else self._render(messages[: number + 1], **more)
-            if before is not None and after.startswith(before) and whole.startswith(after):
-                counted |= (spans[:, 1] > len(before)) & (spans[:, 0] < len(after))
+            span = self._span(messages, number, whole, **more)
+            if span is not None:
+                counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
             elif number == answers[-1]:
                 raise DataError(
                     f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
@@ -174,11 +178,28 @@ class ChatTokenizer(Tokenizer):
         )
         return np.array(marked["assistant_masks"], dtype=np.bool_)
 
-    def _before(self, messages: Sequence[Message], number: int, whole: str, **more: Any) -> str | None:
-        """Return the prompt for an answer; None if the text of the conversation, ``whole``, does not show it."""
-        if number:
-            return self._render(messages[:number], answer_next=True, **more)
-        # A conversation may begin with an answer, but templates refuse one without messages.
+    def _span(self, messages: Sequence[Message], number: int, whole: str, **more: Any) -> tuple[int, int] | None:
+        """Return where an answer begins and ends in the text of its conversation, ``whole``; None if that isn't clear.
+
+        Raises:
+            DataError: the template refuses the conversation up to the last answer.
+        """
+        is_last = number == len(messages) - 1
+        try:
+            before = (
+                self._render(messages[:number], answer_next=True, **more) if number else self._opening(messages, whole)
+            )
+            after = whole if is_last else self._render(messages[: number + 1], **more)
+        except DataError:
+            if is_last:
+                raise
+            return None
+        if before is None or not after.startswith(before) or not whole.startswith(after):
+            return None
+        return len(before), len(after)
+
+    def _opening(self, messages: Sequence[Message], whole: str) -> str | None:
+        """Return what precedes an answer with which a conversation begins: templates render no prompt for it alone."""
         question = [{"role": "user", "content": "question"}]
         asked, prompt = self._render(question), self._render(question, answer_next=True)
         begin = prompt[len(asked) :] if prompt.startswith(asked) else ""
@@ -189,15 +210,16 @@ class ChatTokenizer(Tokenizer):
         """Return messages with the roles that the template knows, and arguments of calls in the form that it prints.
 
         Arguments are an object, or the same as JSON. Templates print one of these rightly. They refuse the other, or
-        show it as a string in quotes or as a Python dictionary.
+        show it as a string in quotes or as a Python dictionary. Some also refuse calls without content.
         """
         renamed = [self._renamed(message) for message in messages]
         if self.template is None or not any(message.get("tool_calls") for message in renamed):
             return renamed
         printed: list[list[dict[str, Any]]] = []
         refusals: list[DataError] = []
-        for form in (lambda given: given, parsed_arguments, _written):
-            candidate = _with_arguments(renamed, form)
+        forms = (lambda given: given, parsed_arguments, _written)
+        for content, form in itertools.product(({}, {"content": ""}), forms):
+            candidate = _with_arguments([content | message for message in renamed], form)
             try:
                 text = self._render(candidate, **more)
             except DataError as error:
