@@ -78,9 +78,9 @@ def listed(names: list[str], count: int) -> str:
     """Return the first of ``count`` names, and how many more there are.
 
     >>> listed(["a", "b", "c", "d", "e", "f"], 7)
-    'a, b, c, d, e and 2 more'
+    'a; b; c; d; e; and 2 more'
     """
-    return ", ".join(name.rstrip(".") for name in names[:5]) + (f" and {count - 5:,} more" if count > 5 else "")
+    return "; ".join(name.rstrip(".") for name in names[:5]) + (f"; and {count - 5:,} more" if count > 5 else "")
 
 
 def kind_of(path: Path) -> str:
