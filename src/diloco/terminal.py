@@ -7,14 +7,17 @@ show control characters in what it draws.
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
 from diloco.units import visible_lines
 
-__all__ = ["VisibleStream", "plain", "show_visibly"]
+__all__ = ["StandardOutput", "VisibleStream", "make_streams_safe", "plain", "show_visibly"]
 
 _BAR = re.compile(r"(?:\x1b\[A)*\r?")  # how a progress bar of a library (tqdm) begins what it writes
 
@@ -59,3 +62,52 @@ def show_visibly() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, VisibleStream):
             setattr(sys, name, VisibleStream(stream, bars=name == "stderr"))
+
+
+class StandardOutput(io.FileIO):
+    """The file of standard output, whose first error is raised and noted, or of standard error, which never raises.
+
+    Later output is dropped, so that nothing fails again when the interpreter exits.
+    """
+
+    failure: OSError | None = None  # of standard output
+    _ended = False
+
+    def write(self, data: Any) -> int:
+        if self._ended:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._ended = True
+            if self.fileno() == 2:
+                return len(data)
+            StandardOutput.failure = error
+            raise
+
+
+def make_streams_safe() -> None:
+    """Prepare the standard streams of this process, so that printing can't end in a traceback.
+
+    Characters that a stream can't encode become escapes, a closed stream is replaced by the null device, and
+    `StandardOutput` takes care of what can't be written.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            # The number is taken as well: otherwise the next file opened would get it, and what libraries print.
+            with suppress(OSError):
+                if os.open(os.devnull, os.O_RDWR) == number:
+                    os.set_inheritable(number, True)
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+        elif number and type(raw := getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(StandardOutput(raw.fileno(), "w", closefd=False)),
+                encoding=stream.encoding,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+        if number == 0 and stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968"):
+            stream.reconfigure(encoding="utf-8")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)

@@ -73,9 +73,10 @@ class _ToStderr(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Print reports of waits to stderr as ``diloco: ...``, like the other messages of a command."""
-    if not LOGGER.handlers:
-        LOGGER.addHandler(_ToStderr())
+    """Print reports of waits, and of what is left out of the data, as ``diloco: ...``, like a command's messages."""
+    for logger in (LOGGER, logging.getLogger("diloco.data")):
+        if not logger.handlers:
+            logger.addHandler(_ToStderr())
 
 
 @contextmanager

@@ -64,11 +64,21 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, words: list[
         assert word in message
 
 
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_byte_order_mark_is_no_part_of_the_settings(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "marked.toml").write_bytes(f"\ufeffseed = 3{ends}[train]{ends}steps = 50{ends}".encode())
+    configuration = load_configuration([str(tmp_path / "marked.toml")])
+    assert (configuration.seed, configuration.train.steps) == (3, 50)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.toml cannot be read: No such file"):
         load_configuration([str(tmp_path / "absent.toml")])
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read"):
+    (tmp_path / "binary.toml").write_bytes(b"preset = '\xff'")
+    with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read: .*byte 0xff in position 10"):
+        load_configuration([str(tmp_path / "binary.toml")])
+    (tmp_path / "binary.toml").write_text("preset = 'tiny'", encoding="utf-16")
+    with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read: it begins like UTF-16 text. Convert"):
         load_configuration([str(tmp_path / "binary.toml")])
 
 

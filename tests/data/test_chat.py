@@ -165,7 +165,7 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     told = corpus_of(folder, tmp_path, records).description()
     assert "2 conversations in" in told
     assert "1 cut at 64 tokens" in told
-    assert "2 left out because they have no answer, or none before the cut" in told
+    assert "2 left out because they have no answer to learn, or none before the cut" in told
     assert "1 left out because their text contains a special token" in told
 
 
@@ -176,7 +176,7 @@ MALFORMED = (
     ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
     ({"messages": "hello"}, "must be a list of messages"),
     ({"prompt": "a", "completion": []}, "must both be text"),
-    ({"conversations": ["a"]}, "must be a list of objects"),
+    ({"conversations": ["a"]}, "must be a list of messages"),
     ({"text": 3}, "holds int, not text"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
 )
@@ -195,7 +195,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"streaming": True}, "data.streaming can't be combined with data.format='chat'"),
     ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources can't be combined"),
     ({"paths": ()}, "needs conversations"),
-    ({"paths": (Path("hf:imdb"),)}, "Dataset.to_json"),
+    ({"paths": (Path("hf:imdb"),)}, "Dataset.to_parquet"),
     ({"format": "text", "chat_template": Path("x")}, "needs data.format='chat'"),
 )
 

@@ -102,7 +102,7 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path: Path) -> No
     [
         ("{broken", r"a\.jsonl:2 is not JSON"),
         ("[" * 100_000, r"a\.jsonl:2 is not JSON"),
-        ('["text"]', r"a\.jsonl:2 must be a JSON object with the field 'text', got a list"),
+        ('["text"]', r"a\.jsonl:2 must be a JSON object with the fields of a record, got a list"),
         ('{"txt": "x", "id": 1}', r"a\.jsonl:2 has no field 'text'.*did you mean 'txt'\?"),
         ('{"text": 3}', r"a\.jsonl:2: the field 'text' holds int, not text"),
         ('{"text": null}', r"a\.jsonl:2: the field 'text' holds NoneType, not text"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from diloco import __version__
 from diloco.cores import set_wait_policy
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
-from diloco.terminal import show_visibly
+from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 
 __all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
 
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
+        make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()
     debug = "--debug" in given
@@ -69,9 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has closed the pipe. Output that is still buffered must not raise again when the interpreter exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error is not StandardOutput.failure:
+            raise
+        if not isinstance(error, BrokenPipeError):  # a reader that has closed the pipe wants no more
+            print(f"diloco: the output cannot be written: {error.strerror}.", file=sys.stderr)
         return FAILED
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
@@ -125,4 +128,5 @@ examples:
   diloco generate runs/streaming-tiny --prompt "import "
 
 exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (the state is saved)
+If the output can't be written, training goes on and other commands end with 1.
 """

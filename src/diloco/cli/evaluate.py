@@ -69,7 +69,7 @@ class EvaluateOptions:
     answer_tokens: int = 256
     """Maximum number of tokens in an answer."""
     text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """Field of .jsonl and .parquet records that holds the text. Default: as in the run."""
+    """Field of records that holds the text. Default: as in the run."""
     document_separator: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Text at which files are split into documents. Default: as in the run."""
     sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None

@@ -238,7 +238,7 @@ def _read(path: Path) -> str:
     """Read the prompt from a file or from standard input."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(

@@ -41,7 +41,7 @@ WIRE_KEYS = (
 
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
-    *("outer.telemetry", "train.parallelism", "transport.replica_size", "swarm"),
+    *("outer.telemetry", "train.parallelism", "transport.replica_size", "swarm", "data.skip_bad"),
     *(f"transport.{name}" for name in ("replicas", "min_contributors")),
     *(f"transport.{name}" for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s")),
     *PROCESS_KEYS,

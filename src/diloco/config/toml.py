@@ -44,6 +44,8 @@ def read_tables(path: Path, called: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, UnicodeDecodeError) and error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+            reason = "it begins like UTF-16 text. Convert it to UTF-8"
         raise ConfigurationError(f"{called} {path} cannot be read: {reason}.") from error
     return _tables(text, str(path))
 
@@ -63,7 +65,7 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
 
 def _tables(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))  # a byte order mark, as editors of Windows write it
     except (ValueError, RecursionError) as error:  # numbers with too many digits, too many levels of nesting
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
 
@@ -225,6 +227,11 @@ def in_toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | Path):
+        if (visible_text := str(value).encode("utf-8", "backslashreplace").decode()) != str(value):
+            raise ConfigurationError(
+                f"{visible_text} is not text in UTF-8, which the run's settings must be. Give it another name; in an "
+                "ASCII locale (LC_ALL=C), set PYTHONUTF8=1."
+            )
         # A JSON string is a TOML basic string, but does not escape all that is not shown.
         text = json.dumps(str(value), ensure_ascii=False)
         return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)

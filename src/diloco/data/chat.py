@@ -11,16 +11,16 @@ from typing import Any
 import xxhash
 
 from diloco.data.chat_tokenizer import ChatTokenizer, Message
+from diloco.data.conversations import read_conversation, texts_of
 from diloco.data.corpus import Corpus
+from diloco.data.files import warn_once
 from diloco.data.heldout import is_heldout
 from diloco.data.rows import Example, PackedRows, fitting
 from diloco.data.settings import DataSettings
-from diloco.data.text import checked_text, read_records
+from diloco.data.text import Row, RowError, read_records, usable
 from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatCorpus", "Question", "build_chat_corpus", "chat_tokenizer", "heldout_rows", "read_questions"]
-
-_SHARE_GPT = {"human": "user", "gpt": "assistant"}  # the role names of ShareGPT
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,16 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
     """
     tokenizer = chat_tokenizer(settings)
-    records = [(place, record, json.dumps(record, sort_keys=True)) for place, record in read_records(settings.paths)]
+    rows: Iterable[Row] = read_records(settings.paths)
     if settings.max_documents is not None:
-        records = sorted(records, key=lambda each: xxhash.xxh3_64_intdigest(each[2].encode()))[: settings.max_documents]
+        rows = sorted(rows, key=lambda row: xxhash.xxh3_64_intdigest(_text_of(row[1]).encode()))
+        rows = rows[: settings.max_documents]
     split: dict[bool, list[Example]] = {False: [], True: []}
     num_bytes = {False: 0, True: 0}
-    counts = _Counts()
-    for place, record, text in records:
-        heldout = is_heldout(text, settings.heldout_fraction)
-        if (example := _example(tokenizer, place, record, counts)) is not None:
+    reader = _Reader(tokenizer)
+    counts = reader.counts
+    for example, heldout in reader.examples(rows, settings):
+        if example is not None:
             split[heldout].append(example)
             num_bytes[heldout] += tokenizer.num_bytes(example.tokens)
     packed, documents = {}, {}
@@ -95,10 +96,10 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         counts.unanswered += unfit
         documents[heldout] = len(kept)
         if not kept:
-            left_out = counts.unanswered + counts.special
-            why = f" ({left_out} were left out because they have no answer or contain a special token)"
+            left_out = counts.unanswered + counts.special + counts.bad
+            why = f" ({'; '.join(counts.notes(sequence_length))})"
             raise DataError(
-                f"Of {len(records)} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
+                f"Of {counts.read} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
                 f"{'evaluate' if heldout else 'train'} on{why if left_out else ''}. Give more conversations, or change "
                 "the fraction."
             )
@@ -127,12 +128,8 @@ def heldout_rows(
     Raises:
         DataError: the conversations can't be read, or there are none to evaluate on.
     """
-    read = (
-        example
-        for place, record in read_records(paths or settings.paths)
-        if (paths or is_heldout(json.dumps(record, sort_keys=True), settings.heldout_fraction))
-        and (example := _example(tokenizer, place, record, _Counts())) is not None
-    )
+    examples = _Reader(tokenizer).examples(read_records(paths or settings.paths), settings)
+    read = (example for example, heldout in examples if example is not None and (paths or heldout))
     kept, _, _ = fitting(read, sequence_length)
     return PackedRows(kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype)
 
@@ -143,117 +140,109 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
     Raises:
         DataError: the records can't be read, or a conversation does not end with an answer, as records of plain text.
     """
-    for place, record in read_records(paths):
-        messages = _messages(place, record)
-        if messages is None or messages[-1]["role"] != "assistant":
+
+    def question(place: str, record: Any) -> Question:
+        conversation = read_conversation(place, record)
+        *before, answer = conversation.messages or ({"role": ""},)
+        if not before or answer["role"] != "assistant":
             raise DataError(
                 f"{place} has no answer to compare with. Give records with messages, of which the last is the "
                 "assistant's, or with prompt and completion."
             )
-        yield Question(tuple(messages[:-1]), str(messages[-1].get("content") or ""), _template_arguments(record))
+        return Question(tuple(before), str(answer.get("content", "")), conversation.arguments)
+
+    questions: Iterator[Question | None] = usable(read_records(paths), question, None, skip_bad=False)
+    yield from (each for each in questions if each is not None)
 
 
 @dataclass
 class _Counts:
     """How many conversations were changed or left out while reading."""
 
+    read: int = 0
+    bad: int = 0
     cut: int = 0
     unanswered: int = 0
     special: int = 0
-    last_only: int = 0
+    partial: int = 0
 
     def notes(self, length: int) -> tuple[str, ...]:
         noted = (
+            (self.bad, "left out because they can't be used (data.skip_bad)"),
             (self.cut, f"cut at {length} tokens"),
-            (self.unanswered, "left out because they have no answer, or none before the cut"),
+            (self.unanswered, "left out because they have no answer to learn, or none before the cut"),
             (self.special, "left out because their text contains a special token of the tokenizer"),
-            (self.last_only, "in which only the last answer counts, because the template changes earlier ones"),
+            (self.partial, "in which not every answer counts, because the template renders earlier ones differently"),
         )
         return tuple(f"{count:,} {what}" for count, what in noted if count)
 
 
-def _example(tokenizer: ChatTokenizer, place: str, record: Mapping[str, Any], counts: _Counts) -> Example | None:
-    """Tokenise a record. If there is nothing to learn from it, return None and record why in ``counts``."""
-    messages = _messages(place, record)
-    if messages is None:
-        text = checked_text(record["text"], place, "text")
-        if tokenizer.holds_special(text):
-            counts.special += 1
+class _Reader:
+    """Turns records into examples, and counts and names what it leaves out."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.counts = _Counts()
+        self._tokenizer = tokenizer
+        self._known: set[str] = set()  # parts of conversations that the template uses, or that were named
+
+    def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example | None, bool]]:
+        """Yield what is learned from each record, or None, and whether it is held out.
+
+        Raises:
+            RowError: a record can't be used, and ``settings.skip_bad`` is False.
+        """
+
+        def read(place: str, record: Any) -> tuple[Example | None, bool]:
+            return self._example(place, record), is_heldout(_text_of(record), settings.heldout_fraction)
+
+        used: Iterator[tuple[Example | None, bool] | None] = usable(rows, read, None, skip_bad=settings.skip_bad)
+        for each in used:
+            self.counts.read += 1
+            self.counts.bad += each is None
+            yield each or (None, False)
+
+    def _example(self, place: str, record: Any) -> Example | None:
+        """Tokenise a record. If there is nothing to learn from it, return None and count why."""
+        tokenizer, conversation = self._tokenizer, read_conversation(place, record)
+        for part in sorted(conversation.unused):
+            self._name(place, part, "is not used")
+        if conversation.text is not None:
+            if tokenizer.holds_special(conversation.text):
+                self.counts.special += 1
+                return None
+            return tokenizer.completion("", conversation.text)
+        if any(map(tokenizer.holds_special, texts_of([list(conversation.messages), conversation.arguments]))):
+            self.counts.special += 1
             return None
-        return tokenizer.completion("", text)
-    if any(tokenizer.holds_special(text) for text in _texts(messages)):
-        counts.special += 1
-        return None
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        counts.unanswered += 1
-        return None
-    if tokenizer.template is None and "messages" not in record:
-        *before, answer = messages
-        return tokenizer.completion("".join(_texts(before)), str(answer["content"]))
-    try:
-        example, all_count = tokenizer.conversation(messages, **_template_arguments(record))
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
-    counts.last_only += not all_count
-    return example
+        size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
+        messages, learned, more = conversation.messages[:size], conversation.learned[:size], conversation.arguments
+        if not messages:
+            self.counts.unanswered += 1
+            return None
+        if tokenizer.template is None and not conversation.needs_template:
+            for name in sorted(more):
+                self._name(place, f"the field {name!r}", "needs a chat template and is not used")
+            *before, answer = (str(message.get("content", "")) for message in messages)
+            return tokenizer.completion("".join(before), answer)
+        try:
+            example, all_count = tokenizer.conversation(messages, learned, **more)
+            for part, is_unused in tokenizer.unused(messages, self._known, **more):
+                self._known.add(part)
+                if is_unused:
+                    warn_once(f"{place}: the chat template leaves out {part}.")
+        except DataError as error:
+            if tokenizer.template is None:
+                raise
+            raise RowError(f"{place}: {error}") from error
+        self.counts.partial += not all_count
+        return example
+
+    def _name(self, place: str, part: str, how: str) -> None:
+        if part not in self._known:
+            self._known.add(part)
+            warn_once(f"{place}: {part} {how}.")
 
 
-def _template_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tools": record["tools"]} if record.get("tools") else {}
-
-
-def _messages(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a record, or None for a record of plain text.
-
-    Raises:
-        DataError: the record has none of the known fields, or they are malformed.
-    """
-    if record.get("messages") is not None:
-        return _checked_messages(place, "messages", record["messages"])
-    if record.get("conversations") is not None:  # the format of ShareGPT
-        turns = record["conversations"]
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise DataError(f"{place}: conversations must be a list of objects.")
-        renamed = [
-            {"role": _SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")} for turn in turns
-        ]
-        return _checked_messages(place, "conversations", renamed)
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            prompt, completion = [_message("user", prompt)], [_message("assistant", completion)]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return _checked_messages(place, "prompt and completion", [*prompt, *completion])
-        raise DataError(f"{place}: prompt and completion must both be text, or both be lists of messages.")
-    if "text" in record:
-        return None
-    raise DataError(
-        f"{place} has the fields {', '.join(map(repr, sorted(record)))}. A conversation needs 'messages', 'prompt' "
-        "and 'completion', or 'text'."
-    )
-
-
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _checked_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise DataError(
-            f"{place}: {name} must be a list of messages whose role and content are text, got {repr(messages)[:80]}."
-        )
-    for message in messages:
-        checked_text(message.get("content") or "", place, "content")
-    return [dict(message) for message in messages]
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
-
-
-def _texts(messages: Iterable[Message]) -> list[str]:
-    return [str(message.get("content") or "") for message in messages]
+def _text_of(record: Any) -> str:
+    """Return the text of a record by which it is held out or selected."""
+    return "" if isinstance(record, RowError) else json.dumps(record, sort_keys=True, default=str)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.data.conversations import parsed_arguments
 from diloco.data.rows import Example
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import library_tokenizer
@@ -22,6 +25,7 @@ Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the temp
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
+_ROLE_NAMES = (("developer", "system"), ("function", "tool"))  # a later name of a role, and what templates call it
 
 
 class ChatTokenizer(Tokenizer):
@@ -41,7 +45,7 @@ class ChatTokenizer(Tokenizer):
         super().__init__(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=place)
         if template is not None:
             try:
-                library.chat_template = template.read_text("utf-8")
+                library.chat_template = template.read_text("utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigurationError(f"data.chat_template={template} can't be read: {error}.") from error
         self._library = library
@@ -71,7 +75,8 @@ class ChatTokenizer(Tokenizer):
         Raises:
             DataError: there is no template, or it refuses the messages.
         """
-        return [int(token) for token in self._tokens(self._render(messages, answer_next=True, **more))[0]]
+        adapted = self._adapted(messages, **more)
+        return [int(token) for token in self._tokens(self._render(adapted, answer_next=True, **more))[0]]
 
     def plain_prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt without a template."""
@@ -86,7 +91,9 @@ class ChatTokenizer(Tokenizer):
         counted[0] = False
         return Example(tokens, counted)
 
-    def conversation(self, messages: Sequence[Message], **more: Any) -> tuple[Example, bool]:
+    def conversation(
+        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, **more: Any
+    ) -> tuple[Example, bool]:
         """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
         The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
@@ -94,31 +101,37 @@ class ChatTokenizer(Tokenizer):
         used.
 
         Args:
+            learned: for each message whether it counts, if it is an answer. Default: all.
             more: further arguments of the template, such as ``tools``.
 
         Returns:
-            The example, and whether all answers count. Some templates render earlier answers differently once another
-            message follows (without their reasoning); then only the last answer counts.
+            The example, and whether all answers to learn count. Some templates render earlier answers differently once
+            another message follows (without their reasoning), or refuse what precedes them; these don't count.
 
         Raises:
             DataError: the template refuses the conversation, or does not render the last answer right after the prompt
                 for it.
         """
+        messages = self._adapted(messages, **more)
         whole = self._render(messages, **more)
         tokens, spans = self._tokens(whole)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [number for number in answers if learned is None or learned[number]]
+        marked = np.ones(len(tokens), dtype=np.bool_)
         if _MARKS_ANSWERS.search(self.template or ""):
-            marked = self._library.apply_chat_template(
-                [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True, **more
-            )
-            return self._example(np.array(marked["input_ids"]), np.array(marked["assistant_masks"], dtype=bool)), True
+            marked = self._marked(messages, **more)
+            spot = (
+                np.cumsum(marked & np.diff(marked, prepend=False)) - 1
+            )  # which stretch of marked tokens a token is in
+            if wanted == answers or spot[-1] + 1 == len(answers):
+                kept = [place for place, number in enumerate(answers) if number in wanted]
+                return self._example(tokens, marked & (np.isin(spot, kept) | (wanted == answers))), True
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
-        for number in answers:
-            before = self._render(messages[:number], answer_next=True, **more)
-            after = whole if number == len(messages) - 1 else self._render(messages[: number + 1], **more)
-            if after.startswith(before) and whole.startswith(after):
-                counted |= (spans[:, 1] > len(before)) & (spans[:, 0] < len(after))
+        for number in wanted:
+            span = self._span(messages, number, whole, **more)
+            if span is not None:
+                counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
             elif number == answers[-1]:
                 raise DataError(
                     f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
@@ -127,7 +140,107 @@ class ChatTokenizer(Tokenizer):
                 )
             else:
                 all_count = False
-        return self._example(tokens, counted), all_count
+        return self._example(tokens, counted & marked), all_count
+
+    def unused(self, messages: Sequence[Message], known: Set[str], **more: Any) -> Iterator[tuple[str, bool]]:
+        """Yield each part of a conversation, as a phrase, and whether the template leaves it out.
+
+        The template leaves a part out if it renders the same without it.
+
+        Args:
+            known: the parts that need not be looked at.
+        """
+        messages = self._adapted(messages, **more)
+        parts: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+        for name in {name for message in messages for name, value in message.items() if value} - {"role"}:
+            without = {"content": ""} if name == "content" else {}
+            others = [{key: m[key] for key in m if key != name} | without for m in messages]
+            parts[f"the field {name!r} of messages"] = others, more
+        kinds = [(message["role"], number == 0) for number, message in enumerate(messages)]
+        for role, first in set(kinds):
+            others = [message for message, kind in zip(messages, kinds, strict=True) if kind != (role, first)]
+            if others and role != "assistant":
+                parts[f"{'a first message' if first else 'later messages'} with the role {role!r}"] = others, more
+        for name in more:
+            parts[f"the field {name!r}"] = messages, {key: more[key] for key in more if key != name}
+        new = sorted(parts.keys() - known)
+        text = self._render(messages, **more) if new else ""
+        for part in new:
+            try:
+                yield part, self._render(parts[part][0], **parts[part][1]) == text
+            except DataError:
+                yield part, False
+
+    def _marked(self, messages: Sequence[Message], **more: Any) -> NDArray[np.bool_]:
+        """Return which tokens the template marks as answers."""
+        marked = self._library.apply_chat_template(
+            [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True, **more
+        )
+        return np.array(marked["assistant_masks"], dtype=np.bool_)
+
+    def _span(self, messages: Sequence[Message], number: int, whole: str, **more: Any) -> tuple[int, int] | None:
+        """Return where an answer begins and ends in the text of its conversation, ``whole``; None if that isn't clear.
+
+        Raises:
+            DataError: the template refuses the conversation up to the last answer.
+        """
+        is_last = number == len(messages) - 1
+        try:
+            before = (
+                self._render(messages[:number], answer_next=True, **more) if number else self._opening(messages, whole)
+            )
+            after = whole if is_last else self._render(messages[: number + 1], **more)
+        except DataError:
+            if is_last:
+                raise
+            return None
+        if before is None or not after.startswith(before) or not whole.startswith(after):
+            return None
+        return len(before), len(after)
+
+    def _opening(self, messages: Sequence[Message], whole: str) -> str | None:
+        """Return what precedes an answer with which a conversation begins: templates render no prompt for it alone."""
+        question = [{"role": "user", "content": "question"}]
+        asked, prompt = self._render(question), self._render(question, answer_next=True)
+        begin = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        place = whole.find(begin or str(messages[0].get("content", "")))
+        return whole[: place + len(begin)] if place >= 0 else None
+
+    def _adapted(self, messages: Sequence[Message], **more: Any) -> list[dict[str, Any]]:
+        """Return messages with the roles that the template knows, and arguments of calls in the form that it prints.
+
+        Arguments are an object, or the same as JSON. Templates print one of these rightly. They refuse the other, or
+        show it as a string in quotes or as a Python dictionary. Some also refuse calls without content.
+        """
+        renamed = [self._renamed(message) for message in messages]
+        if self.template is None or not any(message.get("tool_calls") for message in renamed):
+            return renamed
+        printed: list[list[dict[str, Any]]] = []
+        refusals: list[DataError] = []
+        forms = (lambda given: given, parsed_arguments, _written)
+        for content, form in itertools.product(({}, {"content": ""}), forms):
+            candidate = _with_arguments([content | message for message in renamed], form)
+            try:
+                text = self._render(candidate, **more)
+            except DataError as error:
+                refusals.append(error)
+                continue
+            printed.append(candidate)
+            if not any(wrong in text for wrong in _misprints(candidate)):
+                return candidate
+        if not printed:
+            raise refusals[0]
+        return printed[0]
+
+    def _renamed(self, message: Message) -> dict[str, Any]:
+        renamed = dict(message)
+        for role, other in _ROLE_NAMES:
+            if message["role"] == role and not self._mentions(f"['\"]{role}['\"]") and self._mentions(other):
+                renamed["role"] = other
+        return renamed
+
+    def _mentions(self, pattern: str) -> bool:
+        return re.search(pattern, self.template or "") is not None
 
     def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
         counted[:1] = False
@@ -163,6 +276,34 @@ class ChatTokenizer(Tokenizer):
         rendered = self._render([{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}])
         rest = rendered[rendered.rindex(answer) + len(answer) :]
         return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
+
+
+def _written(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of calls in another form."""
+
+    def formed(call: Message) -> Message:
+        return {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [formed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _misprints(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the arguments of calls as a template shows them that does not expect their form."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else repr(arguments)
+            if wrong != "{}":
+                yield wrong
 
 
 def has_template(folder: Path) -> bool:

@@ -34,6 +34,7 @@ class SourceSettings:
     split: str | None = None
     data_files: tuple[str, ...] = ()  # for ``hf:`` names: files of the data set, or patterns
     streaming: bool = False  # read a data set record by record, without a copy on disk
+    skip_bad: bool = False  # leave out rows that can't be used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +42,23 @@ class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
     paths: Annotated[tuple[Path, ...], arg(aliases=["--data"])] = ()
-    """What to read: text, .jsonl or .parquet files, folders of them, folders made by `diloco tokenize`, or
-    hf:NAME[/CONFIG][:SPLIT] for a data set of the datasets library. Default: the standard library of the running
-    Python."""
+    """What to read: text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco
+    tokenize`, or hf:NAME[/CONFIG][:SPLIT] for a data set of the datasets library. Default: the standard library of the
+    running Python."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Literal["text", "chat"] = "text"
-    """text: plain documents. chat: conversations, in which the loss counts only the answers. They are read from .jsonl
-    or .parquet records with the field messages, the fields prompt and completion, or the field text."""
+    """text: plain documents. chat: conversations, in which the loss counts only the answers. They are read from .jsonl,
+    .json or .parquet records with the field messages, the fields prompt and completion, or the field text."""
     chat_template: Path | None = None
     """With format chat: a Jinja file to use instead of the tokenizer's own template."""
     packing: bool = True
     """With format chat: pack several conversations into one sequence, masked from each other. Otherwise each sequence
     holds one conversation."""
     text_field: str = "text"
-    """The field of .jsonl and .parquet records that holds the text."""
+    """The field of records that holds the text."""
+    skip_bad: bool = False
+    """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
     document_separator: str | None = None
     """The separator at which a text file is split into documents, such as a blank line ("\\n\\n"). Default: each file
     is one document."""
@@ -126,8 +129,8 @@ class DataSettings:
             raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl.")
         if of_hub := [str(path) for path in self.paths if str(path).startswith(HUB_PREFIX)]:
             raise ConfigurationError(
-                f"data.paths={of_hub} names data of the datasets library, but data.format='chat' reads only .jsonl and "
-                ".parquet files. Save the data with Dataset.to_json and give the file."
+                f"data.paths={of_hub} names data of the datasets library, but data.format='chat' reads only .jsonl, "
+                ".json and .parquet files. Save the data with Dataset.to_parquet and give the file."
             )
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
@@ -141,7 +144,10 @@ class DataSettings:
         [('web', ('web/',), 2.0), ('code', ('a/', 'b/'), 1.0)]
         """
         common = SourceSettings(
-            text_field=self.text_field, document_separator=self.document_separator, streaming=self.streaming
+            text_field=self.text_field,
+            document_separator=self.document_separator,
+            streaming=self.streaming,
+            skip_bad=self.skip_bad,
         )
         if not self.sources:
             return (replace(common, data=tuple(map(str, self.paths))),)
@@ -200,7 +206,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
             if type(value) in (int, float) and 0 < value <= sys.float_info.max:
                 return float(value)
             needed = "a positive number"
-        case "streaming":
+        case "streaming" | "skip_bad":
             if isinstance(value, bool):
                 return value
             needed = "true or false"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.data.settings import HUB_PREFIX, DataSettings, SourceSettings
-from diloco.data.text import checked_text, missing_field, read_documents
+from diloco.data.text import Row, checked_text, missing_field, read_documents, usable
 from diloco.errors import ConfigurationError, DataError, from_extra
 from diloco.waiting import fetching
 
@@ -76,21 +76,32 @@ class _Files:
         self._settings = settings
 
     def records(self, start: int = 0) -> Iterator[str]:
-        field, separator = self._settings.text_field, self._settings.document_separator
-        documents = read_documents(self._paths, text_field=field, document_separator=separator)
+        documents = read_documents(
+            self._paths,
+            text_field=self._settings.text_field,
+            document_separator=self._settings.document_separator,
+            skip_bad=self._settings.skip_bad,
+        )
         return islice(documents, start, None)
 
 
 class _DataSet:
     """Rows of ``datasets``: a memory-mapped table, or a stream that is read sequentially."""
 
-    def __init__(self, rows: Any, field: str, place: str) -> None:
+    def __init__(self, rows: Any, place: str, settings: SourceSettings) -> None:
         self.size: int | None = len(rows) if hasattr(rows, "__len__") else None
         self._rows = rows
-        self._field = field
+        self._field = settings.text_field
         self._place = place
+        self._skip_bad = settings.skip_bad
 
     def records(self, start: int = 0) -> Iterator[str]:
+        def text_of(place: str, value: Any) -> str:
+            return checked_text(value, place, self._field)
+
+        return usable(self._values(start), text_of, "", skip_bad=self._skip_bad)
+
+    def _values(self, start: int) -> Iterator[Row]:
         if self.size is not None and start >= self.size:
             return
         with _as_data_error(self._place):
@@ -104,7 +115,7 @@ class _DataSet:
             if self._field not in batch:
                 raise missing_field(f"{self._place}, row {row}", self._field, batch)
             for value in batch[self._field]:
-                yield checked_text(value, f"{self._place}, row {row}", self._field)
+                yield f"{self._place}, row {row}", value
                 row += 1
 
 
@@ -185,7 +196,7 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
         raise missing_field(place, settings.text_field, columns)
     if isinstance(rows, datasets.Dataset):
         rows = rows.select_columns([settings.text_field])
-    return _DataSet(rows, settings.text_field, place)
+    return _DataSet(rows, place, settings)
 
 
 def _select_split(loaded: Any, split: str | None, place: str) -> Any:

@@ -1,4 +1,4 @@
-"""Read documents from files, folders, ``.jsonl``, ``.parquet`` and the standard library of the running Python.
+"""Read documents and records: text files, JSON, Parquet, and the standard library of the running Python.
 
 A document is a non-empty ``str`` that UTF-8 can encode. The order of the documents depends only on names and contents:
 paths in the order given, the files of a folder sorted by their path in it, records in file order. Nothing is unpickled
@@ -7,35 +7,44 @@ and nothing is executed.
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from diloco.data.files import (
+    FOLDER_SUFFIXES,
+    RECORDS,
+    decode,
+    files_of,
+    kind_of,
+    listed,
+    opened,
+    pieces,
+    read_bytes,
+    walk,
+    warn_once,
+)
 from diloco.errors import DataError, NoDataError, from_extra, nearest
 
 __all__ = [
-    "FOLDER_SUFFIXES",
+    "ArrowRow",
+    "Row",
+    "RowError",
     "checked_text",
     "missing_field",
     "read_documents",
     "read_records",
     "read_standard_library",
+    "usable",
 ]
 
+T = TypeVar("T")
+
 # fmt: off
-FOLDER_SUFFIXES = frozenset({
-    ".txt", ".text", ".md", ".rst", ".tex",
-    ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
-    ".jsonl", ".parquet",
-})
-"""The files of a folder that are read. A file that is named explicitly is read whatever its suffix."""
-
-_CHUNK_BYTES = 1 << 20
-_RECORDS = (".jsonl", ".parquet")
-
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # installed packages
     "test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "distutils", "ensurepip",  # often split off
@@ -46,17 +55,60 @@ STANDARD_LIBRARY_LEFT_OUT = frozenset({
 """Folders of the standard library that do not belong to the built-in data set."""
 
 
+class RowError(DataError):
+    """One record or document can't be used. `usable` raises it, or leaves the row out."""
+
+
+class ArrowRow(dict[str, Any]):
+    """A row of a table. A null in its structs may stand for a field that only other rows have."""
+
+
+Row = tuple[str, Any]
+"""The location of a record or document as text, and its content, or the `RowError` that says why it has none."""
+
+
+def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, skip_bad: bool) -> Iterator[T]:
+    """Yield ``use(place, content)`` of each row.
+
+    Args:
+        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged at the end.
+
+    Raises:
+        RowError: a row can't be used, and ``skip_bad`` is False.
+    """
+    bad: list[str] = []  # the first few
+    count = bad_count = 0
+    for place, content in rows:
+        count += 1
+        try:
+            if isinstance(content, RowError):
+                raise content
+            value = use(place, content)
+        except RowError as error:
+            if not skip_bad:
+                raise RowError(f"{error} Mend it, or leave such rows out of training with --data.skip-bad.") from error
+            bad_count += 1
+            bad += [str(error)] if bad_count <= 5 else []
+            value = instead
+        yield value
+    if bad:
+        words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
+        warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
+
+
 def read_documents(
-    paths: Sequence[Path], *, text_field: str = "text", document_separator: str | None = None
+    paths: Sequence[Path], *, text_field: str = "text", document_separator: str | None = None, skip_bad: bool = False
 ) -> Iterator[str]:
     """Yield every document of ``paths`` in order, or those of the standard library if there are no paths.
 
     Args:
         paths: files and folders. Folders are searched recursively for files with `FOLDER_SUFFIXES`. Files and folders
-            whose name begins with a dot are skipped, and links to folders are not followed. ``.jsonl`` and ``.parquet``
-            files hold one document per record; every other file is UTF-8 text.
-        text_field: the field of ``.jsonl`` and ``.parquet`` records that holds the text.
+            whose name begins with a dot are skipped, and links to folders are not followed. ``.jsonl``, ``.json`` and
+            ``.parquet`` files hold one document per record; every other file is UTF-8 text. Files may be compressed
+            with gzip, bzip2, xz or zstandard.
+        text_field: the field of records that holds the text.
         document_separator: splits text files into documents and is dropped; None: a file is one document.
+        skip_bad: leave out records and documents that can't be used, as `usable` does.
 
     Raises:
         DataError: a path is missing or holds no text, text is not UTF-8, or a record is not JSON or lacks the field.
@@ -66,18 +118,45 @@ def read_documents(
     if not paths:
         yield from read_standard_library()
         return
+
+    def text_of(place: str, content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        if text_field not in content:
+            raise missing_field(place, text_field, content)
+        return checked_text(content[text_field], place, text_field)
+
     for path in paths:
+        rows = (row for file in files_of(path) for row in _rows(file, text_field, document_separator))
         found = False
-        for file in _files(path.expanduser()):
-            for document in _read_file(file, text_field, document_separator):
-                if document:
-                    found = True
-                    yield document
+        for document in usable(rows, text_of, "", skip_bad=skip_bad):
+            if document:
+                found = True
+                yield document
         if not found:
             raise NoDataError(
                 f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
                 f"{' '.join(sorted(FOLDER_SUFFIXES))}."
             )
+
+
+def read_records(paths: Sequence[Path]) -> Iterator[Row]:
+    """Yield every record of the files of ``paths``.
+
+    Raises:
+        DataError: a file can't be read or is of another type, or a path holds no records.
+        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
+    """
+    for path in paths:
+        found = False
+        for file in files_of(path, records_only=True):
+            if kind_of(file) == "text":
+                raise DataError(f"{file} can't be read as records. Give files that end in {' '.join(RECORDS)}.")
+            for row in _rows(file, None, None):
+                found = True
+                yield row
+        if not found:
+            raise NoDataError(f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
 
 
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
@@ -95,12 +174,12 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     found = False
-    for file in _walk(folder, leave_out=STANDARD_LIBRARY_LEFT_OUT) if folder.is_dir() else ():
+    for file in walk(folder, leave_out=STANDARD_LIBRARY_LEFT_OUT)[0] if folder.is_dir() else ():
         top = file.relative_to(folder).parts[0]
         if file.suffix != ".py" or top.startswith(("_sysconfigdata", "sitecustomize", "usercustomize", "config-")):
             continue
         try:
-            document = _read_bytes(file).decode("utf-8")
+            document = read_bytes(file, text=False)[0].decode("utf-8")
         except UnicodeDecodeError:
             continue
         if document:
@@ -112,169 +191,142 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
         )
 
 
-def _files(path: Path) -> Iterable[Path]:
-    if path.is_dir():
-        return [file for file in _walk(path) if file.suffix.lower() in FOLDER_SUFFIXES]
-    if not path.exists():
-        raise NoDataError(f"{path} does not exist.")
-    return [path]
+def _rows(path: Path, text_field: str | None, separator: str | None) -> Iterator[Row]:
+    """Yield the records of a file, or the documents of a text file.
 
-
-def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Return every file below ``folder`` that is neither hidden nor in a folder to leave out, sorted by path."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
-
-    files: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
-
-
-def _read_file(path: Path, text_field: str, document_separator: str | None) -> Iterable[str]:
-    match path.suffix.lower():
-        case ".jsonl":
-            return _read_jsonl(path, text_field)
-        case ".parquet":
-            return _read_parquet(path, text_field)
-    if document_separator is None:
-        return [_decode(_read_bytes(path), path, 0)]
-    return _read_pieces(path, document_separator)
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _read_pieces(path: Path, separator: str) -> Iterator[str]:
-    """Yield the text of a file between separators, without reading all of it at once."""
-    offset = 0
-    for piece in _pieces(path, separator.encode()):
-        yield _decode(piece, path, offset)
-        offset += len(piece) + len(separator.encode())
-
-
-def _pieces(path: Path, separator: bytes) -> Iterator[bytes]:
-    """Yield the content of a file between separators."""
-    held = bytearray()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                # The separator may lie across two chunks.
-                searched = max(0, len(held) - len(separator) + 1)
-                held += chunk
-                begin = 0
-                while (end := held.find(separator, max(begin, searched))) >= 0:
-                    yield bytes(held[begin:end])
-                    begin = end + len(separator)
-                del held[:begin]
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    yield bytes(held)
-
-
-def _decode(content: bytes, path: Path, offset: int) -> str:
-    """Decode ``content``, which begins at byte ``offset`` of ``path``."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte {offset + error.start} is 0x{content[error.start]:02x} ({error.reason}). "
-            "Convert it to UTF-8."
-        ) from error
-
-
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    for place, record in _json_lines(path, f"the field {text_field!r}"):
-        if text_field not in record:
-            raise missing_field(place, text_field, record)
-        yield checked_text(record[text_field], place, text_field)
-
-
-def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each record of a ``.jsonl`` file with its location as text.
-
-    ``needed`` is what a record needs, for error messages.
+    Args:
+        text_field: the only field that is needed of Parquet; None: all.
     """
-    offset = 0
-    # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its tokens.
-    for number, line in enumerate(_pieces(path, b"\n"), start=1):
-        text = _decode(line, path, offset)
-        offset += len(line) + 1
-        if not text.strip():
-            continue
+    match kind_of(path):
+        case "lines":
+            yield from _json_lines(path)
+        case "json":
+            yield from _json_file(path)
+        case "parquet":
+            yield from _parquet_rows(path, text_field)
+        case _ if separator is None:
+            content, offset = read_bytes(path)
+            yield _text_row(path, offset, content)
+        case _:
+            with opened(path) as file:
+                yield from (_text_row(path, *piece) for piece in pieces(file, separator.encode()))
+
+
+def _text_row(path: Path, offset: int, content: bytes) -> Row:
+    try:
+        return str(path), decode(content, path, offset)
+    except DataError as error:
+        return str(path), RowError(str(error))
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    parse = _json_parser(path)
+    with opened(path) as file:
+        # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its
+        # tokens.
+        for number, (offset, line) in enumerate(pieces(file, b"\n"), start=1):
+            place, text = _text_row(path, offset, line)
+            place = f"{place}:{number}"
+            if isinstance(text, RowError):
+                yield place, text
+            elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
+                yield parse(place, text)
+
+
+def _json_file(path: Path) -> Iterator[Row]:
+    """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
+    content, offset = read_bytes(path)
+    first = list(islice((line for line in content.split(b"\n") if line.strip()), 2))
+    if len(first) > 1 and not first[0].lstrip().startswith(b"[") and any(map(_is_record, first)):
+        yield from _json_lines(path)
+        return
+    text = decode(content, path, offset).strip()
+    if not text.startswith("["):
+        if text:
+            yield _json_parser(path)(str(path), text)
+        return
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.") from error
+    for number, record in enumerate(records):
+        place = f"{path}, record {number}"
+        yield place, record if isinstance(record, dict) else _no_object(place, record)
+
+
+def _is_record(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _json_parser(path: Path) -> Callable[[str, str], Row]:
+    """Return a function that turns the text of a record into a row."""
+    repeated: set[str] = set()
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        collected = dict(pairs)
+        if len(collected) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated.update(name for name in collected if names.count(name) > 1)
+        return collected
+
+    decoder = json.JSONDecoder(object_pairs_hook=collect)
+
+    def parse(place: str, text: str) -> Row:
         try:
-            record = json.loads(text)
+            record = decoder.decode(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number} is not JSON: {error}.") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number} must be a JSON object with {needed}, got a {type(record).__name__}.")
-        yield f"{path}:{number}", record
+            return place, RowError(f"{place} is not JSON: {error}.")
+        for name in sorted(repeated):
+            warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
+        repeated.clear()
+        return place, record if isinstance(record, dict) else _no_object(place, record)
+
+    return parse
 
 
-def read_records(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, with its location as text.
-
-    Raises:
-        DataError: as `read_documents`, or a file is of another type.
-        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
-    """
-    for path in paths:
-        files = [file for file in _files(path.expanduser()) if file == path or file.suffix.lower() in _RECORDS]
-        for file in files:
-            if file.suffix.lower() not in _RECORDS:
-                raise DataError(f"{file} can't be read as records. Give files that end in .jsonl or .parquet.")
-            yield from (
-                _json_lines(file, "the fields of a conversation")
-                if file.suffix.lower() == ".jsonl"
-                else _parquet_rows(file, None)
-            )
-        if not files:
-            raise NoDataError(f"{path} holds no .jsonl or .parquet files.")
+def _no_object(place: str, record: Any) -> RowError:
+    return RowError(f"{place} must be a JSON object with the fields of a record, got a {type(record).__name__}.")
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
-    for place, row in _parquet_rows(path, text_field):
-        yield checked_text(row[text_field], place, text_field)
-
-
-def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row of a ``.parquet`` file with its location as text: one field of it, or with None all fields."""
+def _parquet_rows(path: Path, text_field: str | None) -> Iterator[Row]:
+    """Yield each row of a ``.parquet`` file: one field of it, or with None all fields."""
     with from_extra("parquet", f"{path} needs pyarrow"):
         import pyarrow
         import pyarrow.parquet
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with opened(path, text=False) as content, pyarrow.parquet.ParquetFile(_seekable(content)) as file:
             if text_field is not None and text_field not in file.schema_arrow.names:
                 raise missing_field(str(path), text_field, file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=None if text_field is None else [text_field]):
                 for values in batch.to_pylist():
-                    yield f"{path}, row {row}", values
+                    yield f"{path}, row {row}", ArrowRow(values)
                     row += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
 
 
-def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
+def _seekable(file: io.BufferedReader) -> io.BufferedReader | io.BytesIO:
+    return file if isinstance(file.raw, io.FileIO) else io.BytesIO(file.read())
+
+
+def missing_field(place: str, text_field: str, known: Iterable[str]) -> RowError:
     """Return the error for a record or file without the field that should hold the text."""
     hint = nearest(text_field, known)
-    return DataError(f"{place} has no field {text_field!r} (data.text_field); {hint}")
+    return RowError(f"{place} has no field {text_field!r} (data.text_field); {hint}")
 
 
 def checked_text(value: Any, place: str, text_field: str) -> str:
-    """Return ``value`` if it can be a document; raise `DataError` if it is not text or UTF-8 can't encode it."""
+    """Return ``value`` if it can be a document; raise `RowError` if it is not text or UTF-8 can't encode it."""
     if not isinstance(value, str):
-        raise DataError(f"{place}: the field {text_field!r} holds {type(value).__name__}, not text.")
+        raise RowError(f"{place}: the field {text_field!r} holds {type(value).__name__}, not text.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
-        raise DataError(
+        raise RowError(
             f"{place}: the field {text_field!r} holds U+{ord(value[error.start]):04X}, half of a surrogate pair, which "
             "is not valid text."
         ) from error

@@ -214,7 +214,7 @@ def _unreadable(name: str, error: Exception) -> DataError:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

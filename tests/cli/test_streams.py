@@ -1,0 +1,105 @@
+"""Standard streams that are closed, full or ASCII: no traceback, and an exit code for the work that was done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SMALL = {
+    "--steps": "2",
+    "--inner-steps": "2",
+    "--model.layers": "1",
+    "--model.width": "32",
+    "--model.heads": "2",
+    "--train.batch-size": "2",
+    "--train.sequence-length": "32",
+    "--evaluation.sample-tokens": "0",
+    "--out": "run",
+}
+
+
+def closing(*numbers: int) -> Callable[[], None]:
+    """Return what closes standard streams in a child process."""
+
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+
+    return close
+
+
+def full(*numbers: int) -> Callable[[], None]:
+    """Return what lets standard streams of a child process end on a full disk."""
+
+    def fill() -> None:
+        for number in numbers:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+
+    return fill
+
+
+def run(
+    arguments: list[str], prepare: Callable[[], None], place: Path, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "diloco", *arguments]
+    return subprocess.run(command, capture_output=True, cwd=place, preexec_fn=prepare, env=os.environ | environment)
+
+
+BROKEN: dict[str, tuple[Callable[[], None], int, bytes]] = {
+    "closed input": (closing(0), 0, b""),
+    "closed output": (closing(1), 0, b""),
+    "closed errors": (closing(2), 0, b""),
+    "all closed": (closing(0, 1, 2), 0, b""),
+    "full output": (full(1), 1, b"diloco: the output cannot be written: No space left on device.\n"),
+    "full errors": (full(2), 0, b""),
+    "full output and errors": (full(1, 2), 1, b""),
+}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["presets"], ["plan", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_stream_ends_in_an_exit_code(kind: str, arguments: list[str], tmp_path: Path) -> None:
+    prepare, code, errors = BROKEN[kind]
+    done = run(arguments, prepare, tmp_path)
+    assert (done.returncode, done.stderr) == (code, errors)
+
+
+@pytest.mark.parametrize("kind", ["closed errors", "full errors"])
+def test_a_message_that_cannot_be_written_leaves_the_exit_code(kind: str, tmp_path: Path) -> None:
+    assert run(["trian"], BROKEN[kind][0], tmp_path).returncode == 2
+
+
+def test_training_goes_on_without_its_output(tmp_path: Path) -> None:
+    done = run(["train", *(word for pair in SMALL.items() for word in pair)], closing(0, 1, 2), tmp_path)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"StepFinished"') == 2
+
+
+ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+
+
+@pytest.mark.parametrize("environment", ASCII, ids=["encoding", "locale"])
+def test_characters_that_a_stream_lacks_are_escaped(environment: dict[str, str], tmp_path: Path) -> None:
+    code = "import sys; sys.argv[1:] = ['caf\\u00e9']; from diloco.cli import main; sys.exit(main())"
+    spoken = "from diloco.cli import make_streams_safe as make; make(); print('caf\\u00e9 \\udcff', input())"
+    for source, expected in ((code, (2, b"")), (spoken, (0, b"caf\\xe9 \\udcff \\u6771\n"))):
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            input="東\n".encode(),
+            capture_output=True,
+            cwd=tmp_path,
+            env=os.environ | environment,
+        )
+        assert (done.returncode, done.stdout) == expected
+        assert b"Traceback" not in done.stderr
+
+
+def test_a_name_that_no_settings_file_can_hold_is_refused(tmp_path: Path) -> None:
+    done = run(["train", "--data", "caf\udce9.jsonl"], lambda: None, tmp_path)
+    assert (done.returncode, done.stdout, b"Traceback" in done.stderr) == (2, b"", False)
+    assert b"caf\\udce9.jsonl" in done.stderr
