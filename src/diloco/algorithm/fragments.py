@@ -193,14 +193,15 @@ def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
 
 def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
     """Copy ``tensors``, of any dtype and device, into ``out``, ``(numel,)`` float32, and return ``out``."""
-    start = 0
+    start, copying = 0, set()
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
-        # CUDA copies are waited for below; copies from other devices must be synchronous
-        out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda or out.is_cuda)
+        out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda)
+        if shard.is_cuda and not out.is_cuda:
+            copying.add(shard.device)
         start = stop
-    if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.current_stream().synchronize()  # the host must not read a copy in progress
+    for device in copying:  # the host must not read a copy in progress, which runs on the stream of its source
+        torch.cuda.current_stream(device).synchronize()
     return out
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import pieces
+from diloco.algorithm.codec.base import divisor, pieces
 from diloco.algorithm.numbers import check_number, learning_rate_of_gain
 from diloco.errors import ConfigurationError
 
@@ -158,7 +158,7 @@ class Adam:
         learning_rate = at(self.learning_rate, state.step)
         beta1, beta2 = self.betas
         count = state.step + 1
-        correction1, correction2 = 1 - beta1**count, 1 - beta2**count
+        correction1, correction2 = divisor(1 - beta1**count, values), divisor(1 - beta2**count, values)
         for delta, first, second, theta in _pieces(mean, state.slots["mean"], state.slots["square"], values):
             first.mul_(beta1).add_(delta * (1 - beta1))
             second.mul_(beta2).add_(delta.square().mul_(1 - beta2))

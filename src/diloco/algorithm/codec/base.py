@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.algorithm.memory import empty
 from diloco.errors import CodecError, ConfigurationError, nearest
 
-__all__ = ["Codec", "codec_class", "codec_names", "largest_magnitude", "pieces", "register"]
+__all__ = ["Codec", "codec_class", "codec_names", "divisor", "largest_magnitude", "pieces", "register"]
 
 
 class Codec(abc.ABC):
@@ -230,6 +230,18 @@ def largest_magnitude(values: Tensor) -> float:
         return 0.0
     least, greatest = torch.aminmax(values.detach())
     return float(torch.maximum(-least, greatest))  # propagates NaN, unlike `max`
+
+
+def divisor(number: float, values: Tensor) -> Tensor:
+    """Return ``number`` as ``(1,)`` of the type and device of ``values``, which divides to equal bits on every device.
+
+    CUDA multiplies by the rounded inverse of a Python number or of a ``()`` tensor on the CPU.
+
+    >>> values = torch.tensor([1.0, 2.0])
+    >>> values / divisor(3.0, values)
+    tensor([0.3333, 0.6667])
+    """
+    return values.new_full((1,), number)
 
 
 _REGISTRY: dict[str, type[Codec]] = {}
