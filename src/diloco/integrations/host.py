@@ -215,9 +215,10 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
         raise ConfigurationError(
             f"The data set must have at least one sample per replica, got {len(dataset)} for {num_replicas} replicas."
         )
-    order = torch.arange(len(dataset))
+    order = torch.arange(len(dataset), dtype=torch.int64, device="cpu")
     if seed is not None:
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(len(dataset), generator=generator, dtype=torch.int64, device="cpu")
     indices = order[replica : each * num_replicas : num_replicas].tolist()
     if isinstance(dataset, torch.Tensor):
         return dataset[indices]

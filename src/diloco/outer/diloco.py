@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -34,6 +34,13 @@ from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
 __all__ = ["DiLoCo"]
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Leave torch's inference mode, in which tensors are made that can't be changed outside it."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield
 
 
 class DiLoCo:
@@ -90,6 +97,7 @@ class DiLoCo:
     2
     """
 
+    @_outside_inference_mode()
     def __init__(
         self,
         model: nn.Module,
@@ -151,6 +159,7 @@ class DiLoCo:
         self.begin(trained)
         self.finish()
 
+    @_outside_inference_mode()
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others.
 
@@ -163,11 +172,13 @@ class DiLoCo:
         for action in itertools.takewhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
+    @_outside_inference_mode()
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
         for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
+    @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
         """Continue over another transport. No fragment may be in flight.
 
@@ -178,6 +189,7 @@ class DiLoCo:
         self._rounds.change_transport(transport)
         self._publish_and_compare()
 
+    @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
         """Adopt the global parameters and outer state of other replicas.
 
@@ -195,6 +207,7 @@ class DiLoCo:
                 self._rounds.trained_steps.forget(fetched.fragment)
             self._on_event(fetched)
 
+    @_outside_inference_mode()
     def begin_from_global(self) -> None:
         """Reset the local parameters to the global ones and drop all work and residuals of this replica."""
         for fragment in self.fragments:
@@ -202,6 +215,7 @@ class DiLoCo:
             self.outer_loop.merge(fragment.index, AlphaMerge(), None)
         self._rounds.forget_residuals()
 
+    @_outside_inference_mode()
     def drain(self, *, take_over: bool = True) -> None:
         """Wait for every fragment in flight and merge it, in the order sent. Use it at the end of a run.
 
@@ -269,6 +283,7 @@ class DiLoCo:
         """
         return {"about": dict(self._saved_facts), "steps": self.steps, **self._rounds.state_dict()}
 
+    @_outside_inference_mode()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
