@@ -26,7 +26,7 @@ SAME_ON_ALL = re.compile(
     "amax|aminmax|maximum|clamp|where|gather|scatter|masked_fill|cat|stack|topk|eq|ne|lt|le|gt|ge|isfinite|all|nonzero|"
     "_local_scalar_dense|constant_pad_nd|equal|"  # exact
     "new_full|full_like|zeros_like|empty_like|clone|detach|alias|view|slice|select|split_with_sizes|split|unbind|"
-    "unsqueeze|expand|_unsafe_view"  # memory
+    "unsqueeze|expand|lift_fresh|_unsafe_view"  # memory
 )
 
 
