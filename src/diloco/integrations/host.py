@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.numbers import check_replica
 from diloco.errors import ConfigurationError
 from diloco.transport.base import Transport
 
@@ -201,10 +202,7 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
     tensor([10, 40])
     """
-    if not 0 <= replica < num_replicas:
-        raise ConfigurationError(
-            f"replica must be from 0 to {num_replicas - 1} with {num_replicas} replicas, got {replica}."
-        )
+    check_replica(replica, num_replicas)
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             f"The data set must have a length, and a {type(dataset).__name__} has none. For a Hugging Face stream, use "

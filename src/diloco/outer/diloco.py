@@ -27,8 +27,16 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
+from diloco.errors import ConfigurationError
 from diloco.events import Event, Note
-from diloco.outer.arguments import Arguments, check_arguments, check_saved_facts
+from diloco.outer.arguments import (
+    Arguments,
+    check_arguments,
+    check_kinds,
+    check_saved_facts,
+    check_transport,
+    usable_device,
+)
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
@@ -120,6 +128,7 @@ class DiLoCo:
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
     ) -> None:
+        check_kinds(locals())
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
         self.schedule = schedule or SyncSchedule(inner_steps=100)
@@ -140,7 +149,7 @@ class DiLoCo:
             mean_error_feedback=mean_error_feedback,
         )
         check_arguments(model, inner_optimizer, arguments)
-        device = None if global_device is None else torch.device(global_device)
+        device = None if global_device is None else usable_device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
         self._on_event = on_event or (lambda event: None)
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
@@ -180,18 +189,21 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
-        """Continue over another transport. No fragment may be in flight.
+        """Continue over another transport.
 
         Raises:
-            ConfigurationError: if arguments are compared and those of the new replicas differ.
+            ConfigurationError: if a fragment is in flight, or if arguments are compared and those of the new replicas
+                differ.
         """
+        self._require_nothing_in_flight("changing the transport")
+        check_transport(transport)
         self.transport = transport
         self._rounds.change_transport(transport)
         self._publish_and_compare()
 
     @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
-        """Adopt the global parameters and outer state of other replicas.
+        """Adopt the global parameters and outer state of other replicas. No fragment may be in flight.
 
         Args:
             donors: The members to ask.
@@ -199,8 +211,10 @@ class DiLoCo:
                 it. False sets the local parameters to the global ones.
 
         Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was changed.
             TransportError: if none of ``donors`` answers.
         """
+        self._require_nothing_in_flight("taking over other replicas' state")
         self._rounds.forget_mean_residuals()
         for fetched in self._rounds.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             if fetched.here and not keep_work:
@@ -209,7 +223,12 @@ class DiLoCo:
 
     @_outside_inference_mode()
     def begin_from_global(self) -> None:
-        """Reset the local parameters to the global ones and drop all work and residuals of this replica."""
+        """Reset the local parameters to the global ones and drop all work and residuals of this replica.
+
+        Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was changed.
+        """
+        self._require_nothing_in_flight("beginning from the global parameters")
         for fragment in self.fragments:
             self._rounds.trained_steps.forget(fragment.index)
             self.outer_loop.merge(fragment.index, AlphaMerge(), None)
@@ -288,9 +307,11 @@ class DiLoCo:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
         Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was loaded.
             CheckpointError: if the state belongs to another schedule, partition, codec, merge rule or outer optimizer.
                 The message names both values.
         """
+        self._require_nothing_in_flight("loading a state")
         check_saved_facts(state["about"], self._saved_facts)
         notes = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
@@ -303,6 +324,14 @@ class DiLoCo:
                 self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
             case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
                 self._on_event(self._rounds.merge(fragment, step=self.steps))
+
+    def _require_nothing_in_flight(self, what: str) -> None:
+        if self.in_flight:
+            rounds = "; ".join(map(str, self.in_flight))
+            raise ConfigurationError(
+                f"{what.capitalize()} needs every round to be merged, but {rounds} is in flight. Call drain() on every "
+                "replica first. Nothing was changed."
+            )
 
     def _publish_and_compare(self) -> None:
         """Publish this replica's state on the transport and compare the arguments with the other replicas."""

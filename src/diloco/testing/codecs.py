@@ -24,7 +24,22 @@ def contract(kind: str, value: object) -> Iterator[None]:
     except ContractError as broken:
         raise ContractError(f"{kind} {type(value).__name__}: {broken}") from broken
     except Exception as error:
-        raise ContractError(f"{kind} {type(value).__name__} raised {type(error).__name__}: {error}") from error
+        raise ContractError(f"{kind} {type(value).__name__} raised {_sentence(error)}") from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Convert every exception in a ``with`` block to a `ContractError` that says of which call on which input it is."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{what} raised {_sentence(error)}") from error
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."
 
 
 def expect(kept: bool, broken: str) -> None:
@@ -66,7 +81,8 @@ def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None
         for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
             values = spread_values(size)
             payload = check_payload(codec, values)
-            expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
+            with _naming(f"encode of {_described(values)}, by another instance,"):
+                expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
         _check_random_bytes(codec, 2 * block + 3)
         _check_refusals(codec, block + 1)
 
@@ -85,38 +101,50 @@ def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
-    name, numel = f"{values.numel()} values", values.numel()
+    name, numel = _described(values), values.numel()
     before = values.detach().clone()
-    payload = codec.encode(values)
-    expected = (codec.payload_bytes(numel),)
+    with _naming(f"encode of {name}"):
+        payload = codec.encode(values)
+        expected = (codec.payload_bytes(numel),)
     expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
     expect(same_bits(values.detach(), before), f"{name}: encode changed them")
     again = codec.encode(values)
     expect(torch.equal(again, payload), f"{name}: encoding them again gives different bytes")
     again.fill_(255)
     expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
-    codec.validate(payload, numel)
-    decoded = codec.decode(payload, numel)
+    with _naming(f"validate of the payload of {name}"):
+        codec.validate(payload, numel)
+    with _naming(f"decode of {name}"):
+        decoded = codec.decode(payload, numel)
     expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
     expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
     out = torch.full_like(decoded, math.nan)
     expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
     expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
-    _check_sum(codec, payload, decoded, weight, name)
+    with _naming(f"accumulate of {name}"):
+        _check_sum(codec, payload, decoded, weight, name)
     message = torch.cat([payload.new_zeros(3), payload])[3:]  # unaligned, as in a larger message
-    unaligned = codec.decode(message, numel)
-    expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
-    _check_sum(codec, message, decoded, weight, name)
+    with _naming(f"the payload of {name} at an odd address"):
+        unaligned = codec.decode(message, numel)
+        expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
+        _check_sum(codec, message, decoded, weight, name)
     for start, stop in _ranges(codec, numel):
-        part, length = codec.cut(message, numel, start, stop), stop - start
-        expect(
-            torch.equal(part, codec.encode(values[start:stop])),
-            f"{name}: cut({start}, {stop}) differs from the payload of these values",
-        )
-        codec.validate(part, length)
-        expect(same_bits(codec.decode(part, length), decoded[start:stop]), f"{name}: a cut decodes to different values")
-        _check_sum(codec, part, decoded[start:stop], weight, name)
+        with _naming(f"cut({start}, {stop}) of {name}"):
+            part, length = codec.cut(message, numel, start, stop), stop - start
+            expect(
+                torch.equal(part, codec.encode(values[start:stop])),
+                f"{name}: cut({start}, {stop}) differs from the payload of these values",
+            )
+            codec.validate(part, length)
+            alike = same_bits(codec.decode(part, length), decoded[start:stop])
+            expect(alike, f"{name}: cut({start}, {stop}) decodes to different values")
+            _check_sum(codec, part, decoded[start:stop], weight, name)
     return payload
+
+
+def _described(values: Tensor) -> str:
+    """Name an input of a codec by its number of values and the largest of them."""
+    return f"{values.numel()} values" + (f" up to {float(values.detach().abs().max()):.3g}" if len(values) else "")
 
 
 def spread_values(numel: int, seed: int = 0) -> Tensor:
@@ -162,6 +190,11 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
+    with _naming(f"a payload of {numel} values with random bytes"):
+        _check_bytes(codec, payload, numel)
+
+
+def _check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
     refused = _refused(codec, payload, numel)
     parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
     alike = refused == any(_refused(codec, part, length) for part, length in parts)
@@ -200,7 +233,8 @@ def _malformed(good: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _check_refusals(codec: Codec, numel: int) -> None:
     ones = torch.ones(numel, dtype=torch.float32, device="cpu")
-    good = codec.encode(ones)
+    with _naming(f"encode of {_described(ones)}"):
+        good = codec.encode(ones)
     for what, payload in _malformed(good):
         out = torch.full_like(ones, 7.0)
         _must_refuse(f"validate accepts {what}", codec.validate, payload, numel)

@@ -31,6 +31,7 @@ class Codec(abc.ABC):
         block_size: The number of values that are encoded together; 1 if each is encoded by itself. A payload can be cut
             between blocks.
         exact: Whether a payload consists of the bytes of the float32 values, without quantisation error.
+        needs_error_feedback: Whether it drops so many values that it is refused without error feedback.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Codec(abc.ABC):
     saturation_limit: float = math.inf
     block_size: int = 1
     exact: bool = False
+    needs_error_feedback: bool = False
 
     def parameters(self) -> Mapping[str, int]:
         """Return the parameters that replicas must agree on in addition to the name, e.g. ``{"block_size": 256}``."""

@@ -59,6 +59,7 @@ class TopK2(Codec):
     name = "topk2"
     saturation_limit = _LARGEST_LEVEL
     block_size = _TILE
+    needs_error_feedback = True
 
     def __init__(self, *, implementation: Literal["torch", "native"] | None = None) -> None:
         self._kernels = None if implementation == "torch" else native.load_sparse(self.name)
