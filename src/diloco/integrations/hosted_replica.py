@@ -29,6 +29,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, is_sharded, unwrapped
 from diloco.outer.diloco import DiLoCo
+from diloco.outer.reports import Warnings
 from diloco.transport.base import Transport
 
 __all__ = [
@@ -73,11 +74,11 @@ class Figures:
     """Collects figures of the rounds for a framework's logs.
 
     Args:
-        on_event: a callback that also receives every event, or None.
+        on_event: a callback that also receives every event. None warns of void rounds and failures.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
-        self._on_event = on_event
+        self._on_event = on_event or Warnings().handle
         self._wait_s = 0.0
         self._contributors = 0
 
@@ -86,8 +87,7 @@ class Figures:
         if isinstance(event, RoundCommitted):
             self._wait_s += event.wait_s
             self._contributors = len(event.contributors)
-        if self._on_event is not None:
-            self._on_event(event)
+        self._on_event(event)
 
     def of(self, diloco: DiLoCo) -> dict[str, float]:
         """Return name -> number: rounds and bytes since the start of training, and seconds waited by this process."""

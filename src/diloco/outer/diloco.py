@@ -38,6 +38,7 @@ from diloco.outer.arguments import (
     usable_device,
 )
 from diloco.outer.fragment_rounds import FragmentRounds
+from diloco.outer.reports import Reports
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
@@ -85,8 +86,9 @@ class DiLoCo:
             take less than 16 bits per value, else float32.
         mean_error_feedback: The fraction of the quantisation error of ``mean_codec`` that is added to the next mean, as
             for ``error_feedback``. The replica that sums a part keeps it: 4 / M bytes per parameter.
-        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
-            other failure.
+        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
+            other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
+            reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
 
     Raises:
@@ -151,7 +153,8 @@ class DiLoCo:
         check_arguments(model, inner_optimizer, arguments)
         device = None if global_device is None else usable_device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
-        self._on_event = on_event or (lambda event: None)
+        optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
+        self._reports = Reports(optimizers, on_event)
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
         self.shared = self._rounds.shared
         self._saved_facts = arguments.saved_facts(self._rounds.codecs[0])
@@ -174,6 +177,7 @@ class DiLoCo:
 
         With ``overlap_steps`` = ``inner_steps`` a fragment is merged before it is sent again; `finish` does both.
         """
+        self._reports.begin(self.steps)
         self._adopt_fetched_state()
         self._rounds.trained_steps.add(trained)
         self.steps += 1
@@ -186,6 +190,28 @@ class DiLoCo:
         """Perform the second half of `step`: wait for the due averages and merge them."""
         for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
+
+    def log(
+        self,
+        *,
+        loss: float | torch.Tensor,
+        tokens: int | None = None,
+        gradient_norm: float | torch.Tensor | None = None,
+    ) -> None:
+        """Report the last step to ``on_event`` and to ``diloco watch`` as `StepFinished`, as ``diloco train`` does.
+
+        Call it after `step`, at every step or now and then. Learning rate, time, bytes and utilisation are measured.
+
+        Args:
+            loss: The training loss, a number or a tensor of one value.
+            tokens: The tokens seen so far, over all replicas; None if unknown.
+            gradient_norm: The norm of the gradients before clipping, likewise; None if unknown.
+
+        Raises:
+            ConfigurationError: if an argument is no number.
+        """
+        number, norm = (each.item() if isinstance(each, torch.Tensor) else each for each in (loss, gradient_norm))
+        self._on_event(self._reports.step(self.steps, self.transport, loss=number, tokens=tokens, gradient_norm=norm))
 
     @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
@@ -324,6 +350,9 @@ class DiLoCo:
                 self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
             case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
                 self._on_event(self._rounds.merge(fragment, step=self.steps))
+
+    def _on_event(self, event: Event) -> None:
+        self._reports.pass_on(event, self.transport)
 
     def _require_nothing_in_flight(self, what: str) -> None:
         if self.in_flight:

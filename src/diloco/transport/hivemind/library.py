@@ -85,6 +85,8 @@ def connect_peer(
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
                 raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
+        place.status.seen["state"] = "training"
+        transport.on_report = place.status.add
         transport.close_to_joiners("its replicas run a training loop that no other replica can join")
         yield transport
         connected.finish()
