@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco import (
+    Adam,
     AlphaMerge,
     Clipping,
     Codec,
@@ -25,6 +26,7 @@ from diloco import (
     connect_replica,
     make_codec,
     partition,
+    register,
 )
 from diloco.errors import ContractError, TransportError
 from tests.replicas import Vectors, quadratic, streaming
@@ -89,7 +91,7 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"fragments": ["first"]}, "fragments must be"),
         ({"model": [Vectors()]}, "model must be a torch.nn.Module, got a builtins.list"),
         ({"model": Vectors}, "model must be a torch.nn.Module, got the class Vectors"),
-        ({"inner_optimizer": torch.optim.AdamW}, "inner_optimizer must be a torch optimizer.*got the class AdamW"),
+        ({"inner_optimizer": torch.optim.AdamW}, "inner_optimizer must be a torch optimizer.*got the class AdamW\\.$"),
         ({"inner_optimizer": []}, "inner_optimizer must be"),
         ({"inner_optimizer": [inner(), None]}, "inner_optimizer must be"),
         ({"inner_optimizer": None}, "inner_optimizer must be .*got None"),
@@ -175,6 +177,29 @@ def test_so_does_joining_a_swarm(arguments: dict[str, Any], words: str, tmp_path
 def test_a_process_has_no_endpoint_of_a_replica_that_is_not_there(replica: Any) -> None:
     with pytest.raises(ConfigurationError, match="replica must be"):
         HUB.endpoint(replica)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: make_codec(4), "'fp4', got 4"),
+        (lambda: make_codec(None), "'fp4', got None"),
+        (lambda: register(int), "must be a subclass of Codec, got <class 'int'>"),
+        (lambda: register(make_codec("int8")), "must be a subclass of Codec, got"),
+        (lambda: Adam(betas=0.9), "outer betas must be two numbers, got 0.9"),
+        (lambda: Adam(betas=("a", 0.9)), "each of the outer betas must be a number from 0 to 1, got 'a'"),
+        (lambda: SyncSchedule(inner_steps=4, offsets=3), "offsets must be 1 whole numbers.*got 3"),
+        (lambda: partition("model"), "model must be a torch.nn.Module, got 'model'"),
+        (lambda: InProcessTransport(2, round_timeout_s="60"), "round_timeout_s must be a number of seconds, got '60'"),
+        (lambda: InProcessTransport(2, faults=["drop"]), r"each of faults must be a Fault\(...\), got 'drop'"),
+        (lambda: InProcessTransport(2, network=5), "network must be a VirtualNetwork, got 5"),
+        (lambda: InProcessTransport(True), "num_replicas must be a whole number of at least 1, got True"),
+        (lambda: InProcessTransport(2, min_contributors=1.5), "min_contributors must be a whole number, got 1.5"),
+    ],
+)
+def test_so_are_the_arguments_of_what_is_passed(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
 
 
 class Halved(Codec):

@@ -70,7 +70,7 @@ def test_void_rounds_warn_once_with_the_reason_and_what_to_do() -> None:
         assert words.startswith("A round failed: fragment 0, outer step 0 is void: 1 of 2 contributions are usable"), (
             words
         )
-        assert "Remove the cause" in words
+        assert "remove the cause" in words
         assert "on_event" in words
     assert replicas[0][2].rounds_void == 6
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.layers import group_layers, match_patterns
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm.numbers import check_type, check_whole
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
 __all__ = [
@@ -136,6 +136,7 @@ def partition(
         raise ConfigurationError(
             f"There is no fragment strategy {strategy!r}; {nearest(str(strategy), get_args(Strategy))}"
         )
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")

@@ -7,11 +7,20 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["ValueSchedule", "check_choice", "check_number", "check_replica", "check_whole", "learning_rate_of_gain"]
+__all__ = [
+    "ValueSchedule",
+    "check_choice",
+    "check_number",
+    "check_replica",
+    "check_type",
+    "check_whole",
+    "learning_rate_of_gain",
+]
 
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
@@ -48,6 +57,12 @@ def check_replica(replica: Any, num_replicas: Any) -> int:
     if not 0 <= (number := check_whole("replica", replica)) <= last:
         raise ConfigurationError(f"replica must be from 0 to {last} with num_replicas={num_replicas}, got {replica}.")
     return number
+
+
+def check_type(name: str, value: Any, kind: type | UnionType, works: str) -> None:
+    """Raise `ConfigurationError`, which says what ``works``, if ``value`` is not a ``kind``."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{name} must be {works}, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import divisor, pieces
-from diloco.algorithm.numbers import check_number, learning_rate_of_gain
+from diloco.algorithm.numbers import check_number, check_type, learning_rate_of_gain
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
@@ -148,7 +148,10 @@ class Adam:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        check_type("outer betas", self.betas, Sequence, "two numbers")
+        for beta in self.betas:
+            check_number("each of the outer betas", beta, 0, 1)
+        if len(self.betas) != 2 or not all(beta < 1 for beta in self.betas):
             raise ConfigurationError(f"outer betas must be two numbers from 0 to less than 1, got {self.betas}.")
 
     def init(self, values: Tensor) -> OuterState:

@@ -206,8 +206,8 @@ def _shown(value: Any) -> str:
 
 def _advice(value: Any) -> str:
     """Return a sentence, after a space, about what to do with a value of the wrong kind; "" if there is none."""
-    ours = isinstance(value, type) and value.__module__.startswith("diloco.")
-    return f" Create one: {value.__qualname__}(...)." if ours else ""
+    fits_as_object = isinstance(value, type) and not value.__module__.startswith("torch.")
+    return f" Create one: {value.__qualname__}(...)." if fits_as_object else ""
 
 
 def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:

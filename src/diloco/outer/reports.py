@@ -31,7 +31,7 @@ class Warnings:
             case RoundVoid():
                 words = (
                     f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
-                    "with the next one. Remove the cause: if every round is void, the replicas train apart."
+                    "with the next one. If every round fails, the replicas train apart: remove the cause."
                 )
             case RoundCommitted(note=note) if note:
                 words = f"A round was merged with a fault: {note}."

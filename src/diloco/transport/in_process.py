@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.numbers import check_replica, check_whole
+from diloco.algorithm.numbers import check_replica, check_type, check_whole
 from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
@@ -60,11 +61,15 @@ class InProcessTransport:
         faults: Sequence[Fault] = (),
     ) -> None:
         num_replicas = check_whole("num_replicas", num_replicas, 1)
+        check_type("network", network, VirtualNetwork | None, "a VirtualNetwork")
+        for fault in faults:
+            check_type("each of faults", fault, Fault, "a Fault(...)")
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
                 f"The network must have one link per replica, got {len(network.links)} links for {num_replicas} "
                 "replicas."
             )
+        check_type("round_timeout_s", round_timeout_s, Real, "a number of seconds")
         if not round_timeout_s >= 0:
             raise ConfigurationError(f"round_timeout_s must be at least 0, got {round_timeout_s}.")
         self.view = View.of(num_replicas)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.memory import empty
+from diloco.algorithm.numbers import check_type
 from diloco.errors import CodecError, ConfigurationError, nearest
 
 __all__ = ["Codec", "codec_class", "codec_names", "divisor", "largest_magnitude", "pieces", "register"]
@@ -257,8 +258,10 @@ def register(codec: CodecClass) -> CodecClass:
     A class that is defined again, e.g. by running a notebook cell twice, replaces the old one.
 
     Raises:
-        ConfigurationError: if another class has that name. Nothing was changed.
+        ConfigurationError: if it is no codec, or another class has that name. Nothing was changed.
     """
+    check_type("what is registered", codec, abc.ABCMeta, "a subclass of Codec")
+    check_type("its name", getattr(codec, "name", None), str, "a text")
     known = _REGISTRY.get(codec.name, codec)
     again = known.__qualname__ == codec.__qualname__ and not known.__module__.startswith("diloco.")
     if known is not codec and not again:
