@@ -152,7 +152,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     if connections.address.port == 0:
         connections.listen(host, ports, host)
     if hosting:
-        serve(connections, Registry(place.num_replicas * size, size))
+        serve(connections, Registry(place.num_replicas * size, size), host=place.rank)
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None

@@ -34,11 +34,16 @@ _MOST_UNANSWERED = 3  # unanswered greetings after which the program at the addr
 TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less than the delay before they print them
 
 
-def serve(connections: ConnectionManager, registry: Registry) -> None:
+def serve(connections: ConnectionManager, registry: Registry, host: int | None = None) -> None:
     """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete.
 
     A rank that does not fit is refused alone. The others wait for one that does, and learn why it was refused.
+
+    Args:
+        host: the rank that answers here. It registers first, because the rendezvous would end with it if it were
+            refused. None: no rank does.
     """
+    begun = asyncio.Event()
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
     refusals: list[str] = []  # why ranks were refused; the last one is what the others learn
 
@@ -46,9 +51,12 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         entry, patience_s = Entry.from_message(message), Fields(message).number("patience_s", 0.0, _LONGEST_S)
+        if host not in (None, entry.rank):
+            await asyncio.wait_for(begun.wait(), patience_s)
         was_running = registry.running
         try:
             registry.register(entry)
+            begun.set()
         except RendezvousError as error:
             refusals[:] = [str(error)]
             writer.write(pack({"kind": "refused", "reason": str(error)}))
