@@ -31,9 +31,9 @@ class Vectors(nn.Module):
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()
         generator = generator or torch.Generator().manual_seed(0)
-        self.first = nn.Parameter(torch.randn(4, generator=generator))
-        self.second = nn.Parameter(torch.randn(2, 3, generator=generator))
-        self.third = nn.Parameter(torch.randn(5, generator=generator))
+        self.first = nn.Parameter(torch.randn(4, dtype=torch.float32, generator=generator))
+        self.second = nn.Parameter(torch.randn(2, 3, dtype=torch.float32, generator=generator))
+        self.third = nn.Parameter(torch.randn(5, dtype=torch.float32, generator=generator))
 
     def vector(self) -> Tensor:
         return torch.cat([self.first, self.second.flatten(), self.third])
@@ -110,8 +110,8 @@ def quadratic(seed: int = 0, *, shared: bool = False) -> Gradient:
         generator = torch.Generator().manual_seed(1000 * seed + (0 if shared else replica))
         noise = torch.Generator().manual_seed(100_000 * seed + 100 * step + (0 if shared else replica + 1))
         for parameter in model.parameters():
-            target = torch.randn(parameter.shape, generator=generator)
-            jitter = 0.1 * torch.randn(parameter.shape, generator=noise)
+            target = torch.randn(parameter.shape, dtype=torch.float32, generator=generator)
+            jitter = 0.1 * torch.randn(parameter.shape, dtype=torch.float32, generator=noise)
             parameter.grad = parameter.detach() - target + jitter
 
     return gradient

@@ -26,6 +26,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureF
         "flash attention is taken",
         "documents by FlexAttention",
         "compiled blocks",
+        "copies from another GPU arrive",
         "NCCL inside a replica",
     ]
     assert [row["name"] for row in results["1b"]] == ["diloco, loss of all logits at once"]

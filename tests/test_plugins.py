@@ -258,7 +258,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ),
         (
             {"codec__name": "wrong.py:Halves"},
-            "codec Halves raised CodecError: the halves payload of .* values contains NaN",
+            "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
         ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
         ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments can't be used with codec\.name="),
@@ -284,7 +284,7 @@ def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict
 def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "wrong.py").write_text(WRONG)
     said = refused(["train", "run.toml", "--data", "text.txt", "--codec", "wrong.py:Halves"], capsys)
-    assert "can't be used: codec Halves raised CodecError" in said
+    assert "can't be used: codec Halves: validate of the payload of 257 values up to 3.4e+38 raised CodecError" in said
     assert not (own / "runs").exists()
 
 

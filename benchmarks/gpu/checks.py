@@ -16,9 +16,15 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
+from diloco.algorithm.average_rules import Rda, SendersMean
+from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
+from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.fragments import flatten
+from diloco.algorithm.mean_encoding import MeanEncoding, encode_all_means
 from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
@@ -214,6 +220,69 @@ def codecs(sizes: Sizes, device: torch.device) -> str:
     return f"{', '.join(CODEC_NAMES)}: the same bits as on the CPU"
 
 
+def means(sizes: Sizes, device: torch.device) -> str:
+    """Compare means of contributions: a division that is rounded otherwise shows for M = 3, 5, 6 and 7."""
+    count, codec = sizes.check_values + 3, make_codec("int8")
+    payloads = [codec.encode(_drawn(count, seed)) for seed in range(7)]
+    for number in range(1, 8):
+        for rule in (None, SendersMean(), Rda()):
+            for clipping in (Clipping(), Clipping(max_norm=1.0)):
+                found = []
+                for place in (torch.device("cpu"), device):
+                    given = [
+                        Contribution(
+                            round=RoundId(0, 0),
+                            replica=replica,
+                            codec=codec,
+                            numel=count,
+                            payload=payload.to(place),
+                            average_rule=rule,
+                            tensors=(count - 2, 2),
+                        )
+                        for replica, payload in enumerate(payloads[:number])
+                    ]
+                    mean = weighted_mean(given, clipping).values
+                    encode_all_means(encoded := mean.clone(), [], [(0, count)], MeanEncoding(codec))
+                    found.append(digest_tensors({"mean": mean, "encoded": encoded}))
+                assert found[0] == found[1], f"means of {number} replicas differ (rule {rule}, {clipping})"
+    return "of 1 to 7 replicas, by every rule, clipped or not: the CPU's bits"
+
+
+def outer_steps(sizes: Sizes, device: torch.device) -> str:
+    for outer in (Sgd(), Nesterov(), Adam(), Adam(betas=(0.5, 0.81), epsilon=1e-8)):
+        found = []
+        for place in (torch.device("cpu"), device):
+            values = _drawn(sizes.check_values, 0).to(place)
+            state = outer.init(values)
+            for seed in range(1, 9):
+                outer.update(_drawn(sizes.check_values, seed).to(place), state, values)
+            found.append(digest_tensors({"values": values, **state.slots}))
+        assert found[0] == found[1], f"{outer} gives other bits"
+    return "eight of SGD, Nesterov and Adam: the CPU's bits"
+
+
+def _drawn(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator) * torch.rand(count, generator=generator).pow(8)
+
+
+def other_gpu(sizes: Sizes, device: torch.device) -> str:
+    """Copy from a GPU that is not torch's current one, while it is busy, to pinned memory."""
+    _require_cuda(device)
+    if torch.cuda.device_count() < 2:
+        raise SkippedError("this check needs two GPUs")
+    there = torch.device("cuda", (torch.cuda.current_device() + 1) % 2)
+    busy = torch.randn(4096, 4096, device=there)
+    for number in range(5):
+        values = torch.zeros(1 << 24, device=there)
+        for _ in range(20):
+            busy = (busy @ busy).clamp_(-1, 1)
+        values += number
+        host = flatten([values], torch.empty(len(values), pin_memory=True))
+        assert bool((host == number).all()), "the host read a copy in progress"
+    return "five copies from the other GPU"
+
+
 def digests(sizes: Sizes, device: torch.device) -> str:
     values = torch.randn(20 * sizes.check_values, generator=torch.Generator().manual_seed(0))
     assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "the digests differ"
@@ -273,6 +342,9 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "bad gradients are never applied": masked_step,
     "the float16 scaler": scaler,
     "codecs give the CPU's bits": codecs,
+    "means give the CPU's bits": means,
+    "outer steps give the CPU's bits": outer_steps,
+    "copies from another GPU arrive": other_gpu,
     "digests": digests,
     "ddp and fsdp on one rank": sharded,
     "NCCL inside a replica": ranks,

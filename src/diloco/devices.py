@@ -10,7 +10,7 @@ from diloco.errors import ConfigurationError
 if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not import torch
     import torch
 
-__all__ = ["check_device", "choose_device", "flops_utilization", "known_peak_flops_per_s", "to_device"]
+__all__ = ["check_device", "choose_device", "flops_utilization", "known_peak_flops_per_s", "to_device", "use_device"]
 
 TERA = 1e12
 
@@ -70,6 +70,19 @@ def choose_device(name: str) -> torch.device:
             f"The device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices. Use cpu or "
             "auto instead."
         )
+    return device
+
+
+def use_device(name: str) -> torch.device:
+    """Return the device called ``name`` as `choose_device` does, and make it the current one of torch if it is a GPU.
+
+    Libraries load quantised weights to the current GPU, and NCCL and pinned memory use it.
+    """
+    import torch
+
+    device = choose_device(name)
+    if device.type == "cuda" and device.index is not None:  # without an index it is the current one
+        torch.cuda.set_device(device)
     return device
 
 

@@ -71,8 +71,9 @@ class StepFinished(Event):
 
     loss: float  # mean training loss over the replicas of this process, in nats per token
     learning_rate: float
-    gradient_norm: float  # mean over replicas of the global gradient norm before clipping
-    tokens: int  # tokens seen so far, over all replicas
+    # mean over replicas of the global gradient norm before clipping; None if it is unknown, as for the next one
+    gradient_norm: float | None
+    tokens: int | None  # tokens seen so far, over all replicas
     step_s: float  # wall-clock time of this step, in seconds
     sent_bytes: int  # bytes sent so far by one replica (mean over the replicas of this process)
     received_bytes: int  # bytes received so far by one replica (mean over the replicas of this process)

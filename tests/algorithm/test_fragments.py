@@ -10,6 +10,7 @@ from torch import nn
 
 from diloco.algorithm.fragments import Fragment, Strategy, bind, check_coverage, flatten, partition, unflatten_
 from diloco.errors import FragmentError
+from tests.gpus import Cuda, on_gpu
 
 
 class Decoder(nn.Module):
@@ -146,3 +147,22 @@ def test_flatten_and_unflatten_are_inverse_and_reach_every_value(dtype: torch.dt
         assert torch.equal(flatten(parameters, torch.empty(fragment.numel)), values)
     flat = list(itertools.chain.from_iterable(p.flatten().tolist() for p in model.parameters()))
     assert max(flat) == 63
+
+
+@pytest.mark.parametrize("indices", [[1], [0], [2, 1], [3, 3]])
+def test_the_host_waits_for_copies_on_the_stream_of_the_gpu_that_they_come_from(
+    indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device is GPU 0, of which torch returns the stream without an argument."""
+    cuda = Cuda().install(monkeypatch)
+    values = flatten([on_gpu(torch.ones(2), index) for index in indices], torch.empty(2 * len(indices)))
+    assert values.tolist() == [1.0] * len(values)
+    assert set(cuda.log) == {("waits", torch.device("cuda", index)) for index in indices}
+
+
+def test_copies_between_gpus_or_on_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda().install(monkeypatch)
+    flatten([torch.ones(2)], torch.empty(2))
+    flatten([on_gpu(torch.ones(2), 1)], on_gpu(torch.empty(2), 1))
+    flatten([torch.ones(2)], on_gpu(torch.empty(2), 1))
+    assert cuda.log == []

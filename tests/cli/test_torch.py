@@ -91,9 +91,10 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
     assert main(["evaluate", str(replicas.out)]) == 0
 
 
-def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Replicas) -> None:
-    """One of two replicas has another codec. Neither leaves any files behind."""
-    for command in replicas.by_hand("", "--replica 0 --codec fp4", "--replica 1 --codec int8"):
+def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replicas) -> None:
+    """One of two replicas has another codec. It is refused, and the other waits in vain. Neither leaves any files."""
+    common = "--transport.rendezvous-timeout-s 8"
+    for command in replicas.by_hand(common, "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
         assert "has codec = fp4 (block_size 256) and replica 1" in command.output
         assert "has codec = int8 (block_size 256); both sides need the same" in command.output

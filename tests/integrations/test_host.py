@@ -125,7 +125,7 @@ def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None, sam
 
 
 def test_what_can_not_be_shared_out_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="replica must be from 0 to 1 with 2 replicas, got 2"):
+    with pytest.raises(ConfigurationError, match="replica must be from 0 to 1 with num_replicas=2, got 2"):
         replica_share(range(5), replica=2, num_replicas=2)
     with pytest.raises(ConfigurationError, match="got 1 for 2 replicas"):
         replica_share(range(1), replica=0, num_replicas=2)

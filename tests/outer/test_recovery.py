@@ -497,3 +497,20 @@ def test_what_has_come_is_told_while_it_comes_and_with_every_fragment() -> None:
     assert {(each.step, each.expected_bytes) for each in told} == {(7, 160)}
     assert [each.fragment_expected_bytes for each in told if each.here] == [96, 64]
     assert pair.differing() == []
+
+
+def test_a_snapshot_waits_for_the_gpu_whose_state_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes it, and the training may use a stream of its own."""
+    log: list[str] = []
+    loop, place = outer_loop(0), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(str(device)))
+    monkeypatch.setattr(loop, "device", place)
+    monkeypatch.setattr(loop, "fragment_state", lambda _: {"global_params": Copied(), "outer_step": 0, "slots": {}})
+
+    class Copied:
+        def clone(self) -> torch.Tensor:
+            log.append("copied")
+            return torch.zeros(1)
+
+    SharedState(loop).snapshot(0)
+    assert log == ["cuda:1", "copied", "cuda:1"]

@@ -13,7 +13,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.merge import AlphaMerge, RebaseMerge
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd, at
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
-from diloco.devices import choose_device
+from diloco.devices import choose_device, use_device
 from diloco.errors import ConfigurationError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
@@ -54,6 +54,16 @@ class TestDevice:
     def test_one_that_is_there_is_taken(self, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         assert choose_device(device) == torch.device(device)
+
+    @pytest.mark.parametrize(("device", "current"), [("cpu", []), ("cuda", []), ("cuda:0", [0]), ("cuda:7", [7])])
+    def test_the_gpu_in_use_is_torchs_current_one(
+        self, device: str, current: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made_current: list[int] = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: made_current.append(device.index))
+        assert use_device(device) == torch.device(device)
+        assert made_current == current
 
 
 class TestOuterOptimizer:

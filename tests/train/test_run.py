@@ -249,6 +249,21 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: 
     assert checkpoint.load("global").keys()
 
 
+def test_a_gpu_named_by_its_number_is_made_the_current_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def set_device(device: torch.device) -> None:
+        raise Reached(device.index)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(Reached, match="1"):
+        train(data, tmp_path / "run", "--train.device cuda:1")
+
+
 def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="torch sees"):
         train(data, tmp_path / "run", f"--train.device cuda:{torch.cuda.device_count()}")

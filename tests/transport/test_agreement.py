@@ -35,7 +35,7 @@ def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:
     for parameter in model.parameters():  # not random, as replicas in threads share torch's generator
         parameter.data.fill_(0.5)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"schedule": SyncSchedule(inner_steps=2), **arguments}
+    given = {"schedule": SyncSchedule(inner_steps=2), "on_event": lambda event: None, **arguments}
     return DiLoCo(model, inner, transport=transport, **given)
 
 

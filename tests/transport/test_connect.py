@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -87,28 +88,50 @@ def test_an_interface_that_is_not_there_is_named() -> None:
 # Incompatible ranks.
 
 
-def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() -> None:
-    """This holds whichever comes first, and also for a rank that comes after the refusal."""
-    codecs, before = ["fp4", "int8", "fp4"], diloco_threads()
+@pytest.mark.parametrize(
+    ("rank", "num_replicas", "codec", "words"),
+    [
+        (1, 3, "int8", r"replica 0 \(127.* has codec = fp4 and replica 1 \(127.* has codec = int8; both sides need"),
+        (0, 3, "fp4", "two processes claim rank 0: one at .* and one at"),
+        (5, 6, "fp4", r"rank 5 at .* can't register in a run of 3 ranks; ranks are 0 to 2"),
+    ],
+    ids=["other settings", "same rank", "no such rank"],
+)
+def test_a_rank_that_does_not_fit_is_refused_alone(
+    rank: int, num_replicas: int, codec: str, words: str, connections: ConnectionManager
+) -> None:
+    """The others wait for one that fits. Before, each of these ended all ranks that waited."""
 
-    def one(rank: int) -> object:
-        return connect(place(rank, 3, address), wire(facts={"codec": codecs[rank]}, rendezvous_timeout_s=20.0))
+    def right(rank: int) -> Connected:
+        return connect(place(rank, 3, address), wire(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
-    with rendezvous(3) as address:
-        found = at_once([lambda: one(0), lambda: one(1)])
-        late = at_once([lambda: one(2)])
-    (words,) = {str(error) for error in [*found, *late]}
-    assert words.endswith("; both sides need the same value.")
-    for side in ("replica 0 (127.0.0.1:", "has codec = fp4", "replica 1 (127.0.0.1:", "has codec = int8"):
-        assert side in words
-    assert diloco_threads() <= before
+    registry, found = Registry(3), list[Connected]()
+    serve(connections, registry)
+    address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
+    first = threading.Thread(target=lambda: found.append(right(0)))
+    first.start()
+    while not registry.entries:
+        first.join(0.01)
+    said = failure(connect, place(rank, num_replicas, address), wire(facts={"codec": codec}))
+    assert re.search(words, said), said
+    found += at_once([lambda: right(1), lambda: right(2)])
+    first.join()
+    assert [sorted(each.table.entries) for each in found] == [[0, 1, 2]] * 3
+    for each in found:
+        each.transport.close()
 
 
-def test_two_processes_that_say_they_are_the_same_rank_are_refused() -> None:
+def test_who_waits_in_vain_learns_why_another_was_refused() -> None:
+    """It may itself be the one with the wrong setting."""
     with rendezvous(2) as address:
-        found = at_once([lambda: connect(place(1, 2, address), wire())] * 2)
-    assert len(found) == 2
-    assert all("two processes claim rank 1" in str(error) for error in found), found
+        told = at_once(
+            [
+                lambda: connect(place(0, 2, address), wire(facts={"codec": "fp4"})),
+                lambda: connect(place(1, 2, address), wire(facts={"codec": "int8"})),
+            ]
+        )
+    assert all("has codec = fp4 and replica 1" in str(each) for each in told), told
+    assert sum(" (one was refused: replica 0 (" in str(each) for each in told) == 1, told
 
 
 def test_a_rank_that_did_not_come_is_named() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+import torch
 
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.codec import make_codec
 from diloco.errors import TransportError
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
@@ -14,7 +17,8 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.peers.background import Threads
-from diloco.transport.peers.payload_links import PayloadLinks
+from diloco.transport.peers.payload_links import HostCopies, PayloadLinks
+from tests.gpus import Cuda, on_gpu
 
 LIMIT_S = 30.0
 RULES = Rules(0, 0, 1, None, 5.0, 1 << 19, bytes(32))
@@ -71,3 +75,17 @@ def test_links_are_made_for_rounds_and_not_for_every_view_on_the_way_to_a_swarm(
     links.close()
     assert threads.join(LIMIT_S)
     assert made == ["3/0-1/0", "4/0-1/0"]
+
+
+def test_a_payload_is_copied_on_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy runs on the stream of its source: an event of another GPU's stream would come too early."""
+    cuda, empty, copies = Cuda().install(monkeypatch), torch.empty, HostCopies()
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **kind: empty(*shape, **kind))
+    for index in (1, 0, 1):
+        payload = on_gpu(torch.full((4,), index, dtype=torch.uint8), index)
+        given = Contribution(round=RoundId(0, 0), replica=0, codec=make_codec("float32"), numel=1, payload=payload)
+        copied, _ = copies.start(given)
+        assert copied.payload.tolist() == [index] * 4
+        assert {place for _, place in cuda.log} == {torch.device("cuda", index)}
+        assert [what for what, _ in cuda.log] == ["follows", "copies in", "marks", "keeps"]
+        cuda.log.clear()

@@ -23,7 +23,7 @@ from diloco.transport.connections.streams import PROTOCOL, pack, read_frame
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.rendezvous import ask, serve, share_text
+from diloco.transport.torch_distributed.rendezvous import ask, greet, serve, share_text
 from tests.transport.connection_managers import stranger_at
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
@@ -105,6 +105,29 @@ def test_replica_0_may_come_last(connections: ConnectionManager) -> None:
         late.close()
     assert [table.running for table in tables] == [False, False]
     assert tables[0].entries == tables[1].entries == dict(enumerate(entries))
+
+
+def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_fit(
+    connections: ConnectionManager,
+) -> None:
+    """Its end would end the rendezvous, and the others would not learn why."""
+    serve(connections, Registry(2), host=0)
+    address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
+
+    async def both() -> list[dict[str, Any]]:
+        answers = []
+        for rank, codec in ((1, "int8"), (0, "fp4")):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            entry = Entry(rank, f"x:{rank + 1}", {"codec": codec})
+            writer.write(pack({"kind": "register", "patience_s": 0.2, **entry.to_message()}))
+            await greet(connections.streams, address, PATIENCE_S)  # the one before has arrived
+            answers.append((reader, writer))
+        found = [(await read_frame(reader))[0] for reader, _ in answers]
+        for _, writer in answers:
+            writer.close()
+        return found
+
+    assert [answer["kind"] for answer in connections.call(both())] == ["refused", "incomplete"]
 
 
 # A rendezvous port that is in use.

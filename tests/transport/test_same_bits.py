@@ -28,8 +28,8 @@ def big(scale: int = 700) -> Vectors:
     """`Vectors` with more values than one block of any codec, and odd numbers of them."""
     generator = torch.Generator().manual_seed(3)
     model = Vectors(generator)
-    model.first = torch.nn.Parameter(torch.randn(scale + 1, generator=generator))
-    model.second = torch.nn.Parameter(torch.randn(3, scale - 3, generator=generator))
+    model.first = torch.nn.Parameter(torch.randn(scale + 1, dtype=torch.float32, generator=generator))
+    model.second = torch.nn.Parameter(torch.randn(3, scale - 3, dtype=torch.float32, generator=generator))
     return model
 
 

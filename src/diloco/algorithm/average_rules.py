@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.clipping import vector_norm
+from diloco.algorithm.codec.base import divisor
 
 __all__ = ["AverageRule", "Rda", "SendersMean"]
 
@@ -66,7 +67,7 @@ class SendersMean:
     elementwise = True
 
     def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
-        total = sent = torch.zeros(())
+        total = sent = torch.zeros((), dtype=torch.float32, device="cpu")
         for weight, values in contributions:
             if not total.dim():
                 total, sent = torch.zeros_like(values), torch.zeros_like(values)
@@ -90,7 +91,7 @@ class Rda:
     elementwise = False
 
     def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
-        directions = mean = torch.zeros(())
+        directions = mean = torch.zeros((), dtype=torch.float32, device="cpu")
         lengths, total = [0.0] * len(tensors), 0.0
         for weight, values in contributions:
             if not directions.dim():
@@ -109,7 +110,7 @@ class Rda:
             if norm / total > _SMALLEST_DIRECTION:
                 direction.mul_(length / total / norm)
             else:
-                torch.div(plain, total, out=direction)
+                torch.div(plain, divisor(total, plain), out=direction)
         return directions
 
 

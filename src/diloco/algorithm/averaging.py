@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.clipping import UNCLIPPED, Clipping, check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import divisor
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
@@ -227,7 +228,7 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
         values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
         for each in ordered:
             each.codec.accumulate(each.payload, values, scaled[each.replica])
-        values.div_(total)
+        values.div_(divisor(total, values))
     else:
         decoded = ((each.replica, each.codec.decode(each.payload, each.numel)) for each in ordered)
         values = combined(first.average_rule, decoded, weights, factors, first.tensors)

@@ -88,7 +88,7 @@ def scale_factors(clipping: Clipping, norms: Mapping[int, float]) -> dict[int, f
     """
     bound = clipping.bound(norms)
     return {
-        replica: float(torch.tensor(bound / norm, dtype=torch.float32))
+        replica: float(torch.tensor(bound / norm, dtype=torch.float32, device="cpu"))
         for replica, norm in sorted(norms.items())
         if norm > bound
     }

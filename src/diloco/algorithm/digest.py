@@ -41,7 +41,8 @@ def host_pieces(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
     Each piece is valid until the next one is requested, and is copied while the caller uses the one before it.
     """
     pinned = data.is_cuda
-    buffers = [torch.empty(min(piece_bytes, len(data)), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    size = min(piece_bytes, len(data))
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
     ready: Tensor | None = None
     for number, piece in enumerate(torch.split(data, piece_bytes)):
         host = buffers[number % 2][: len(piece)]

@@ -83,7 +83,7 @@ class ErrorFeedback(Codec):
         self.implementation = codec.implementation
         self.saturation_limit = codec.saturation_limit
         self.block_size = codec.block_size
-        self._residual = torch.zeros(numel, dtype=torch.float32)
+        self._residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self._candidate: Tensor | None = None
 
     @property

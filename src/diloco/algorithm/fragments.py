@@ -28,7 +28,7 @@ from diloco.algorithm.model_tensors import (
     overlaps,
     unfit_parameter,
 )
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm.numbers import check_type, check_whole
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
 __all__ = [
@@ -131,6 +131,7 @@ def partition(
         raise ConfigurationError(
             f"There is no fragment strategy {strategy!r}; {nearest(str(strategy), get_args(Strategy))}"
         )
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError("The model has no trainable parameters, so there is nothing to synchronise.")
@@ -188,14 +189,15 @@ def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
 
 def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
     """Copy ``tensors``, of any dtype and device, into ``out``, ``(numel,)`` float32, and return ``out``."""
-    start = 0
+    start, copying = 0, set()
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
-        # CUDA copies are waited for below; copies from other devices must be synchronous
-        out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda or out.is_cuda)
+        out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda)
+        if shard.is_cuda and not out.is_cuda:
+            copying.add(shard.device)
         start = stop
-    if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.current_stream().synchronize()  # the host must not read a copy in progress
+    for device in copying:  # the host must not read a copy in progress, which runs on the stream of its source
+        torch.cuda.current_stream(device).synchronize()
     return out
 
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["ValueSchedule", "check_number", "check_whole", "learning_rate_of_gain"]
+__all__ = [
+    "ValueSchedule",
+    "check_choice",
+    "check_number",
+    "check_replica",
+    "check_type",
+    "check_whole",
+    "learning_rate_of_gain",
+]
 
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
@@ -31,6 +41,39 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
         bound = "" if least is None else f" of at least {least}"
         raise ConfigurationError(f"{name} must be a whole number{bound}, got {value!r}.")
     return whole
+
+
+def check_replica(replica: Any, num_replicas: Any) -> int:
+    """Return the number of a replica as an int. It must be from 0 to ``num_replicas - 1``.
+
+    Raises:
+        ConfigurationError: if it is not, or ``num_replicas`` is not a whole number of at least 1.
+
+    >>> check_replica(5, 2)
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: replica must be from 0 to 1 with num_replicas=2, got 5.
+    """
+    last = check_whole("num_replicas", num_replicas, 1) - 1
+    if not 0 <= (number := check_whole("replica", replica)) <= last:
+        raise ConfigurationError(f"replica must be from 0 to {last} with num_replicas={num_replicas}, got {replica}.")
+    return number
+
+
+def check_type(name: str, value: Any, kind: type | UnionType, works: str) -> None:
+    """Raise `ConfigurationError`, which says what ``works``, if ``value`` is not a ``kind``."""
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{name} must be {works}, got {value!r}.")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise `ConfigurationError`, with the nearest choice, if ``value`` is not one of ``choices``.
+
+    >>> check_choice("ranks", "alon", ("alone", "whole"))
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: ranks='alon' is unknown; did you mean 'alone'?
+    """
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> None:

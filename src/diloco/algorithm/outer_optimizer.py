@@ -8,15 +8,16 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import pieces
-from diloco.algorithm.numbers import check_number, learning_rate_of_gain
+from diloco.algorithm.codec.base import divisor, pieces
+from diloco.algorithm.numbers import check_number, check_type, learning_rate_of_gain
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
@@ -148,7 +149,9 @@ class Adam:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        check_type("outer betas", self.betas, Sequence, "two numbers")
+        numbers = [beta for beta in self.betas if isinstance(beta, Real) and not isinstance(beta, bool)]
+        if len(self.betas) != 2 or len(numbers) != 2 or not all(0 <= beta < 1 for beta in numbers):
             raise ConfigurationError(f"outer betas must be two numbers from 0 to less than 1, got {self.betas}.")
 
     def init(self, values: Tensor) -> OuterState:
@@ -158,7 +161,7 @@ class Adam:
         learning_rate = at(self.learning_rate, state.step)
         beta1, beta2 = self.betas
         count = state.step + 1
-        correction1, correction2 = 1 - beta1**count, 1 - beta2**count
+        correction1, correction2 = divisor(1 - beta1**count, values), divisor(1 - beta2**count, values)
         for delta, first, second, theta in _pieces(mean, state.slots["mean"], state.slots["square"], values):
             first.mul_(beta1).add_(delta * (1 - beta1))
             second.mul_(beta2).add_(delta.square().mul_(1 - beta2))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm.numbers import check_type, check_whole
 from diloco.errors import ConfigurationError
 
 __all__ = ["Merge", "Send", "SyncSchedule"]
@@ -78,6 +79,7 @@ class SyncSchedule:
             )
         spread = (p * inner_steps // num_fragments for p in range(num_fragments))
         given = spread if self.offsets is None else self.offsets
+        check_type("offsets", given, Iterable, f"{num_fragments} whole numbers, one for each fragment")
         object.__setattr__(self, "offsets", tuple(check_whole("an offset", offset) for offset in given))
         offsets = self.fragment_offsets
         if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):

@@ -68,11 +68,11 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
     if options.step_time:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
     else:
-        from diloco.devices import choose_device
+        from diloco.devices import use_device
         from diloco.simulate.measure import measure_step
 
         settings = _preset(options)
-        device = choose_device(options.device)
+        device = use_device(options.device)
         step = measure_step(settings, device)
         measured["step"] = dataclasses.asdict(step)
         times = [step.median_s]

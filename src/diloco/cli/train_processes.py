@@ -142,9 +142,7 @@ def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
     if settings.device not in ("auto", "cuda") or not torch.cuda.is_available():
         return settings
     local = role.torchrun.local_rank if role.torchrun else role.local_rank
-    device = f"cuda:{local % torch.cuda.device_count()}"
-    torch.cuda.set_device(device)
-    return dataclasses.replace(settings, device=device)
+    return dataclasses.replace(settings, device=f"cuda:{local % torch.cuda.device_count()}")
 
 
 def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> Sinks:

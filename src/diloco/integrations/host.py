@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from diloco.algorithm.model_tensors import content_of, named_parameters
+from diloco.algorithm.numbers import check_replica
 from diloco.errors import ConfigurationError
 from diloco.transport.base import Transport
 
@@ -195,10 +196,7 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
     tensor([10, 40])
     """
-    if not 0 <= replica < num_replicas:
-        raise ConfigurationError(
-            f"replica must be from 0 to {num_replicas - 1} with {num_replicas} replicas, got {replica}."
-        )
+    check_replica(replica, num_replicas)
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             f"The data set must have a length, and a {type(dataset).__name__} has none. For a Hugging Face stream, use "
@@ -209,9 +207,10 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
         raise ConfigurationError(
             f"The data set must have at least one sample per replica, got {len(dataset)} for {num_replicas} replicas."
         )
-    order = torch.arange(len(dataset))
+    order = torch.arange(len(dataset), dtype=torch.int64, device="cpu")
     if seed is not None:
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(len(dataset), generator=generator, dtype=torch.int64, device="cpu")
     indices = order[replica : each * num_replicas : num_replicas].tolist()
     if isinstance(dataset, torch.Tensor):
         return dataset[indices]

@@ -29,7 +29,8 @@ from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, is_sharded, unwrapped
-from diloco.outer.diloco import DiLoCo, warn_of_notes
+from diloco.outer.diloco import DiLoCo
+from diloco.outer.reports import Warnings
 from diloco.transport.base import Transport
 
 __all__ = [
@@ -74,11 +75,11 @@ class Figures:
     """Collects figures of the rounds for a framework's logs.
 
     Args:
-        on_event: a callback that also receives every event, or None.
+        on_event: a callback that also receives every event. None warns of void rounds and failures.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
-        self._on_event = on_event or warn_of_notes
+        self._on_event = on_event or Warnings().handle
         self._wait_s = 0.0
         self._contributors = 0
 

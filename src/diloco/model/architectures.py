@@ -118,8 +118,8 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     )
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # The rotary table is computed, not loaded.
-    made.model.rotary_emb = type(made.model.rotary_emb)(config).to(model.embedding.weight.device)
+    with torch.device(model.embedding.weight.device):  # the rotary table is computed, not loaded
+        made.model.rotary_emb = type(made.model.rotary_emb)(config)
     state = {_their_name(name, architecture): parameter.detach() for name, parameter in model.named_parameters()}
     if settings.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -173,8 +173,8 @@ class HuggingFaceModel(LanguageModel):
         special = {getattr(self.wrapped.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
         usable = [token for token in range(min(self.vocab_size, 64)) if token not in special] or [0]
         length = min(PROBED_TOKENS, self.max_sequence_length)
-        tokens = torch.tensor([[usable[i % len(usable)] for i in range(length)]])
-        tokens = tokens.to(next(self.parameters()).device)
+        device = next(self.parameters()).device
+        tokens = torch.tensor([[usable[i % len(usable)] for i in range(length)]], dtype=torch.int64, device=device)
         was_training = self.training
         self.eval()
         try:
@@ -230,7 +230,8 @@ class HuggingFaceModel(LanguageModel):
         half = tokens.shape[1] // 2
         if not self._takes_positions or half == 0:
             return None
-        documents = (torch.arange(tokens.shape[1], device=tokens.device) >= half).long().unsqueeze(0)
+        columns = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
+        documents = (columns >= half).long().unsqueeze(0)
         alone = self(tokens[:, half:])
         methods: tuple[DocumentMasks, ...] = ("positions", "mask")
         for method in methods:
@@ -250,13 +251,14 @@ class HuggingFaceModel(LanguageModel):
                 f"{type(self.wrapped).__name__} can't mask the documents of a packed row from each other. Give each "
                 "conversation its own row (--data.no-packing), turn off document masks, or use another architecture."
             )
-        positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+        positions = torch.arange(documents.shape[1], dtype=torch.int64, device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         restarted = positions - torch.where(begins, positions, 0).cummax(1).values
         if self.document_masks == "positions":  # transformers infers from them where a document begins
             return {"position_ids": restarted}
         same = (documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)).tril()
-        mask = torch.zeros(same.shape, device=documents.device).masked_fill(~same, torch.finfo(torch.float32).min)
+        mask = torch.zeros(same.shape, dtype=torch.float32, device=documents.device)
+        mask.masked_fill_(~same, torch.finfo(torch.float32).min)
         return {"position_ids": restarted, "attention_mask": mask}
 
     def _matrices_of_a_token(self) -> float:

@@ -194,7 +194,7 @@ def losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple
     sums = torch.stack((cross_entropy + z_loss * (log_partition.square() * counted).sum(), cross_entropy))
     factor = (1 + 2 * z_loss * log_partition) * counted
     if torch.compiler.is_compiling():  # one kernel from logits to gradient
-        wanted = torch.arange(values.shape[1], device=values.device) == targets
+        wanted = torch.arange(values.shape[1], dtype=torch.int64, device=values.device) == targets
         gradient = (values - log_partition).exp() * factor - wanted.float() * counted
     else:
         gradient = values.sub_(log_partition).exp_().mul_(factor)

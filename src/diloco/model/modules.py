@@ -222,7 +222,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.epsilon = epsilon
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Linear(nn.Linear):
     """A matrix without bias; `Transformer.initialise` sets its values, not the global generator."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=False, dtype=torch.float32)
 
     def reset_parameters(self) -> None:
         """Leave the memory uninitialised."""

@@ -55,7 +55,7 @@ class Transformer(LanguageModel):
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length
         self.num_layers = settings.layers
-        self.embedding = Embedding(settings.vocab_size, settings.width)
+        self.embedding = Embedding(settings.vocab_size, settings.width, dtype=torch.float32)
         self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon)
         self.head = None if settings.tie_embeddings else Linear(settings.width, settings.vocab_size)
@@ -64,7 +64,7 @@ class Transformer(LanguageModel):
         self.register_buffer("rotary_cosine", table, persistent=False)
         self.register_buffer("rotary_sine", table.clone(), persistent=False)
         if not table.is_meta:
-            self.initialise(generator if generator is not None else torch.Generator().manual_seed(0))
+            self.initialise(generator if generator is not None else torch.Generator("cpu").manual_seed(0))
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -171,7 +171,5 @@ def build_model(settings: ModelSettings, *, seed: int, device: torch.device | st
     >>> build_model(settings, seed=0, device="meta").num_parameters()
     555782144
     """
-    if torch.device(device).type == "meta":
-        with torch.device("meta"):
-            return Transformer(settings)
-    return Transformer(settings, generator=torch.Generator().manual_seed(seed)).to(device)
+    with torch.device(device):
+        return Transformer(settings, generator=torch.Generator("cpu").manual_seed(seed))

@@ -154,7 +154,8 @@ class Curves:
                 self._last = event
                 self._losses.append(event.loss)
                 self._step_s.append(event.step_s)
-                self._tokens = [*(self._tokens or [event.tokens - self._tokens_per_step]), event.tokens]
+                if event.tokens is not None:
+                    self._tokens = [*(self._tokens or [event.tokens - self._tokens_per_step]), event.tokens]
                 if event.model_flops_utilization is not None:
                     self._utilizations.append((event.model_flops_utilization, event.step_s))
                 if event.step % self._every_steps == 0:
@@ -178,12 +179,15 @@ class Curves:
         values = {
             "loss/train(nats)": _mean(self._losses),
             "time/step(s)": _mean(self._step_s),
-            "time/throughput(tokens per s)": (self._tokens[-1] - self._tokens[0]) / max(1e-9, sum(self._step_s)),
             "time/compute_utilization(%)": 100 * last.compute_utilization,
             "transport/sent(bytes)": float(last.sent_bytes),
             "optimizer/learning_rate": last.learning_rate,
-            "optimizer/gradient_norm": last.gradient_norm,
         }
+        if self._tokens:
+            gained = self._tokens[-1] - self._tokens[0]
+            values["time/throughput(tokens per s)"] = gained / max(1e-9, sum(self._step_s))
+        if last.gradient_norm is not None:
+            values["optimizer/gradient_norm"] = last.gradient_norm
         if self._wait_s:
             values["transport/wait(s)"] = _mean(self._wait_s)
         if self._utilizations:

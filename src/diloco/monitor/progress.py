@@ -203,7 +203,7 @@ class RunProgress:
             case events.StepFinished():
                 self.last = event
                 self.loss = self._smooth.update(event.loss)
-                self.speed.update(now_s, steps=event.step, tokens=event.tokens)
+                self.speed.update(now_s, steps=event.step, tokens=event.tokens or 0)
                 if event.model_flops_utilization is not None:
                     self.utilization = self._smooth_utilization.update(event.model_flops_utilization)
                 news, self._skipped = event.skipped_replicas > 0 and not self._skipped, event.skipped_replicas > 0

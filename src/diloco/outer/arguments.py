@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
 import xxhash
 from torch import nn
 from torch.optim import Optimizer
@@ -20,13 +22,25 @@ from diloco.algorithm.fragments import Fragment, check_coverage, trainable_param
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.model_tensors import persistent_buffers
+from diloco.algorithm.numbers import check_number
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError, ContractError
 from diloco.outer.model_watch import frozen_digests
 from diloco.plugins import code_digest
+from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
+from diloco.transport.base import Transport
+from diloco.transport.in_process import InProcessTransport
 
-__all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
+__all__ = [
+    "Arguments",
+    "check_arguments",
+    "check_kinds",
+    "check_saved_facts",
+    "check_transport",
+    "described",
+    "usable_device",
+]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
 _MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
@@ -102,6 +116,103 @@ def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None
             )
 
 
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Check that each argument of `DiLoCo` in ``given`` is of a kind that can work; None stands for the default.
+
+    Raises:
+        ConfigurationError: if one is not. The message says what was given and what works.
+    """
+    for name, (fits, works) in _KINDS.items():
+        value = given[name]
+        if not (value is None and name in _HAVE_DEFAULTS) and (isinstance(value, type) or not fits(value)):
+            raise ConfigurationError(f"{name} must be {works}, got {_shown(value)}.{_advice(value)}")
+    check_transport(given["transport"])
+    for name in ("error_feedback", "mean_error_feedback"):
+        check_number(name, float(given[name]) if isinstance(given[name], bool) else given[name], 0, 1)
+
+
+def check_transport(transport: Any) -> None:
+    """Raise `ConfigurationError`, which says what works, unless ``transport`` connects a replica."""
+    if transport is None or isinstance(transport, Transport):
+        return
+    advice = ""
+    if isinstance(transport, AbstractContextManager):
+        advice = " Enter it: `with connect_replica(...) as transport:`."
+    elif isinstance(transport, InProcessTransport):
+        advice = " Pass one of its endpoints, such as transport.endpoint(0)."
+    raise ConfigurationError(f"transport must be a connected diloco transport, got {_shown(transport)}.{advice}")
+
+
+def usable_device(place: torch.device | str) -> torch.device:
+    """Return the device for global parameters; raise `ConfigurationError` if it can't hold them."""
+    try:
+        device = torch.device(place)
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()
+    except Exception as error:  # torch raises many kinds of them
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"global_device={str(place)!r} can't hold the global parameters: {reason} Use 'cpu', or None for the "
+            "model's device."
+        ) from error
+    return device
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda value: all(callable(getattr(value, name, None)) for name in names)
+
+
+def _are_optimizers(value: Any) -> bool:
+    several = value if isinstance(value, Sequence) and value else [value]
+    return all(isinstance(getattr(each, "param_groups", None), list) for each in several)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
+    "inner_optimizer": (_are_optimizers, "a torch optimizer of the model's parameters, or a list of them"),
+    "schedule": (
+        lambda value: isinstance(value, SyncSchedule),
+        "a schedule, such as SyncSchedule(inner_steps=100)",
+    ),
+    "fragments": (
+        lambda value: isinstance(value, Sequence) and all(isinstance(each, Fragment) for each in value),
+        "the result of diloco.partition(model, ...)",
+    ),
+    "outer_optimizer": (
+        _has("init", "update"),
+        "an outer optimizer, such as Nesterov(learning_rate=0.7), Sgd() or Adam(), or an object with init and update",
+    ),
+    "merge": (_has("merge"), "a merge rule, such as AlphaMerge(0.5) or RebaseMerge()"),
+    "codec": (lambda value: isinstance(value, Codec | str), "a codec or its name, such as 'fp4'"),
+    "clipping": (lambda value: isinstance(value, Clipping), "a Clipping, such as Clipping(max_norm=1.0)"),
+    "average": (_has("combine"), "an average rule, such as SendersMean() or Rda(), or None for the weighted mean"),
+    "mean_codec": (
+        lambda value: isinstance(value, Codec | str),
+        "a codec or its name, such as 'int8', or 'auto'",
+    ),
+    "on_event": (callable, "a function of one event"),
+}
+_HAVE_DEFAULTS = _KINDS.keys() - {"model", "inner_optimizer", "codec", "mean_codec"}
+
+
+def _shown(value: Any) -> str:
+    """Describe a value of the wrong kind.
+
+    >>> _shown("sgd"), _shown(0.5), _shown(max), _shown(nn.Linear)
+    ("'sgd'", '0.5', 'the function max', 'the class Linear')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function {value.__qualname__}"
+    return repr(value) if isinstance(value, str | Real | None) else f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def _advice(value: Any) -> str:
+    """Return a sentence, after a space, about what to do with a value of the wrong kind; "" if there is none."""
+    fits_as_object = isinstance(value, type) and not value.__module__.startswith("torch.")
+    return f" Create one: {value.__qualname__}(...)." if fits_as_object else ""
+
+
 def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:
     """Check that the arguments work together.
 
@@ -109,6 +220,9 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
     """
     schedule, merge, average = arguments.schedule, arguments.merge, arguments.average
+    _check_feedback("codec", arguments.codec, arguments.error_feedback)
+    _check_feedback("mean_codec", arguments.mean.codec, arguments.mean_error_feedback)
+    _check_own_code(arguments)
     check_coverage(model, arguments.fragments)
     check_buffers(model)
     trainable = trainable_parameters(model)
@@ -131,7 +245,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
             f"overlap_steps={schedule.overlap_steps} merges each fragment a whole round late, where {described(merge)} "
             "would drop all work since the fragment was sent. Use RebaseMerge or fewer overlap steps."
         )
-    optimizers = [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer
+    optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if idle := [name for name, parameter in trainable.items() if id(parameter) not in held]:
         raise ConfigurationError(
@@ -142,6 +256,32 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
             f"There are {given} fragments, but the schedule has num_fragments={schedule.num_fragments}. Both numbers "
             "must be equal."
         )
+
+
+def _check_feedback(name: str, codec: Codec, decay: float) -> None:
+    if codec.needs_error_feedback and not decay:
+        feedback = name.replace("codec", "error_feedback")
+        raise ConfigurationError(
+            f"{name}={codec.name!r} drops most of the values, which are lost without error feedback, but {feedback} is "
+            f"{decay!r}. Use {feedback}=0.95, or another codec."
+        )
+
+
+def _check_own_code(arguments: Arguments) -> None:
+    """Check components that are not this package's own against their contracts."""
+    checks: tuple[tuple[str, object, Callable[[], None]], ...] = (
+        ("codec", arguments.codec, lambda: check_codec(lambda: arguments.codec)),
+        ("mean_codec", arguments.mean.codec, lambda: check_codec(lambda: arguments.mean.codec)),
+        ("outer_optimizer", arguments.outer_optimizer, lambda: check_outer_optimizer(arguments.outer_optimizer)),
+        ("merge", arguments.merge, lambda: check_merge_rule(arguments.merge)),
+        ("average", arguments.average, lambda: check_average_rule(arguments.average)),
+    )
+    for name, component, check in checks:
+        if component is not None and not type(component).__module__.startswith("diloco."):
+            try:
+                check()
+            except ContractError as error:
+                raise ContractError(f"{name} can't be used: {error}") from error
 
 
 def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -27,20 +27,36 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
+from diloco.errors import ConfigurationError
 from diloco.events import Event, Note
-from diloco.outer.arguments import Arguments, check_arguments, check_saved_facts
+from diloco.outer.arguments import (
+    Arguments,
+    check_arguments,
+    check_kinds,
+    check_saved_facts,
+    check_transport,
+    usable_device,
+)
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.outer.model_watch import ModelWatch
+from diloco.outer.reports import Reports
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
-__all__ = ["DiLoCo", "warn_of_notes"]
+__all__ = ["DiLoCo"]
 
 
 _DRIFTED = (
     "The frozen parameter {names} has changed since the start. Frozen parameters are not synchronised, so it may "
     "differ between replicas. Register it as a buffer, which is averaged, or change it alike on every replica."
 )
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Leave torch's inference mode, in which tensors are made that can't be changed outside it."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield
 
 
 class DiLoCo:
@@ -79,8 +95,9 @@ class DiLoCo:
             take less than 16 bits per value, else float32.
         mean_error_feedback: The fraction of the quantisation error of ``mean_codec`` that is added to the next mean, as
             for ``error_feedback``. The replica that sums a part keeps it: 4 / M bytes per parameter.
-        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` for every
-            other failure. None: each `Note` becomes a Python warning.
+        on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
+            other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
+            reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
 
     Raises:
@@ -99,6 +116,7 @@ class DiLoCo:
     2
     """
 
+    @_outside_inference_mode()
     def __init__(
         self,
         model: nn.Module,
@@ -121,6 +139,7 @@ class DiLoCo:
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
     ) -> None:
+        check_kinds(locals())
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
         self.schedule = schedule or SyncSchedule(inner_steps=100)
@@ -141,9 +160,10 @@ class DiLoCo:
             mean_error_feedback=mean_error_feedback,
         )
         check_arguments(model, inner_optimizer, arguments)
-        device = None if global_device is None else torch.device(global_device)
+        device = None if global_device is None else usable_device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
-        self._on_event = on_event or warn_of_notes
+        optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
+        self._reports = Reports(optimizers, on_event)
         self._model_watch = ModelWatch(model, self.outer_loop.named_parameters())
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
         self.shared = self._rounds.shared
@@ -161,11 +181,13 @@ class DiLoCo:
         self.begin(trained)
         self.finish()
 
+    @_outside_inference_mode()
     def begin(self, trained: float = 1.0) -> None:
         """Perform the first half of `step`: count the inner step and send the due fragments. Never blocks on others.
 
         With ``overlap_steps`` = ``inner_steps`` a fragment is merged before it is sent again; `finish` does both.
         """
+        self._reports.begin(self.steps)
         self._adopt_fetched_state()
         self._rounds.trained_steps.add(trained)
         self.steps += 1
@@ -173,23 +195,51 @@ class DiLoCo:
         for action in itertools.takewhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
+    @_outside_inference_mode()
     def finish(self) -> None:
         """Perform the second half of `step`: wait for the due averages and merge them."""
         for action in itertools.dropwhile(_is_send, self.schedule.actions(self.steps)):
             self._perform(action)
 
-    def change_transport(self, transport: Transport) -> None:
-        """Continue over another transport. No fragment may be in flight.
+    def log(
+        self,
+        *,
+        loss: float | torch.Tensor,
+        tokens: int | None = None,
+        gradient_norm: float | torch.Tensor | None = None,
+    ) -> None:
+        """Report the last step to ``on_event`` and to ``diloco watch`` as `StepFinished`, as ``diloco train`` does.
+
+        Call it after `step`, at every step or now and then. Learning rate, time, bytes and utilisation are measured.
+
+        Args:
+            loss: The training loss, a number or a tensor of one value.
+            tokens: The tokens seen so far, over all replicas; None if unknown.
+            gradient_norm: The norm of the gradients before clipping, likewise; None if unknown.
 
         Raises:
-            ConfigurationError: if arguments are compared and those of the new replicas differ.
+            ConfigurationError: if an argument is no number.
         """
+        number, norm = (each.item() if isinstance(each, torch.Tensor) else each for each in (loss, gradient_norm))
+        self._on_event(self._reports.step(self.steps, self.transport, loss=number, tokens=tokens, gradient_norm=norm))
+
+    @_outside_inference_mode()
+    def change_transport(self, transport: Transport) -> None:
+        """Continue over another transport.
+
+        Raises:
+            ConfigurationError: if a fragment is in flight, or if arguments are compared and those of the new replicas
+                differ.
+        """
+        self._require_nothing_in_flight("changing the transport")
+        check_transport(transport)
         self.transport = transport
         self._rounds.change_transport(transport)
         self._publish_and_compare()
 
+    @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
-        """Adopt the global parameters and outer state of other replicas.
+        """Adopt the global parameters and outer state of other replicas. No fragment may be in flight.
 
         Args:
             donors: The members to ask.
@@ -197,21 +247,30 @@ class DiLoCo:
                 it. False sets the local parameters to the global ones.
 
         Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was changed.
             TransportError: if none of ``donors`` answers.
         """
+        self._require_nothing_in_flight("taking over other replicas' state")
         self._rounds.forget_mean_residuals()
         for fetched in self._rounds.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             if fetched.here and not keep_work:
                 self._rounds.trained_steps.forget(fetched.fragment)
             self._on_event(fetched)
 
+    @_outside_inference_mode()
     def begin_from_global(self) -> None:
-        """Reset the local parameters to the global ones and drop all work and residuals of this replica."""
+        """Reset the local parameters to the global ones and drop all work and residuals of this replica.
+
+        Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was changed.
+        """
+        self._require_nothing_in_flight("beginning from the global parameters")
         for fragment in self.fragments:
             self._rounds.trained_steps.forget(fragment.index)
             self.outer_loop.merge(fragment.index, AlphaMerge(), None)
         self._rounds.forget_residuals()
 
+    @_outside_inference_mode()
     def drain(self, *, take_over: bool = True) -> None:
         """Wait for every fragment in flight and merge it, in the order sent. Use it at the end of a run.
 
@@ -293,13 +352,16 @@ class DiLoCo:
         """
         return {"about": dict(self._saved_facts), "steps": self.steps, **self._rounds.state_dict()}
 
+    @_outside_inference_mode()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
 
         Raises:
+            ConfigurationError: if a fragment is in flight. Nothing was loaded.
             CheckpointError: if the state belongs to another schedule, partition, codec, merge rule or outer optimizer.
                 The message names both values.
         """
+        self._require_nothing_in_flight("loading a state")
         check_saved_facts(state["about"], self._saved_facts)
         notes = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
@@ -316,6 +378,17 @@ class DiLoCo:
                 self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
             case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
                 self._on_event(self._rounds.merge(fragment, step=self.steps))
+
+    def _on_event(self, event: Event) -> None:
+        self._reports.pass_on(event, self.transport)
+
+    def _require_nothing_in_flight(self, what: str) -> None:
+        if self.in_flight:
+            rounds = "; ".join(map(str, self.in_flight))
+            raise ConfigurationError(
+                f"{what.capitalize()} needs every round to be merged, but {rounds} is in flight. Call drain() on every "
+                "replica first. Nothing was changed."
+            )
 
     def _publish_and_compare(self) -> None:
         """Publish this replica's state on the transport and compare the arguments with the other replicas."""
@@ -334,12 +407,6 @@ class DiLoCo:
         """Call `end`, unless the block raised."""
         if kind is None:
             self.end()
-
-
-def warn_of_notes(event: Event) -> None:
-    """Turn a `Note` into a Python warning; ignore other events."""
-    if isinstance(event, Note):
-        warnings.warn(event.text, stacklevel=2)
 
 
 def _is_send(action: Send | Merge) -> bool:

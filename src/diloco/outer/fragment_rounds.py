@@ -78,7 +78,7 @@ class FragmentRounds:
         return tuple(entry.contribution.round for entry in self._in_flight.values())
 
     def change_transport(self, transport: Transport) -> None:
-        """Continue over another transport. No fragment may be in flight."""
+        """Continue over another transport."""
         self._transport = transport
         self.recovery.change_transport(transport)
 
@@ -225,6 +225,7 @@ class FragmentRounds:
                 loaded.
         """
         self.trained_steps.load_state_dict(state.get("trained_steps"))
+        self.recovery.change_transport(self._transport)  # what was being fetched does not belong to the loaded state
         self.committed = int(state["rounds_committed"])
         self.void = int(state["rounds_void"])
         for fragment, saved in zip(self._loop.fragments, state["fragments"], strict=True):
@@ -234,7 +235,6 @@ class FragmentRounds:
         residuals = enumerate(state.get("mean_residuals") or ())
         self._residuals = {p: Residual(int(e["start"]), e["values"].clone()) for p, e in residuals if e is not None}
         self.shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
-        self._in_flight.clear()
         self._agreed_buffers, _ = collect_buffers(self._model)
         for entry in state["in_flight"]:
             device = self._loop.device
@@ -279,8 +279,14 @@ class FragmentRounds:
         return f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
 
     def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
-        pending = self._transport.average(contribution)
-        self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
+        index = contribution.round.fragment
+        try:
+            pending = self._transport.average(contribution)
+        except BaseException:  # nothing of it was sent: the next contribution contains its work
+            if feedback := self._feedback.get(index):
+                feedback.rollback()
+            raise
+        self._in_flight[index] = _InFlight(contribution, pending, sent)
 
     def _apply(self, average: Average, sent: Tensor | None, *, averaged: bool) -> dict[str, float | None]:
         """Take the outer step and merge. If the average excludes this replica, its work stays in the local parameters.

@@ -9,6 +9,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from diloco.algorithm.digest import digest_state
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_loop import OuterLoop
@@ -51,7 +53,7 @@ class SharedState:
 
     def snapshot(self, fragment: int) -> dict[str, Any]:
         """Return a copy of the fragment's state together with its ``finished_rounds``."""
-        with self._lock:
+        with self._lock, _settled(self.outer_loop.device):
             state = self.outer_loop.fragment_state(fragment)
             return {
                 "global_params": state["global_params"].clone(),
@@ -61,6 +63,15 @@ class SharedState:
                 "begun_after": self.begun_after,
                 **({"data_order": self.data_order} if self.data_order else {}),
             }
+
+
+@contextmanager
+def _settled(device: torch.device) -> Iterator[None]:
+    """Wait for a GPU at both ends of a ``with`` block: other threads may change its memory on streams of their own."""
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    settle(device)
+    yield
+    settle(device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from diloco.protocol.signing import KEY_CHARACTERS
 
 __all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MOST_VALUES = 1 << 48
 
 

@@ -61,7 +61,8 @@ def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
     try:
         model = build_language_model(settings.model, seed=0, device=device)
         prepare_model(model, train)
-        tokens = torch.randint(model.vocab_size, (rows, train.sequence_length + 1), device=device)
+        shape = rows, train.sequence_length + 1
+        tokens = torch.randint(model.vocab_size, shape, dtype=torch.int64, device=device)
         inner = InnerLoop(
             ParallelModel(model),
             make_inner_optimizer(settings.inner, model),

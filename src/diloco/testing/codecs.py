@@ -24,7 +24,22 @@ def contract(kind: str, value: object) -> Iterator[None]:
     except ContractError as broken:
         raise ContractError(f"{kind} {type(value).__name__}: {broken}") from broken
     except Exception as error:
-        raise ContractError(f"{kind} {type(value).__name__} raised {type(error).__name__}: {error}") from error
+        raise ContractError(f"{kind} {type(value).__name__} raised {_sentence(error)}") from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Convert every exception in a ``with`` block to a `ContractError` that says of which call on which input it is."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{what} raised {_sentence(error)}") from error
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."
 
 
 def expect(kept: bool, broken: str) -> None:
@@ -66,7 +81,8 @@ def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None
         for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
             values = spread_values(size)
             payload = check_payload(codec, values)
-            expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
+            with _naming(f"encode of {_described(values)}, by another instance,"):
+                expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
         _check_random_bytes(codec, 2 * block + 3)
         _check_refusals(codec, block + 1)
 
@@ -85,47 +101,63 @@ def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
-    name, numel = f"{values.numel()} values", values.numel()
+    name, numel = _described(values), values.numel()
     before = values.detach().clone()
-    payload = codec.encode(values)
-    expected = (codec.payload_bytes(numel),)
+    with _naming(f"encode of {name}"):
+        payload = codec.encode(values)
+        expected = (codec.payload_bytes(numel),)
     expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
     expect(same_bits(values.detach(), before), f"{name}: encode changed them")
     again = codec.encode(values)
     expect(torch.equal(again, payload), f"{name}: encoding them again gives different bytes")
     again.fill_(255)
     expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
-    codec.validate(payload, numel)
-    decoded = codec.decode(payload, numel)
+    with _naming(f"validate of the payload of {name}"):
+        codec.validate(payload, numel)
+    with _naming(f"decode of {name}"):
+        decoded = codec.decode(payload, numel)
     expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
     expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
-    out = torch.full((numel,), math.nan)
+    out = torch.full_like(decoded, math.nan)
     expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
     expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
-    _check_sum(codec, payload, decoded, weight, name)
-    message = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]  # unaligned, as in a larger message
-    unaligned = codec.decode(message, numel)
-    expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
-    _check_sum(codec, message, decoded, weight, name)
+    with _naming(f"accumulate of {name}"):
+        _check_sum(codec, payload, decoded, weight, name)
+    message = torch.cat([payload.new_zeros(3), payload])[3:]  # unaligned, as in a larger message
+    with _naming(f"the payload of {name} at an odd address"):
+        unaligned = codec.decode(message, numel)
+        expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
+        _check_sum(codec, message, decoded, weight, name)
     for start, stop in _ranges(codec, numel):
-        part, length = codec.cut(message, numel, start, stop), stop - start
-        expect(
-            torch.equal(part, codec.encode(values[start:stop])),
-            f"{name}: cut({start}, {stop}) differs from the payload of these values",
-        )
-        codec.validate(part, length)
-        expect(same_bits(codec.decode(part, length), decoded[start:stop]), f"{name}: a cut decodes to different values")
-        _check_sum(codec, part, decoded[start:stop], weight, name)
+        with _naming(f"cut({start}, {stop}) of {name}"):
+            part, length = codec.cut(message, numel, start, stop), stop - start
+            expect(
+                torch.equal(part, codec.encode(values[start:stop])),
+                f"{name}: cut({start}, {stop}) differs from the payload of these values",
+            )
+            codec.validate(part, length)
+            alike = same_bits(codec.decode(part, length), decoded[start:stop])
+            expect(alike, f"{name}: cut({start}, {stop}) decodes to different values")
+            _check_sum(codec, part, decoded[start:stop], weight, name)
     return payload
+
+
+def _described(values: Tensor) -> str:
+    """Name an input of a codec by its number of values and the largest of them."""
+    return f"{values.numel()} values" + (f" up to {float(values.detach().abs().max()):.3g}" if len(values) else "")
 
 
 def spread_values(numel: int, seed: int = 0) -> Tensor:
     """Return ``(numel,)`` float32 of many magnitudes, including both zeros, subnormals and the largest values."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 8)
-    corners = torch.tensor([0.0, -0.0, 1e-45, -1e-40, _LEAST, _LARGEST, -_LARGEST, 1.5, -0.75, 65519.0])
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = _normal(numel, generator) * torch.exp2(_normal(numel, generator) * 8)
+    corners = values.new_tensor([0.0, -0.0, 1e-45, -1e-40, _LEAST, _LARGEST, -_LARGEST, 1.5, -0.75, 65519.0])
     values[::13] = corners.repeat(numel // (13 * len(corners)) + 1)[: len(values[::13])]
     return values
+
+
+def _normal(numel: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(numel, dtype=torch.float32, device="cpu", generator=generator)
 
 
 def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, name: str) -> None:
@@ -138,11 +170,12 @@ def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, na
 
 def _check_random_bytes(codec: Codec, numel: int) -> None:
     """Check payloads in which all, some or few bytes are random."""
-    generator, size = torch.Generator().manual_seed(2), codec.payload_bytes(numel)
+    generator, size = torch.Generator("cpu").manual_seed(2), codec.payload_bytes(numel)
     for attempt in range(40):
-        payload = codec.encode(torch.randn(numel, generator=generator))
-        drawn = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
-        changed = torch.rand(size, generator=generator) < (1.0, 0.2, 3 / max(1, size))[attempt % 3]
+        payload = codec.encode(_normal(numel, generator))
+        drawn = torch.randint(0, 256, (size,), dtype=torch.int64, device="cpu", generator=generator).to(torch.uint8)
+        share = (1.0, 0.2, 3 / max(1, size))[attempt % 3]
+        changed = torch.rand(size, dtype=torch.float32, device="cpu", generator=generator) < share
         check_bytes(codec, torch.where(changed, drawn, payload), numel)
 
 
@@ -157,6 +190,11 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
     Raises:
         ContractError: if the contract is broken. The message says how.
     """
+    with _naming(f"a payload of {numel} values with random bytes"):
+        _check_bytes(codec, payload, numel)
+
+
+def _check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
     refused = _refused(codec, payload, numel)
     parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
     alike = refused == any(_refused(codec, part, length) for part, length in parts)
@@ -194,25 +232,27 @@ def _malformed(good: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_refusals(codec: Codec, numel: int) -> None:
-    good = codec.encode(torch.ones(numel))
+    ones = torch.ones(numel, dtype=torch.float32, device="cpu")
+    with _naming(f"encode of {_described(ones)}"):
+        good = codec.encode(ones)
     for what, payload in _malformed(good):
-        out = torch.full((numel,), 7.0)
+        out = torch.full_like(ones, 7.0)
         _must_refuse(f"validate accepts {what}", codec.validate, payload, numel)
         _must_refuse(f"cut accepts {what}", codec.cut, payload, numel, 0, numel)
         _must_refuse(f"decode accepts {what}", codec.decode, payload, numel, out)
         _must_refuse(f"accumulate accepts {what}", codec.accumulate, payload, out)
         expect(bool((out == 7).all()), f"{what} was refused only after values had been written")
     for what, values in (
-        ("float64 values", torch.zeros(3, dtype=torch.float64)),
-        ("a matrix", torch.zeros(2, 3)),
-        ("strided values", torch.zeros(6)[::2]),
+        ("float64 values", ones.new_zeros(3, dtype=torch.float64)),
+        ("a matrix", ones.new_zeros(2, 3)),
+        ("strided values", ones.new_zeros(6)[::2]),
     ):
         _must_refuse(f"encode accepts {what}", codec.encode, values)
     for what, out in (
-        ("too long", torch.zeros(numel + 1)),
-        ("of float64", torch.zeros(numel, dtype=torch.float64)),
-        ("strided", torch.zeros(2 * numel)[::2]),
-        ("on another device", torch.zeros(numel, device="meta")),
+        ("too long", ones.new_zeros(numel + 1)),
+        ("of float64", ones.to(torch.float64)),
+        ("strided", ones.new_zeros(2 * numel)[::2]),
+        ("on another device", ones.to("meta")),
     ):
         _must_refuse(f"decode writes to an `out` that is {what}", codec.decode, good, numel, out)
     size = codec.block_size

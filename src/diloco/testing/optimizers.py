@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import torch
@@ -68,7 +69,7 @@ def check_average_rule(rule: AverageRule | None) -> None:
     sizes = [_SIZE - 7, 0, 7]
 
     def average(count: int, scale: float = 1.0) -> Tensor:
-        buffer = torch.empty(_SIZE)
+        buffer = torch.empty_like(_draw(0))
         given = ((1.0 + 0.5 * number, buffer.copy_(_draw(number)).mul_(scale)) for number in range(count))
         return rule.combine(given, sizes)  # type: ignore[union-attr]  # None is caught below
 
@@ -157,26 +158,32 @@ def _slots(state: OuterState) -> set[str]:
 
 
 def _draw(seed: int) -> Tensor:
-    return torch.randn(_SIZE, generator=torch.Generator().manual_seed(seed))
+    return _normal(torch.Size([_SIZE]), torch.Generator("cpu").manual_seed(seed))
+
+
+def _normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
 
 
 def _model() -> nn.Module:
     """Return a model with an embedding, hidden matrices, a norm and a head, with fixed weights."""
-    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
-    model.append(nn.Linear(8, 12, bias=False))
-    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+        model.append(nn.Linear(8, 12, bias=False)).float()
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            parameter.copy_(_normal(parameter.shape, generator) * 0.5)
     return model
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
     """Train ``steps`` full-batch steps to predict each token's successor. Return the loss before the last step."""
-    tokens, loss = torch.arange(12), torch.zeros(())
+    tokens, last = torch.arange(12, dtype=torch.int64, device="cpu"), math.nan
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
         loss.backward()  # type: ignore[no-untyped-call]  # torch
         optimizer.step()
         optimizer.zero_grad()
-    return float(loss.detach())
+        last = float(loss.detach())
+    return last

@@ -221,7 +221,8 @@ def bytes_per_trained(settings: RunSettings) -> int:
     """
     each = 16
     if settings.algorithm in ("streaming", "diloco"):
-        each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(torch.zeros(1)).slots)
+        value = torch.zeros(1, dtype=torch.float32, device="cpu")
+        each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(value).slots)
         each += 4 if settings.codec.error_feedback else 0
     return each
 

@@ -92,7 +92,7 @@ class InnerLoop:
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
         self.counted = 1.0  # the fraction of the last batch's tokens that have a target which counts
-        self._norm = torch.zeros((), device=self.device)
+        self._norm = torch.zeros((), dtype=torch.float32, device=self.device)
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # Whether the optimizer's kernel can skip a step with non-finite gradients by itself. A scaler skips in its own
         # way, and a shard does not see the gradients of the others.
@@ -114,7 +114,7 @@ class InnerLoop:
             ReplicaLostError: if another rank of the replica is lost.
         """
         self.model.train()
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         group, batch_size = self.parallel.group, len(tokens)
         rows = group.rows(batch_size)
         pieces = self.parallel.pieces(batch_size, self.accumulation)

@@ -88,7 +88,7 @@ class RandomState:
             python=random.Random(_number(python)).getstate(),
             numpy=np.random.MT19937(numpy_),
             normal=None,
-            cpu=torch.Generator().manual_seed(_number(torch_)).get_state(),
+            cpu=torch.Generator("cpu").manual_seed(_number(torch_)).get_state(),
             cuda=(),
         )
         self._cuda_seed = _number(cuda)
@@ -133,9 +133,9 @@ class RandomState:
         _, words, normal = generators.python
         numpy_state = generators.numpy.state["state"]
         return {
-            "python": {"words": torch.tensor(words, dtype=torch.int64), "normal": normal},
+            "python": {"words": torch.tensor(words, dtype=torch.int64, device="cpu"), "normal": normal},
             "numpy": {
-                "words": torch.tensor(numpy_state["key"].astype(np.int64)),
+                "words": torch.from_numpy(numpy_state["key"].astype(np.int64)),
                 "position": int(numpy_state["pos"]),
                 "normal": generators.normal,
             },
@@ -167,7 +167,7 @@ class RandomState:
                 cuda=tuple(saved.cpu().clone() for saved in state["cuda"]),
             )
             random.Random().setstate(loaded.python)
-            torch.Generator().set_state(loaded.cpu)
+            torch.Generator("cpu").set_state(loaded.cpu)
         except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"The saved random state is malformed: {error!r}. Nothing was loaded.") from error
         self._generators, self._cuda_seed = loaded, cuda_seed

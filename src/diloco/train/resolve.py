@@ -199,9 +199,9 @@ def _codec(settings: RunSettings) -> str:
         f"a byte, got {codec.block_size}.",
     )
     refuse_if(
-        name == "topk2" and not codec.error_feedback,
+        name == "topk2" and not codec.kept_loss,
         "codec.name='topk2' drops 98 % of the values, which are lost without error feedback. Add "
-        "--codec.error-feedback.",
+        "--codec.error-feedback, with a codec.error_feedback_decay above 0.",
     )
     return name
 

@@ -19,7 +19,7 @@ from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.data.chat import build_chat_corpus
 from diloco.data.corpus import Corpus, build_corpus, open_stream
-from diloco.devices import choose_device
+from diloco.devices import use_device
 from diloco.errors import TransportError
 from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
 from diloco.model.build import base_digest, build_language_model, check_vocabulary, with_vocabulary
@@ -82,7 +82,7 @@ def run_training(
     """
     choose_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
-    device = choose_device(settings.train.device)
+    device = use_device(settings.train.device)
     corpus = _read_corpus(settings)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)

@@ -195,8 +195,8 @@ def _padded(windows: Sequence[tuple[np.ndarray, tuple[int, int, int]]]) -> tuple
     end.
     """
     longest = max(end - begin for _, (begin, end, _) in windows)
-    inputs = torch.zeros(len(windows), longest, dtype=torch.int64)
-    targets = torch.full((len(windows), longest), NOT_COUNTED)
+    inputs = torch.zeros(len(windows), longest, dtype=torch.int64, device="cpu")
+    targets = torch.full_like(inputs, NOT_COUNTED)
     for row, (tokens, (begin, end, first)) in enumerate(windows):
         piece = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
         inputs[row, : end - begin] = piece[:-1]

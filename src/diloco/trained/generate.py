@@ -114,7 +114,8 @@ def generate_together(
                 with torch.no_grad():
                     # Not `__call__`: a compiled model would be recompiled for every length of the cache.
                     call: Callable[..., Tensor] = model._call_impl
-                    logits = call(torch.tensor([text[-unread:] for text in texts], device=device), cache)[:, -1]
+                    tokens = torch.tensor([text[-unread:] for text in texts], dtype=torch.int64, device=device)
+                    logits = call(tokens, cache)[:, -1]
                     for number, (text, of_text) in enumerate(zip(texts, logits.float(), strict=True)):
                         # A text that has ended repeats its last token, because the others are in the same batch.
                         token = text[-1] if ended[number] else sampling.draw(of_text, text, generators[number])

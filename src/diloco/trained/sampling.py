@@ -72,7 +72,7 @@ class Sampling:
             )
         penalty = self.repetition_penalty
         if penalty != 1:
-            tokens = torch.tensor(sorted(set(occurred)), device=logits.device)
+            tokens = torch.tensor(sorted(set(occurred)), dtype=torch.int64, device=logits.device)
             before = logits[tokens]
             penalised = before.where(before < 0, before / penalty)
             logits = logits.scatter(0, tokens, penalised.where(before >= 0, before * penalty))

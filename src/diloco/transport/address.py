@@ -42,7 +42,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     >>> parse_address("[fe80::1]:29400")
     Address(host='fe80::1', port=29400)
     """
-    host, colon, port = text.rpartition(":")
+    host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from diloco.algorithm.averaging import Contribution
 from diloco.errors import TransportError
+from diloco.events import Event
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
 
@@ -113,6 +114,9 @@ class Transport(abc.ABC):
         Raises:
             TransportError: if no donor is a member of the view, has published anything, or answers.
         """
+
+    def report(self, event: Event) -> None:  # noqa: B027 - most transports have no observers
+        """Show an event of this replica to those who watch the run, if the transport has such observers."""
 
     def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - a transport without other replicas always agrees
         """Compare with the other replicas what must be the same on all of them, before the first contribution.

@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm.numbers import check_replica, check_type, check_whole
 from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
@@ -59,16 +60,20 @@ class InProcessTransport:
         network: VirtualNetwork | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
+        num_replicas = check_whole("num_replicas", num_replicas, 1)
+        check_type("network", network, VirtualNetwork | None, "a VirtualNetwork")
+        for fault in faults:
+            check_type("each of faults", fault, Fault, "a Fault(...)")
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
                 f"The network must have one link per replica, got {len(network.links)} links for {num_replicas} "
                 "replicas."
             )
-        num_replicas = check_whole("num_replicas", num_replicas, 1)
+        check_type("round_timeout_s", round_timeout_s, Real, "a number of seconds")
         if not round_timeout_s >= 0:
             raise ConfigurationError(f"round_timeout_s must be at least 0, got {round_timeout_s}.")
         self.view = View.of(num_replicas)
-        enough = num_replicas if min_contributors is None else min_contributors
+        enough = num_replicas if min_contributors is None else check_whole("min_contributors", min_contributors)
         if not 1 <= enough <= num_replicas:
             raise ConfigurationError(
                 f"min_contributors must be between 1 and {num_replicas}, the number of replicas, got "
@@ -84,7 +89,7 @@ class InProcessTransport:
 
     def endpoint(self, replica: int) -> InProcessEndpoint:
         """Return the transport that replica number ``replica`` uses."""
-        return self._endpoints[replica]
+        return self._endpoints[check_replica(replica, len(self._endpoints))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return traffic counters, clocks, links and decided rounds.

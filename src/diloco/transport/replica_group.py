@@ -83,17 +83,17 @@ class ReplicaGroup:
 
     def all(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on every rank."""
-        return bool(self.gather(torch.tensor(flag, dtype=torch.uint8)).all())
+        return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).all())
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on at least one rank."""
-        return bool(self.gather(torch.tensor(flag, dtype=torch.uint8)).any())
+        return bool(self.gather(torch.tensor(flag, dtype=torch.uint8, device="cpu")).any())
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the ``text`` of every rank in order."""
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        lengths = [int(length) for length in self.gather(torch.tensor(data.numel()))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = [int(length) for length in self.gather(torch.tensor(data.numel(), dtype=torch.int64, device="cpu"))]
+        padded = data.new_zeros(max(lengths))
         padded[: data.numel()] = data
         rows = self.gather(padded)
         return [rows[position, : length - 1].numpy().tobytes().decode() for position, length in enumerate(lengths)]
@@ -103,7 +103,7 @@ class ReplicaGroup:
         if self.process_group is None:
             return value
         data = json.dumps(value if self.leads else None).encode()
-        length = self.share_(torch.tensor(len(data)))
+        length = self.share_(torch.tensor(len(data), dtype=torch.int64, device="cpu"))
         room = torch.frombuffer(bytearray(data.ljust(int(length))[: int(length)]), dtype=torch.uint8)
         return json.loads(self.share_(room).numpy().tobytes())
 
@@ -188,7 +188,7 @@ def open_replica_group(
     """Rendezvous with the other ranks of this replica, and return their group.
 
     The group becomes torch.distributed's default process group. It uses gloo, and for a CUDA device also NCCL for CUDA
-    tensors; then call ``torch.cuda.set_device`` first.
+    tensors; then call `diloco.devices.use_device` first.
 
     Args:
         store: a store that all ranks of the replica can reach; other replicas may use the same store.

@@ -15,6 +15,7 @@ from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
 from diloco.algorithm.codec.fp4 import FP4
 from diloco.algorithm.codec.integers import Int2, Int8
 from diloco.algorithm.codec.topk2 import TopK2
+from diloco.algorithm.numbers import check_type
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import call, is_own
 
@@ -53,6 +54,7 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: The codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
     """
+    check_type("a codec's name", name, str, "a text such as 'fp4'")
     if is_own(name):
         own: Codec = call("codec.name", name, kind=Codec, arguments=parameters)
         return own

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.memory import empty
+from diloco.algorithm.numbers import check_type
 from diloco.errors import CodecError, ConfigurationError, nearest
 
-__all__ = ["Codec", "codec_class", "codec_names", "largest_magnitude", "pieces", "register"]
+__all__ = ["Codec", "codec_class", "codec_names", "divisor", "largest_magnitude", "pieces", "register"]
 
 
 class Codec(abc.ABC):
@@ -31,6 +32,7 @@ class Codec(abc.ABC):
         block_size: The number of values that are encoded together; 1 if each is encoded by itself. A payload can be cut
             between blocks.
         exact: Whether a payload consists of the bytes of the float32 values, without quantisation error.
+        needs_error_feedback: Whether it drops so many values that it is refused without error feedback.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Codec(abc.ABC):
     saturation_limit: float = math.inf
     block_size: int = 1
     exact: bool = False
+    needs_error_feedback: bool = False
 
     def parameters(self) -> Mapping[str, int]:
         """Return the parameters that replicas must agree on in addition to the name, e.g. ``{"block_size": 256}``."""
@@ -232,6 +235,18 @@ def largest_magnitude(values: Tensor) -> float:
     return float(torch.maximum(-least, greatest))  # propagates NaN, unlike `max`
 
 
+def divisor(number: float, values: Tensor) -> Tensor:
+    """Return ``number`` as ``(1,)`` of the type and device of ``values``, which divides to equal bits on every device.
+
+    CUDA multiplies by the rounded inverse of a Python number or of a ``()`` tensor on the CPU.
+
+    >>> values = torch.tensor([1.0, 2.0])
+    >>> values / divisor(3.0, values)
+    tensor([0.3333, 0.6667])
+    """
+    return values.new_full((1,), number)
+
+
 _REGISTRY: dict[str, type[Codec]] = {}
 
 CodecClass = TypeVar("CodecClass", bound=type[Codec])
@@ -243,8 +258,10 @@ def register(codec: CodecClass) -> CodecClass:
     A class that is defined again, e.g. by running a notebook cell twice, replaces the old one.
 
     Raises:
-        ConfigurationError: if another class has that name. Nothing was changed.
+        ConfigurationError: if it is no codec, or another class has that name. Nothing was changed.
     """
+    check_type("what is registered", codec, abc.ABCMeta, "a subclass of Codec")
+    check_type("its name", getattr(codec, "name", None), str, "a text")
     known = _REGISTRY.get(codec.name, codec)
     again = known.__qualname__ == codec.__qualname__ and not known.__module__.startswith("diloco.")
     if known is not codec and not again:

@@ -26,7 +26,7 @@ class _Cast(Codec):
         limit = self.saturation_limit
         scratch = None
         for start, stop in pieces(values.numel(), values.device):
-            scratch = torch.empty(stop - start, device=values.device) if scratch is None else scratch
+            scratch = torch.empty_like(values[start:stop]) if scratch is None else scratch
             clamped = torch.clamp(values[start:stop], -limit, limit, out=scratch[: stop - start])
             numbers[start:stop].copy_(clamped)
 
@@ -37,7 +37,7 @@ class _Cast(Codec):
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         scratch = None
         for start, stop in pieces(out.numel(), out.device):
-            scratch = torch.empty(stop - start, device=out.device) if scratch is None else scratch
+            scratch = torch.empty_like(out[start:stop]) if scratch is None else scratch
             term = scratch[: stop - start]
             term.copy_(self._numbers(payload, start, stop)).mul_(weight)
             out[start:stop].add_(term)

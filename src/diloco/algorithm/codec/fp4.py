@@ -45,7 +45,7 @@ class FP4(BlockwiseCodec):
     """
 
     name = "fp4"
-    saturation_limit = float(torch.tensor(0x7F400000 - 1, dtype=torch.int32).view(torch.float32))
+    saturation_limit = float(torch.tensor(0x7F400000 - 1, dtype=torch.int32, device="cpu").view(torch.float32))
     scale_type = torch.uint8
     codes_per_byte = 2
 

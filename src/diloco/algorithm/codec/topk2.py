@@ -59,6 +59,7 @@ class TopK2(Codec):
     name = "topk2"
     saturation_limit = _LARGEST_LEVEL
     block_size = _TILE
+    needs_error_feedback = True
 
     def __init__(self, *, implementation: Literal["torch", "native"] | None = None) -> None:
         self._kernels = None if implementation == "torch" else native.load_sparse(self.name)
@@ -137,7 +138,7 @@ def _encode_tiles(values: Tensor, records: Tensor) -> None:
     columns = values.shape[1]
     kept = _kept(columns)
     magnitudes = values.view(torch.int32).bitwise_and(0x7FFFFFFF).to(torch.int64)
-    backwards = torch.arange(columns - 1, -1, -1, device=values.device)
+    backwards = torch.arange(columns - 1, -1, -1, dtype=torch.int64, device=values.device)
     positions = (magnitudes << 12 | backwards).topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
     chosen = values.gather(1, positions)
     largest = chosen.abs().amax(dim=1, keepdim=True)
@@ -164,7 +165,7 @@ def _packed(levels: Tensor, positions: Tensor, codes: Tensor) -> Tensor:
     both = first | second << 12
     packed = torch.stack([both & 255, both >> 8 & 255, both >> 16], dim=2).flatten(1)[:, : -(-12 * kept // 8)]
     four = torch.nn.functional.pad(codes, (0, -kept % 4)).view(len(codes), -1, 4)
-    quarters = (four << torch.arange(0, 8, 2, device=codes.device)).sum(dim=2)
+    quarters = (four << torch.arange(0, 8, 2, dtype=torch.int64, device=codes.device)).sum(dim=2)
     parts = [levels.contiguous().view(torch.uint8), packed.to(torch.uint8), quarters.to(torch.uint8)]
     return torch.cat(parts, dim=1)
 
@@ -177,5 +178,5 @@ def _unpack(records: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     one, two, three = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 3)).view(len(records), -1, 3).unbind(2)
     positions = torch.stack([one | (two & 15) << 8, two >> 4 | three << 4], dim=2).flatten(1)[:, :kept]
     quarters = records[:, 4 + packed.shape[1] :].to(torch.int64)
-    shifts = torch.arange(0, 8, 2, device=records.device)
+    shifts = torch.arange(0, 8, 2, dtype=torch.int64, device=records.device)
     return levels, positions, (quarters.unsqueeze(2) >> shifts & 3).flatten(1)[:, :kept]

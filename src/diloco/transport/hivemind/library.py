@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RendezvousError
+from diloco.algorithm.numbers import check_whole
+from diloco.errors import ConfigurationError, RendezvousError
+from diloco.protocol.fields import MOST_RANK
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node
@@ -61,15 +63,19 @@ def connect_peer(
 
     Raises:
         RendezvousError: if the others do not join in time or are incompatible, or the run has already begun.
-        ConfigurationError: if Hivemind is not installed, or the key or the secret can't be used.
+        ConfigurationError: if an argument can't work, Hivemind is not installed, or the key or the secret can't be
+            used.
     """
+    check_whole("num_replicas", num_replicas, 1)
+    if replica is not None and check_whole("replica", replica, 0) > MOST_RANK:
+        raise ConfigurationError(f"replica must be at most {MOST_RANK}, got {replica}.")
+    exchange = Wire.of(wire, continue_without_lost=True)
     place = SwarmPlace(
         identity=Path(identity),
         admission=Admission(run, secret, frozenset(allow)),
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )
-    exchange = Wire(**({"continue_without_lost": True} | wire))
     connected = connect_swarm(place, exchange)
     transport = connected.transport
     try:
@@ -81,6 +87,8 @@ def connect_peer(
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
                 raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
+        place.status.seen["state"] = "training"
+        transport.on_report = place.status.add
         transport.close_to_joiners("its replicas run a training loop that no other replica can join")
         yield transport
         connected.finish()

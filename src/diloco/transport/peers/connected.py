@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import chain
+from numbers import Real
+from typing import Any, Literal, Self, get_args
 
-from diloco.algorithm.numbers import check_whole
-from diloco.errors import ConfigurationError, RendezvousError
+from diloco.algorithm.numbers import check_choice, check_whole
+from diloco.errors import ConfigurationError, RendezvousError, nearest
 from diloco.membership.quorum import Policy
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
@@ -19,6 +22,8 @@ from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "Wire", "join"]
+
+Split = Literal["stop", "go-on"]
 
 _ANSWER_S = 30.0
 _AGAIN_S = 0.3, 2.0  # pauses between two requests to join
@@ -100,7 +105,7 @@ class Wire:
     comes_back: bool = False
     # a replica that contributes this much later than this rank is left behind; None: never
     late_s: float | None = None
-    split: Literal["stop", "go-on"] = "stop"  # what the smaller side of a partitioned network does
+    split: Split = "stop"  # what the smaller side of a partitioned network does
     raise_on_loss: bool = True  # see `Policies`
     link: Link | None = None  # emulated link of this end; None: no emulation
     pace: bool = True  # whether payloads are paced to the measured bandwidth of the uplink
@@ -114,13 +119,26 @@ class Wire:
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, least)
         for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigurationError(f"{name} must be more than 0 s, got {value}.")
+            value = getattr(self, name)
+            if not (value is None and name == "late_s") and not (isinstance(value, Real) and float(value) > 0):
+                raise ConfigurationError(f"{name} must be more than 0 s, got {value!r}.")
+        check_choice("split", self.split, get_args(Split))
+        if not isinstance(self.facts, Mapping) or not all(isinstance(each, str) for each in chain(*self.facts.items())):
+            raise ConfigurationError(f"facts must be a mapping of names to texts, got {self.facts!r}.")
         if self.heartbeat_s > self.silence_s / 2:
             raise ConfigurationError(
                 f"heartbeat_s={self.heartbeat_s} is too long for silence_s={self.silence_s}. It must be at most half "
                 "of it, or healthy replicas would count as lost."
             )
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], **more: Any) -> Self:
+        """Return the settings given by name; raise `ConfigurationError`, with the nearest name, for an unknown one."""
+        known = [each.name for each in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ConfigurationError(f"There is no argument {name!r}; {nearest(name, known)}")
+        return cls(**{**more, **fields})
 
     def rules_and_policies(
         self, replica: int, position: int, ranks_per_replica: int, others: int

@@ -89,7 +89,7 @@ class MeanExchange:
                     values = self._mine.values[a - self._mine.start : b - self._mine.start]
                     self._messages.send((member,), values.cpu().view(torch.uint8), piece, second=True)
             start, stop = overlap(held[member], self.owned)
-            buffer = torch.zeros(stop - start)
+            buffer = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
             works = [
                 self._messages.receive(member, buffer[a - start : b - start].view(torch.uint8), piece, second=True)
                 for piece, (a, b) in self._residual_pieces((start, stop))
@@ -185,5 +185,6 @@ class MeanExchange:
         if self._codec.exact:
             buffer = self._values[start:stop].view(torch.uint8)
         else:
-            buffer = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
+            num_bytes = self._codec.payload_bytes(stop - start)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))

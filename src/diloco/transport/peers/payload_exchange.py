@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import Mean, combined, mean_of_buffers
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
+from diloco.algorithm.codec.base import divisor
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.mean_encoding import ValueRange
 from diloco.algorithm.memory import empty
@@ -56,9 +57,9 @@ class PayloadExchange:
         extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
         parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
         # model buffers as bytes: floating ones, then integer ones
-        self._extras = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        self._extras = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
         self._means: MeanExchange | None = None  # of a reduce-scatter only
-        self.values = torch.zeros(0, dtype=torch.float32)
+        self.values = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def begin(self, links: Future[Links]) -> None:
         """Start receiving, and send this rank's payload. `run` reports a failure.
@@ -77,10 +78,10 @@ class PayloadExchange:
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in messages.links:
-                buffers = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
-                self._incoming[member] = {
-                    p: (buffer, messages.receive(member, buffer, p)) for p, buffer in buffers.items()
-                }
+                self._incoming[member] = {}
+                for piece, num_bytes in sizes.items():
+                    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                    self._incoming[member][piece] = buffer, messages.receive(member, buffer, piece)
             if self.plan.pattern == "reduce-scatter":
                 self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
             self._send()
@@ -185,7 +186,7 @@ class PayloadExchange:
                         codec.accumulate(payload, self.values[a:b], weight)
                     addends[member] = codec, payload, weight
             if rule is None:
-                self.values[a:b].div_(total)
+                self.values[a:b].div_(divisor(total, self.values))
             check_mean(self.values[a:b], addends)
             if self._means is not None:
                 self._means.send(b)

@@ -134,21 +134,22 @@ class HostCopies:
     """Copies payloads from a GPU to the host, in the order in which they are started. Resources are created lazily."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._waiting: ThreadPoolExecutor | None = None
 
     def start(self, contribution: Contribution) -> tuple[Contribution, torch.cuda.Event]:
         """Return the contribution with its payload in pinned host memory, filled once the event has occurred."""
         payload = contribution.payload
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(payload.device))
-        with torch.cuda.stream(self._stream):
+        if payload.device not in self._streams:
+            self._streams[payload.device] = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
+        stream = self._streams[payload.device]
+        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(payload.device))
+        with torch.cuda.stream(stream):
             host.copy_(payload, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stub
-            copied.record(self._stream)
-        payload.record_stream(self._stream)  # its memory is not reused before the copy is done
+            copied.record(stream)
+        payload.record_stream(stream)  # its memory is not reused before the copy is done
         return replace(contribution, payload=host), copied
 
     def after(

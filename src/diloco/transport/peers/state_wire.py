@@ -162,7 +162,10 @@ class Description:
             TransportError: There is not enough memory.
         """
         try:
-            tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
+            tensors = {
+                name: torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
+                for name, (dtype, shape) in self.tensors.items()
+            }
         except (RuntimeError, MemoryError) as error:
             raise TransportError(f"there is no memory for a state of {self.size_bytes} bytes: {error}") from error
         return unflatten(self.skeleton, tensors), TensorBytes(list(tensors.values()))

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ReplicaLostError, TransportError
+from diloco.events import Event
 from diloco.membership.grace import Grace
 from diloco.membership.view import View
 from diloco.protocol import events
@@ -66,6 +67,7 @@ class PeerTransport(ProtocolRunner, Transport):
         self.welcome_note: Mapping[str, Any] = {}  # the result of a member's `on_change` when this rank joined
         # payload bytes of the last committed contribution, and the seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
+        self.on_report: Callable[[Event], None] | None = None  # shows events to those who watch the run
         # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
@@ -143,6 +145,10 @@ class PeerTransport(ProtocolRunner, Transport):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
             self.received_bytes += others * pending.payload_bytes
+
+    def report(self, event: Event) -> None:
+        if self.on_report is not None:
+            self.on_report(event)
 
     # State.
 

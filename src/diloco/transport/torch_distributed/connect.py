@@ -7,6 +7,7 @@ import errno
 import socket
 from dataclasses import dataclass, field
 
+from diloco.algorithm.numbers import check_replica
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
@@ -45,6 +46,9 @@ class Place:
     # instead of ``rendezvous``: the address of ``torchrun``'s store, in which rank 0 publishes its own address
     torchrun: Address | None = None
     attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
+
+    def __post_init__(self) -> None:
+        check_replica(self.replica, self.num_replicas)
 
     @property
     def rank(self) -> int:
@@ -153,7 +157,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     if connections.address.port == 0:
         connections.listen(host, ports, host)
     if hosting:
-        serve(connections, Registry(place.num_replicas * size, size))
+        serve(connections, Registry(place.num_replicas * size, size), host=place.rank)
     meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
         mine = str(connections.address) if place.rank == 0 else None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from diloco.algorithm.numbers import check_choice, check_replica
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
 from diloco.transport.base import Transport
@@ -50,6 +51,7 @@ def connect_replica(
         wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
 
     Raises:
+        ConfigurationError: if an argument can't work; at the call, before any connection.
         RendezvousError: if the replicas do not find each other in time, are incompatible, or already train.
             (`diloco.transport.torch_distributed.connect.connect` can join a running training.)
 
@@ -57,8 +59,10 @@ def connect_replica(
     ...     transport.view
     View(id=0, members=(0,))
     """
-    if ranks not in ("alone", "whole", "sharded"):
-        raise ConfigurationError(f"ranks={ranks!r} was given. Use alone, whole or sharded.")
+    check_choice("ranks", ranks, ("alone", "whole", "sharded"))
+    check_choice("on_failure", on_failure, ("stop", "continue"))
+    check_replica(replica, num_replicas)
+    settings = TcpWire.of(wire, continue_without_lost=on_failure == "continue", facts=facts or {})
     group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
     position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
     place = Place(
@@ -71,7 +75,7 @@ def connect_replica(
     opened: list[PeerTransport] = []
 
     def begin() -> None:
-        connected = connect(place, TcpWire(continue_without_lost=on_failure == "continue", facts=facts or {}, **wire))
+        connected = connect(place, settings)
         opened.append(connected.transport)
         if connected.joining:
             raise connected.already_running()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,42 +23,44 @@ from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.connected import Table
 from diloco.transport.secret import TurnedAwayError
+from diloco.units import visible
 from diloco.waiting import waiting_for
 
 __all__ = ["ask", "cause", "greet", "question", "serve", "share_text"]
 
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
+_MOST_REASON = 500
 _MOST_UNANSWERED = 3  # unanswered greetings after which the program at the address can't be a diloco
 TELL_EVERY_S = 1.5  # how often waiting ranks are sent the missing ranks; less than the delay before they print them
 
 
-def serve(connections: ConnectionManager, registry: Registry) -> None:
-    """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete."""
-    waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-    refusals: list[dict[str, Any]] = []  # the answer to all later ranks if the run can't begin
+def serve(connections: ConnectionManager, registry: Registry, host: int | None = None) -> None:
+    """Answer ranks that register at ``connections``, with the table of all ranks as soon as it is complete.
 
-    def tell_all(answer: dict[str, Any]) -> None:
-        for future in list(waiting.values()):
-            if not future.done():
-                future.set_result(answer)
+    A rank that does not fit is refused alone. The others wait for one that does, and learn why it was refused.
+
+    Args:
+        host: the rank that answers here. It registers first, because the rendezvous would end with it if it were
+            refused. None: no rank does.
+    """
+    begun = asyncio.Event()
+    waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+    refusals: list[str] = []  # why ranks were refused; the last one is what the others learn
 
     async def register(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         entry, patience_s = Entry.from_message(message), Fields(message).number("patience_s", 0.0, _LONGEST_S)
+        if host not in (None, entry.rank):
+            await asyncio.wait_for(begun.wait(), patience_s)
         was_running = registry.running
-        refusal = refusals[0] if refusals else None
         try:
-            if refusal is None:
-                registry.register(entry)
+            registry.register(entry)
+            begun.set()
         except RendezvousError as error:
-            refusal = {"kind": "refused", "reason": str(error)}
-            if not was_running:
-                refusals.append(refusal)
-                tell_all(refusal)
-        if refusal is not None:
-            writer.write(pack(refusal))
+            refusals[:] = [str(error)]
+            writer.write(pack({"kind": "refused", "reason": str(error)}))
             await writer.drain()
             return
         if not was_running and not registry.complete:
@@ -66,7 +68,7 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
             waiting[entry.rank] = future
             leaving = asyncio.ensure_future(reader.read(1))
             leaving.add_done_callback(lambda _: future.done() or future.cancel())
-            telling = asyncio.ensure_future(_tell_missing(registry, writer)) if message.get("tell") else None
+            telling = asyncio.ensure_future(_tell_missing(registry, refusals, writer)) if message.get("tell") else None
             await asyncio.wait([future], timeout=patience_s)
             waiting.pop(entry.rank, None)
             leaving.cancel()
@@ -77,11 +79,15 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
             if future.cancelled():
                 return
             missing = [rank for rank in registry.missing if rank != entry.rank]
-            answer = future.result() if future.done() else {"kind": "incomplete", "missing": missing}
+            answer = {"kind": "incomplete", "missing": missing, "refused": refusals}
+            if future.done():
+                answer = future.result()
         else:
             answer = _table(registry, was_running)
             if not was_running:
-                tell_all(answer)
+                for future in waiting.values():
+                    if not future.done():
+                        future.set_result(answer)
         with contextlib.suppress(OSError):
             writer.write(pack(answer))
             await writer.drain()
@@ -89,11 +95,11 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
     connections.services["register"] = register
 
 
-async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> None:
+async def _tell_missing(registry: Registry, refusals: Sequence[str], writer: asyncio.StreamWriter) -> None:
     """Send a waiting rank the missing ranks from time to time."""
     while True:
         await asyncio.sleep(TELL_EVERY_S)
-        writer.write(pack({"kind": "waiting", "missing": list(registry.missing)}))
+        writer.write(pack({"kind": "waiting", "missing": list(registry.missing), "refused": list(refusals)}))
 
 
 def ask(
@@ -133,8 +139,8 @@ async def _ask(
                 raise RendezvousError(Fields(answer).words("reason"))
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
-                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Start the missing "
-                    "ranks, or choose a longer transport.rendezvous_timeout_s."
+                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}{_refused(answer)}. "
+                    "Start the missing ranks, or choose a longer transport.rendezvous_timeout_s."
                 )
             entries = [Entry.from_message(each) for each in Fields(answer).list_of_messages("entries")]
             return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
@@ -213,7 +219,7 @@ async def _register(
             answer, _ = await read_frame(reader, MAX_JSON_BYTES)
             if answer["kind"] != "waiting":
                 return answer
-            missing[:] = [f"{_ranks(answer)} at the rendezvous {address}"]
+            missing[:] = [f"{_ranks(answer)} at the rendezvous {address}{_refused(answer)}"]
     finally:
         writer.close()
 
@@ -221,6 +227,12 @@ async def _register(
 def _ranks(answer: dict[str, Any]) -> str:
     """Return the missing ranks as text."""
     return f"rank {', '.join(map(str, Fields(answer).ranks('missing')))}"
+
+
+def _refused(answer: dict[str, Any]) -> str:
+    """Return why the last rank was refused that came, as a text in brackets; "" if none was."""
+    reasons = Fields(answer).list_of_texts("refused", 1) if "refused" in answer else ()
+    return "".join(f" (one was refused: {visible(reason.removesuffix('.'), _MOST_REASON)})" for reason in reasons)
 
 
 def _table(registry: Registry, running: bool) -> dict[str, Any]:

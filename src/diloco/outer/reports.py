@@ -1,0 +1,101 @@
+"""What a replica reports of its rounds and steps, and the warnings that stand in for a listener."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+from torch.optim import Optimizer
+
+from diloco.algorithm.numbers import check_whole
+from diloco.errors import ConfigurationError
+from diloco.events import Event, Note, RoundCommitted, RoundVoid, StepFinished
+from diloco.transport.base import Transport
+
+__all__ = ["Reports", "Warnings"]
+
+
+class Warnings:
+    """Warns of what goes wrong, for a loop that listens to no events. It warns once for each reason."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def handle(self, event: Event) -> None:
+        """Warn if ``event`` reports a failure of a kind that was not reported yet."""
+        match event:
+            case RoundVoid():
+                words = (
+                    f"A round failed: {event.reason.rstrip('.')}. No replica applied it, and its work is sent again "
+                    "with the next one. If every round fails, the replicas train apart: remove the cause."
+                )
+            case RoundCommitted(note=note) if note:
+                words = f"A round was merged with a fault: {note}."
+            case Note():
+                words = event.text
+            case _:
+                return
+        if (kind := re.sub(r"[\d.]+", "#", words)) not in self._told:
+            self._told.add(kind)
+            warnings.warn(
+                f"{words.rstrip('.')}. (After step {event.step}; told once for each reason. Pass an on_event to learn "
+                "of every round; rounds_void and rounds_committed count them.)",
+                stacklevel=6,
+            )
+
+
+class Reports:
+    """Passes the events of a replica on to its listener and to those who watch the run, and measures its steps.
+
+    Args:
+        optimizers: the inner optimizers, of which the first has the reported learning rate.
+        on_event: the listener; None warns of failures.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
+        self._optimizers = optimizers
+        self._listen = on_event or Warnings().handle
+        self._wait_s = 0.0
+        self._began_s: float | None = None
+        self._last = 0, 0.0  # the step of the last report, and when it was made
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins after ``step`` finished ones; the first one starts the clock."""
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+            self._last = step, self._began_s
+
+    def pass_on(self, event: Event, transport: Transport) -> None:
+        """Pass on an event."""
+        if isinstance(event, RoundCommitted):
+            self._wait_s += event.wait_s
+        transport.report(event)
+        self._listen(event)
+
+    def step(self, step: int, transport: Transport, *, loss: Any, tokens: Any, gradient_norm: Any) -> StepFinished:
+        """Return the event of ``step``, with what was measured since the last one.
+
+        Raises:
+            ConfigurationError: if the loss or the norm is no number, or the tokens are no whole one.
+        """
+        for name, value in (("loss", loss), ("gradient_norm", gradient_norm)):
+            if isinstance(value, bool) or not (isinstance(value, Real) or (value is None and name != "loss")):
+                raise ConfigurationError(f"{name} must be a number or a tensor of one value, got {value!r}.")
+        now_s, (last_step, last_s) = time.monotonic(), self._last
+        elapsed_s = max(1e-9, now_s - (self._began_s or now_s))
+        self._last = step, now_s
+        return StepFinished(
+            step=step,
+            loss=float(loss),
+            learning_rate=float(self._optimizers[0].param_groups[0].get("lr", 0.0)),
+            gradient_norm=None if gradient_norm is None else float(gradient_norm),
+            tokens=None if tokens is None else check_whole("tokens", tokens, 0),
+            step_s=(now_s - last_s) / max(1, step - last_step),
+            sent_bytes=transport.sent_bytes,
+            received_bytes=transport.received_bytes,
+            compute_utilization=max(0.0, 1 - self._wait_s / elapsed_s),
+        )

@@ -1,0 +1,150 @@
+"""What replicas must agree on to the bit uses only operations that CPUs and GPUs round alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
+from diloco.algorithm.averaging import Contribution, RoundId, mean_of_buffers, weighted_mean
+from diloco.algorithm.clipping import Clipping, vector_norm
+from diloco.algorithm.codec.base import divisor
+from diloco.algorithm.mean_encoding import MeanEncoding, Residual, encode_all_means
+from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
+from tests.algorithm.codecs import COARSE, CODECS, spread_values
+
+SAME_ON_ALL = re.compile(
+    "add|sub|rsub|mul|div|neg|abs|round|_to_copy|copy|fill|zero|"  # rounded once
+    "amax|aminmax|maximum|clamp|where|gather|scatter|masked_fill|cat|stack|topk|eq|ne|lt|le|gt|ge|isfinite|all|nonzero|"
+    "_local_scalar_dense|constant_pad_nd|equal|"  # exact
+    "new_full|full_like|zeros_like|empty_like|clone|detach|alias|view|slice|select|split_with_sizes|split|unbind|"
+    "unsqueeze|expand|lift_fresh|_unsafe_view"  # memory
+)
+
+
+class UnlikeOnGpusError(Exception):
+    pass
+
+
+class Watched(TorchDispatchMode):
+    """Raises for an operation on floating-point tensors whose bits depend on the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__.removesuffix("_")
+        floats = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
+        half = [each for each in floats if each.dtype != torch.float64]
+        if floats and not SAME_ON_ALL.fullmatch(name):
+            doubled = name == "sqrt" and not half  # correctly rounded in float64 by all
+            if not doubled and not (name == "pow" and args[1] == 2):  # x * x
+                raise UnlikeOnGpusError(f"{func} is rounded in its own way by each device or library")
+        if name == "div" and not (isinstance(args[1], Tensor) and args[1].dim()):
+            raise UnlikeOnGpusError("CUDA multiplies by the rounded inverse of a number")
+        if name in ("add", "sub") and abs(kwargs.get("alpha", 1)) != 1:
+            raise UnlikeOnGpusError("a product and a sum in one operation may be rounded once or twice")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x / 3.0,
+        lambda x: x.div_(torch.tensor(3.0)),
+        lambda x: x.reciprocal(),
+        lambda x: x.add(x, alpha=0.3),
+        lambda x: x.addcmul_(x, x),
+        lambda x: x.lerp(x, 0.5),
+        lambda x: x.sqrt(),
+        lambda x: x.pow(3),
+        lambda x: x.sum(),
+        lambda x: torch._foreach_div([x], 3.0),
+        lambda x: x.norm(),
+    ],
+)
+def test_the_watch_sees_what_differs(act: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(UnlikeOnGpusError), Watched():
+        act(torch.ones(3))
+
+
+def contributions(codec: str, number: int, **more: Any) -> list[Contribution]:
+    encoder = (CODECS | COARSE)[codec]()
+    return [
+        Contribution(
+            round=RoundId(0, 0),
+            replica=m,
+            codec=encoder,
+            numel=600,
+            payload=encoder.encode(spread_values(600, seed=m).clamp_(-1e20, 1e20)),
+            weight=1.0 + 0.3 * m,
+            tensors=(200, 400),
+            **more,
+        )
+        for m in range(number)
+    ]
+
+
+TORCH_CODECS = [name for name in CODECS | COARSE if not name.endswith("-built")]
+
+
+@pytest.mark.parametrize("codec", TORCH_CODECS)
+def test_codecs(codec: str) -> None:
+    encoder, values = (CODECS | COARSE)[codec](), spread_values(9000)
+    with Watched():
+        payload = encoder.encode(values)
+        encoder.validate(payload, len(values))
+        encoder.decode(payload, len(values))
+        encoder.accumulate(payload, values, 0.3)
+
+
+@pytest.mark.parametrize("rule", [None, SendersMean(), Rda()])
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(max_norm=0.5), Clipping(median_norm_factor=0.9)])
+def test_means(rule: AverageRule | None, clipping: Clipping) -> None:
+    buffers = {m: torch.ones(3) * m for m in range(3)}
+    for given in contributions("fp4", 3, average_rule=rule), contributions("int8", 5, average_rule=rule):
+        with Watched():
+            weighted_mean(given, clipping)
+            mean_of_buffers(buffers, {0: 1.0, 1: 1.0, 2: 1.0})
+            vector_norm(torch.ones(9))
+
+
+@pytest.mark.parametrize("codec", TORCH_CODECS)
+def test_encoded_means(codec: str) -> None:
+    encoder = (CODECS | COARSE)[codec]()
+    mean, held = spread_values(600), [Residual(0, spread_values(600, 1))]
+    with Watched():
+        encode_all_means(mean, held, [(0, 600)], MeanEncoding(encoder, 0.95))
+
+
+OUTER = [
+    Sgd(learning_rate=0.7),
+    Nesterov(),
+    Adam(),
+    Adam(betas=(0.0, 0.99)),
+    Nesterov(learning_rate=ValueSchedule(peak=1)),
+]
+
+
+@pytest.mark.parametrize("outer", OUTER, ids=repr)
+def test_outer_steps(outer: OuterOptimizer) -> None:
+    values, *means = (spread_values(600, seed).clamp_(-1e15, 1e15) for seed in range(4))
+    with Watched():
+        state = outer.init(values)
+        for mean in means:
+            outer.update(mean, state, values)
+
+
+@pytest.mark.parametrize("number", [3, 5, 6, 7, 0.19, 1e-18, 3e18])
+def test_division_by_a_divisor_rounds_once_as_division_by_a_number_does_on_the_cpu(number: float) -> None:
+    values = spread_values(5000)
+    for some in (values, values.to(torch.float64), values[:0]):
+        assert torch.equal(some / divisor(number, some), some / number)

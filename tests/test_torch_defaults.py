@@ -1,0 +1,230 @@
+"""Nothing depends on torch's global defaults: types, devices, and modes that a user or a plug-in may have set."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._device import _device_constructors
+
+import diloco
+from diloco import testing
+from diloco.algorithm.buffers import collect_buffers
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.merge import AlphaMerge
+from diloco.algorithm.outer_optimizer import Adam, Nesterov
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.outer.diloco import DiLoCo
+from diloco.transport.in_process import InProcessTransport
+from tests.algorithm.codecs import COARSE, CODECS
+from tests.replicas import Vectors
+from tests.runs import train
+from tests.same import same
+from tests.transport.test_same_bits import in_process, over_sockets
+
+ROOT = Path(diloco.__file__).parent
+FACTORIES = {function.__name__ for function in _device_constructors()}
+FOLLOW_THE_CALLER = {"model/modules.py", "model/transformer.py"}  # a module is built on the device of `torch.device`
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_new_tensor_names_its_type_and_device(path: Path) -> None:
+    unnamed = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            assert not FACTORIES & {alias.name for alias in node.names}, "call it as torch.NAME, so that this test sees"
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if node.func.attr in FACTORIES and ast.unparse(node.func.value) == "torch":
+            wanted = {"dtype"} if str(path.relative_to(ROOT)) in FOLLOW_THE_CALLER else {"dtype", "device"}
+            if missing := wanted - {keyword.arg for keyword in node.keywords}:
+                unnamed.append(f"line {node.lineno}: {ast.unparse(node)} does not name {', '.join(sorted(missing))}")
+    assert not unnamed
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # also fills every new tensor with NaN or the largest integer
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+OF_THE_PROCESS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "deterministic": deterministic,
+    "matmul-precision": matmul_precision,
+}
+DEFAULTS = OF_THE_PROCESS | {  # the others hold for a thread
+    "default-device": default_device,
+    "device-context": lambda: torch.device("meta"),
+    "inference-mode": torch.inference_mode,
+    "no-grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+class Model(nn.Module):
+    """Has float32 and bfloat16 parameters, and floating-point and integer buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.wide = nn.Parameter(torch.randn(300, 7, generator=generator))
+        self.narrow = nn.Parameter(torch.randn(501, generator=generator).bfloat16())
+        self.norm = nn.BatchNorm1d(3)
+
+
+def histories(make: Callable[[], Codec], feedback: float, around: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Train two replicas by drawn updates, with everything of ours inside ``around``, and return what they hold."""
+    generator = torch.Generator().manual_seed(1)
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    updates = [[torch.randn(p.shape, generator=generator) * 0.01 for p in models[0].parameters()] for _ in range(16)]
+    with around():
+        hub = InProcessTransport(2)
+        replicas = [
+            DiLoCo(
+                model,
+                optimizer,
+                transport=hub.endpoint(number),
+                schedule=SyncSchedule(inner_steps=3, num_fragments=2, overlap_steps=1),
+                fragments=diloco.partition(model, num_fragments=2, strategy="balanced"),
+                outer_optimizer=Adam() if feedback else Nesterov(learning_rate=0.4),
+                merge=AlphaMerge(0.5),
+                codec=make(),
+                error_feedback=feedback,
+            )
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+        ]
+        for step in range(8):
+            for number, model in enumerate(models):
+                for parameter, update in zip(model.parameters(), updates[2 * step + number], strict=True):
+                    parameter.detach().add_(update)
+                model.norm.running_mean.add_(number)
+            for replica in replicas:
+                replica.begin()
+            for replica in replicas:
+                replica.finish()
+            if step == 4:
+                for replica in replicas:
+                    replica.load_state_dict(replica.state_dict())
+        for replica in replicas:
+            replica.drain()
+        with replicas[0].global_model() as model:
+            of_global = {name: value.clone() for name, value in model.state_dict().items()}
+        held = [replica.state_dict() for replica in replicas]
+        digests = [replica.digest() for replica in replicas]
+    assert digests[0] == digests[1]
+    assert replicas[0].rounds_committed == 4, "a void round compares nothing"
+    return held, of_global, [model.state_dict() for model in models], [collect_buffers(model) for model in models]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("codec", CODECS | COARSE)
+def test_a_global_default_of_torch_changes_no_bit(codec: str, default: str) -> None:
+    make, feedback = (CODECS | COARSE)[codec], 0.95 if codec in COARSE else 0.0
+    plain = histories(make, feedback, torch.enable_grad)
+    assert same(histories(make, feedback, DEFAULTS[default]), plain)
+
+
+@pytest.mark.parametrize("begun_in", ["begin", "load_state_dict", "__init__"])
+def test_what_begins_in_inference_mode_goes_on_outside_it(begun_in: str) -> None:
+    def mode(name: str) -> AbstractContextManager[Any]:
+        return torch.inference_mode(name == begun_in)
+
+    model = Vectors()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mode("__init__"):
+        replica = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec="fp4", error_feedback=True)
+    for _ in range(2):
+        model.vector().sum().backward()
+        optimizer.step()
+        with mode("begin"):
+            replica.begin()
+        replica.finish()
+        with mode("load_state_dict"):
+            replica.load_state_dict(replica.state_dict())
+    assert replica.rounds_committed == 2
+
+
+@pytest.mark.parametrize("default", OF_THE_PROCESS)
+@pytest.mark.parametrize("codec", ["float32", "fp4", "bfloat16"])
+def test_nor_over_sockets(codec: str, default: str) -> None:
+    more = {"mean_codec": "int8", "mean_error_feedback": True} if codec == "float32" else {}
+    plain = in_process(3, codec, **more)
+    with OF_THE_PROCESS[default]():
+        there = over_sockets(3, codec, **more)
+    for (local, shared), (local_there, shared_there, _) in zip(plain, there, strict=True):
+        assert torch.equal(local, local_there)
+        assert torch.equal(shared, shared_there)
+
+
+def run_and_resume(data: Path, folder: Path) -> dict[str, Any]:
+    """Return what a run of four steps, and its resumption for four more, measured."""
+    more = "--evaluation.every-steps 4 --evaluation.sample-tokens 3"
+    train(data, folder, f"{more} --steps 4")
+    summary = train(data, folder, f"{more} --steps 8 --checkpoint.resume {folder}")
+    return {name: summary[name] for name in ("global_params_digest", "heldout_loss", "bits_per_byte", "tokens")}
+
+
+@pytest.fixture(scope="module")
+def plain_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_and_resume(data, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "default", sorted(DEFAULTS.keys() - {"matmul-precision", "autocast", "inference-mode", "no-grad"})
+)
+def test_nor_in_a_whole_run_which_is_resumed(
+    default: str, plain_run: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    with DEFAULTS[default]():
+        assert run_and_resume(data, tmp_path) == plain_run
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_the_checks_of_plug_ins_judge_alike(default: str) -> None:
+    with DEFAULTS[default]():
+        testing.check_codec((CODECS | COARSE)["fp4"])
+        testing.check_outer_optimizer(Adam())
+        testing.check_merge_rule(AlphaMerge(0.5))
+        testing.check_average_rule(diloco.SendersMean())
