@@ -63,7 +63,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def shared_lock(file: int | None) -> Iterator[tuple[tuple[int, ...], dict[str, str]]]:
-    """Yield ``pass_fds`` and the environment variable with which a child process shares a lock, also after this one dies.
+    """Yield ``pass_fds`` and the environment variable with which a child shares a lock, also after this process dies.
 
     Wait for the child before the block of `lock_folder` ends.
     """
