@@ -27,7 +27,7 @@ COMMANDS = {
     "peers": "list the peers of a swarm (--transport hivemind) and what each is doing",
     "dht": "run a peer that trains nothing, through which other peers find each other",
     "simulate": "predict compute utilisation on a link, or the bandwidth that it needs",
-    "plan": "find the settings for a model and its links that cost the least loss",
+    "plan": "find settings with which a model trains at full speed over its links",
     "sweep": "run a study: the same run with settings varied along axes",
     "presets": "list the model presets and their dimensions",
 }
