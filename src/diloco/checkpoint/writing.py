@@ -116,18 +116,15 @@ def _on_all_or_none(group: ReplicaGroup, before: str, after: str) -> Iterator[No
     """Make the block, which each rank runs by itself, fail on all ranks if it fails on any.
 
     Raises:
-        CheckpointError: on all ranks, if the block raised it or `OSError` on any. Its message is framed by ``before``
-            and ``after``.
+        CheckpointError: on all ranks, if the block raised on any. Its message is framed by ``before`` and ``after``.
     """
     raised: Exception | None = None
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         raised = error
-    mine = "" if raised is None else (str(raised) or repr(raised)).rstrip(".")
-    texts = enumerate(group.gather_texts(mine))
-    if why := [f"position {s}: {text}" if group.size > 1 else text for s, text in texts if text]:
-        raise CheckpointError(before + "; ".join(why) + after) from raised
+    if why := group.failures(raised):
+        raise CheckpointError(before + why + after) from raised
 
 
 def _begin(partial: Path) -> int:

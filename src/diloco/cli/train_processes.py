@@ -126,9 +126,13 @@ def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> i
         if resume is not None:
             held = held_step(checkpoint_home(home, role.replica, resume), resume)
         fleet = connect_rank(settings, role, facts, held, choose_device(settings.train.device))
-        if occupied and not fleet.joining:
+        try:
+            with fleet.group.all_or_none():
+                if occupied and not fleet.joining:
+                    raise not_empty_error(folder)
+        except BaseException:
             fleet.close()
-            raise not_empty_error(folder)
+            raise
         return fleet
 
     notes = plan.notes if role.is_first else ()
