@@ -93,7 +93,7 @@ def test_a_file_that_its_owner_deletes_meanwhile_is_not_taken_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes would each have a lock: one of the deleted file and one of the next."""
-    lock, calls = fcntl.flock, []
+    lock, calls = fcntl.flock, list[int]()
 
     def late(file: int, kind: int) -> None:
         if not calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from torch.distributed import TCPStore
 
 import diloco.train.run
-from diloco.checkpoint import disk, writing
+from diloco.checkpoint import writing
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
 from diloco.errors import TransportError
+from diloco.train.session_reports import handshake_facts
 from diloco.trained.sampling import Sampling
 from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes, free_port
@@ -55,7 +57,7 @@ def change(event: str, patch: pytest.MonkeyPatch, out: Path) -> None:
     elif event == "signal in the last evaluation":
         after("evaluate_session", interrupt, patch)
     elif event == "full disk at the start":
-        patch.setattr(disk.os, "replace", lambda *_: fill_disk())
+        patch.setattr(os, "replace", lambda *_: fill_disk())
     elif event == "full disk in a save":
         patch.setattr(writing, "write_part", lambda *_: fill_disk())
     elif event == "another error in a save":
@@ -63,8 +65,8 @@ def change(event: str, patch: pytest.MonkeyPatch, out: Path) -> None:
     elif event == "a checkpoint that it can't see":
         patch.setattr(diloco.train.run, "open_checkpoint", lambda path: open_checkpoint(out / "elsewhere"))
     elif event == "other data":
-        facts = diloco.train.run.handshake_facts
-        patch.setattr(diloco.train.run, "handshake_facts", lambda *given: {**facts(*given), "data": "other"})
+        other = {"data": "other"}
+        patch.setattr(diloco.train.run, "handshake_facts", lambda *given: {**handshake_facts(*given), **other})
     elif event == "another token in a sample":
         patch.setattr(Sampling, "draw", lambda *_: 256)  # the end of a document, which ends the sample
     elif event == "a lost connection after the last step":
