@@ -50,6 +50,12 @@ def run_out_of_memory() -> None:
     raise RuntimeError("CUDA out of memory")
 
 
+def fail_after_one_tensor(chunks: Any) -> None:
+    for _ in range(3):  # the length of the header, the header, and a tensor
+        next(chunks)
+    chunks.throw(RuntimeError("out of memory"))
+
+
 def change(event: str, patch: pytest.MonkeyPatch, out: Path) -> None:
     """Let something happen on this rank alone."""
     if event == "signal in the last save":
@@ -62,6 +68,8 @@ def change(event: str, patch: pytest.MonkeyPatch, out: Path) -> None:
         patch.setattr(writing, "write_part", lambda *_: fill_disk())
     elif event == "another error in a save":
         patch.setattr(writing, "write_part", lambda *_: run_out_of_memory())
+    elif event == "another error while gathering":
+        patch.setattr(writing, "write_files", lambda *given: fail_after_one_tensor(given[3]))
     elif event == "a checkpoint that it can't see":
         patch.setattr(diloco.train.run, "open_checkpoint", lambda path: open_checkpoint(out / "elsewhere"))
     elif event == "other data":
@@ -91,6 +99,7 @@ EVENTS = [  # and the rank on which it happens, and the exit codes of both
     ("full disk at the start", 1, (1, 1)),
     ("full disk in a save", 0, (1, 1)),
     ("another error in a save", 0, (1, 1)),
+    ("another error while gathering", 0, (1, 1)),
     ("a checkpoint that it can't see", 1, (0, 0)),
     ("a lost connection after the last step", 0, (1, 1)),
     ("other data", 1, (2, 2)),

@@ -168,13 +168,18 @@ def _write_gathered(partial: Path, part: str, values: Mapping[str, Tensor], grou
         for value in in_file_order(values).values():
             whole(value)
         return {}
-    chunks = tensor_chunks(values)
+    left = list(in_file_order(values).values())
+
+    def gather(value: Tensor) -> Tensor:
+        left.pop(0)
+        return whole(value)
+
     try:
         skeleton: JSON = {"dict": {name: {"tensor": name} for name in values}}
-        return {part: write_files(partial, part, skeleton, chunks)}
+        return {part: write_files(partial, part, skeleton, tensor_chunks(values, gather))}
     finally:
-        for _ in chunks:  # take part in all gathers even if writing failed, as the other ranks do
-            pass
+        for value in left:  # take part in all gathers even if writing failed, as the other ranks do
+            whole(value)
 
 
 def _delete_all_but(folder: Path, keep: int) -> None:
