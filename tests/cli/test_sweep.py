@@ -169,7 +169,7 @@ def test_a_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.Cap
     [
         ("auto", None, None, ["0", "1"]),
         ("cuda", "5, GPU-8", None, ["5", "GPU-8"]),
-        ("cuda", "3", None, ["3", "3"][:1]),
+        ("cuda", "3", None, ["3"]),
         ("cuda", None, 3, ["0", "1", "0"]),
         ("cuda:1", None, None, [None]),
         ("cpu", None, 3, [None] * 3),
