@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.checkpoint.lock import lock_folder
 from diloco.cli import main
 from diloco.config.configuration import load_configuration
 from diloco.config.run_plan import resume_command
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
+from tests.commands import Command
+from tests.processes import Processes
 
 
 def test_a_run_leaves_a_summary_and_a_record_of_its_settings(files: Path) -> None:
@@ -185,3 +188,68 @@ def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
     address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
     peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
     assert resume_command(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train RUN.toml --data TEXT --out FOLDER",
+        "train --resume FOLDER",
+        "train --resume FOLDER/checkpoints/step-00000006",
+        "train --resume ELSEWHERE --out FOLDER",
+        "train RUN.toml --data TEXT --out FOLDER --transport torch",
+        "train RUN.toml --data TEXT --out FOLDER --transport torch --replica 0 --rendezvous 127.0.0.1:1",
+        "train RUN.toml --data TEXT --out FOLDER --transport hivemind --run a",
+        "sweep STUDY --out FOLDER",
+    ],
+)
+def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
+    arguments: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(files / "run", folder)
+    (tmp_path / "study.toml").write_text("[axes]\nseed = [0]\n")
+    for word, path in (
+        ("RUN.toml", files / "run.toml"),
+        ("TEXT", files / "text.txt"),
+        ("ELSEWHERE", files / "run"),
+        ("FOLDER", folder),
+        ("STUDY", tmp_path / "study.toml"),
+    ):
+        arguments = arguments.replace(word, str(path))
+    with lock_folder(folder):
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert f"{folder} is in use by process {os.getpid()}" in refused(arguments.split(), capsys)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect RUN",
+        "evaluate RUN",
+        "generate RUN --prompt a",
+        "export RUN --to safetensors OUT.safetensors",
+        "watch RUN --export OUT.html",
+    ],
+)
+def test_a_folder_in_use_can_be_read(command: str, files: Path, tmp_path: Path) -> None:
+    with lock_folder(files / "run"):
+        assert main(command.replace("RUN", str(files / "run")).replace("OUT", str(tmp_path / "out")).split()) == 0
+
+
+def test_a_live_run_is_not_resumed_and_a_killed_one_is_at_once(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    endless = train(files, "--out", str(out), "--steps", "100000", "--checkpoint.every-steps", "2")
+    resume = ["train", "--resume", str(out)]
+    latest = out / "checkpoints" / "latest"
+    with Processes() as processes:
+        first = Command(processes, endless, tmp_path / "first.txt")
+        first.until(latest.exists, "a checkpoint")
+        second = Command(processes, resume, tmp_path / "second.txt")
+        second.end(2)
+        assert f"{out} is in use by process {first.pid} on" in second.output
+        processes.kill(first.rank)
+        before = latest.read_text()
+        third = Command(processes, resume, tmp_path / "third.txt")
+        third.until(lambda: latest.read_text() != before, "another checkpoint")

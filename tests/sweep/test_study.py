@@ -1,4 +1,4 @@
-"""Studies: their files, their runs, and the table and plot of the outcomes."""
+"""Studies: their files, their runs, and the table of the outcomes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from diloco.config.configuration import Configuration
 from diloco.config.toml import parse_toml
 from diloco.errors import ConfigurationError
-from diloco.sweep.outcomes import Outcomes, draw, table
-from diloco.sweep.study import Run, read_study
+from diloco.sweep.outcomes import table
+from diloco.sweep.study import read_study
 
 STUDY = """
 [base]
@@ -46,8 +46,21 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
     text = f'[axes]\n"inner.arguments" = [{tables}]'
     runs = read_study(study(tmp_path, text))
     assert runs[0].settings["inner.arguments"]["momentum"] == 0.9
-    assert len({run.name for run in runs}) == 2
-    assert all(len(run.name) <= 100 for run in runs)
+    assert len({run.folder() for run in runs}) == 2
+    assert all(len(run.folder()) <= 120 for run in runs)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "inner.learning_rate = [0.12345678, 0.12345679]",
+        '"schedule.overlap_steps" = ["none", 1]',
+        'data.text_field = ["a b", "a-b"]',
+    ],
+)
+def test_runs_whose_names_or_results_are_alike_have_folders_of_their_own(axis: str, tmp_path: Path) -> None:
+    one, two = read_study(study(tmp_path, f"[axes]\n{axis}"))
+    assert one.folder().lower() != two.folder().lower()
 
 
 @pytest.mark.parametrize(
@@ -79,30 +92,11 @@ def test_what_can_not_be_a_study_is_refused_before_anything_runs(tmp_path: Path,
 SUMMARY = {"heldout_loss": 2.0, "sent_bytes_per_replica": 1000, "tokens_per_s": 5.0, "wall_s": 1.0}
 
 
-def test_outcomes_are_kept_by_settings_and_the_last_one_counts(tmp_path: Path) -> None:
-    run, other = Run("a", {"seed": 0}, {"seed": 0}), Run("a", {"seed": 0, "train.steps": 2}, {"seed": 0})
-    outcomes = Outcomes(tmp_path / "results.jsonl")
-    outcomes.add(run, None, "exit code 1")
-    assert not outcomes.is_done(run)
-    outcomes.add(run, SUMMARY)
-    again = Outcomes(tmp_path / "results.jsonl")
-    assert again.is_done(run)
-    assert not again.is_done(other), "the outcome is of a run with other settings"
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
-    (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigurationError, match=r"line 1 of .* is not the outcome"):
-        Outcomes(tmp_path / "results.jsonl")
-
-
-def test_a_failed_run_is_a_row_and_a_picture_is_drawn_of_the_rest(tmp_path: Path) -> None:
-    held = [
+def test_a_failed_run_is_part_of_its_row_in_the_table() -> None:
+    rows = [
         {"run": f"{h}{c}", "varied": {"schedule.inner_steps": h, "codec.name": c}, "status": "done", **SUMMARY}
         for h in (10, 100)
         for c in ("fp4", "int8")
     ]
-    held[3] = held[3] | {"status": "failed", "error": "exit code 1: a | b"}
-    assert "| 100 | int8 |  |  | 0, 1 failed: exit code 1: a / b |  |  |" in table(held)
-    draw(held, tmp_path / "loss.svg")
-    picture = (tmp_path / "loss.svg").read_text()
-    assert "schedule.inner_steps" in picture
-    assert "name fp4" in picture
+    rows[3] = rows[3] | {"status": "failed", "error": "exit code 1: a | b"}
+    assert "| 100 | int8 |  |  | 0, 1 failed: exit code 1: a / b |  |  |" in table(rows)

@@ -114,15 +114,15 @@ def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are
 ) -> None:
     """The others have just started as well, or average gradients at every step."""
     monkeypatch.setattr(joining, "_RETRY_S", 0.0)
-    session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock(sees_others=True)
+    session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock()
     session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
     session.settings.train.data_parallel_steps = session.replicas[0].diloco.shared.begun_after = 0
-    session.totals.steps, fleet.join.return_value = 0, 40
+    session.totals.steps, fleet.join.return_value, fleet.gives_up.return_value = 0, 40, False
     nothing = TransportError("replica 0 has published nothing.")
     session.begin_diloco.return_value.take_over.side_effect = [nothing, nothing, None]
     joining.join_run(session, fleet, LIMIT_S)
     assert session.totals.steps == 40
-    fleet.sees_others = False
+    fleet.gives_up.return_value = True
     session.begin_diloco.return_value.take_over.side_effect = [nothing, None]
     with pytest.raises(TransportError, match="published nothing"):
         joining.join_run(session, fleet, LIMIT_S)

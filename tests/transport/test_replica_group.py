@@ -35,6 +35,14 @@ def rank_tells(rank: int, folder: Path) -> dict[str, Any]:
         group.done_by_leader(fails)
     except (CheckpointError, ReplicaLostError) as error:
         failure = f"{type(error).__name__}: {error}"
+    try:
+        with group.all_or_none():
+            if position == 1:
+                fails()
+    except (CheckpointError, ReplicaLostError) as error:
+        failure += f" | {type(error).__name__}: {error}"
+    with group.all_or_none():
+        pass
     found = {
         "place": (group.replica, group.position, group.size, group.leads),
         "gathered": group.gather(torch.tensor([said, -said])).tolist(),
@@ -61,6 +69,9 @@ def test_each_replica_by_itself(tmp_path: Path) -> None:
         replica, position = divmod(rank, 3)
         numbers = [10 * replica + s for s in range(3)]
         failure = found.pop("failure")
+        failure, of_block = failure.split(" | ")
+        assert of_block.startswith("CheckpointError: the disk is full" if position == 1 else "ReplicaLostError")
+        assert ("other ranks: position 1: the disk is full" in of_block) == (position != 1)
         assert ("CheckpointError: the disk is full" in failure) == (position == 0)
         assert ("ReplicaLostError: Position 0 of replica" in failure) == (position > 0)
         assert "the disk is full" in failure

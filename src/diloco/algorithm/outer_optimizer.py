@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Protocol, Self
 
 import torch
@@ -150,8 +149,7 @@ class Adam:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
         check_type("outer betas", self.betas, Sequence, "two numbers")
-        numbers = [beta for beta in self.betas if isinstance(beta, Real) and not isinstance(beta, bool)]
-        if len(self.betas) != 2 or len(numbers) != 2 or not all(0 <= beta < 1 for beta in numbers):
+        if [isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigurationError(f"outer betas must be two numbers from 0 to less than 1, got {self.betas}.")
 
     def init(self, values: Tensor) -> OuterState:

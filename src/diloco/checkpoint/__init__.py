@@ -13,5 +13,5 @@ A checkpoint is written as ``.step-00001000.TOKEN.partial`` next to its final pl
 disk. Only then is ``latest`` updated, and only then are the oldest checkpoints renamed to ``....deleted`` and deleted.
 A checkpoint that is saved again is first renamed to ``....replaced`` and stays loadable until its successor has its
 name. Every move is a single rename, so a kill happens either before or after it. Only one process may write to a
-folder; any number may read it.
+folder (`diloco.checkpoint.lock`); any number may read it.
 """

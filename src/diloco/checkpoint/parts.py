@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,19 @@ def _read_tensors(path: Path, device: torch.device | str) -> dict[str, Tensor]:
         return {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file with ``tensors``.
 
     The tensors may have any shape, strides and device, and the dtypes of `DTYPE_NAMES`. DTensors are gathered one at a
-    time, which requires a call on all ranks.
+    time, which requires a call on all ranks, by ``gather`` instead of `whole` if it is given.
 
     >>> chunks = list(tensor_chunks({"half": torch.ones(2, dtype=torch.float16)}))
     >>> bytes(chunks[1]).strip(), bytes(chunks[2]).hex()
     (b'{"half":{"dtype":"F16","shape":[2],"data_offsets":[0,4]}}', '003c003c')
     """
-    ordered = in_file_order(tensors)
+    ordered, gather = in_file_order(tensors), gather or whole
     header, offset = {}, 0
     for name, tensor in ordered.items():
         end = offset + tensor.numel() * tensor.element_size()
@@ -115,7 +117,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
     yield len(text).to_bytes(8, "little")
     yield text
     for tensor in ordered.values():
-        on_host = whole(tensor).resolve_neg().cpu().contiguous()
+        on_host = gather(tensor).resolve_neg().cpu().contiguous()
         # tensors with no value or one may have arbitrary strides, which view() refuses
         yield on_host.as_strided((on_host.numel(),), (1,)).view(torch.uint8).numpy().data
 

@@ -116,18 +116,15 @@ def _on_all_or_none(group: ReplicaGroup, before: str, after: str) -> Iterator[No
     """Make the block, which each rank runs by itself, fail on all ranks if it fails on any.
 
     Raises:
-        CheckpointError: on all ranks, if the block raised it or `OSError` on any. Its message is framed by ``before``
-            and ``after``.
+        CheckpointError: on all ranks, if the block raised on any. Its message is framed by ``before`` and ``after``.
     """
     raised: Exception | None = None
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         raised = error
-    mine = "" if raised is None else (str(raised) or repr(raised)).rstrip(".")
-    texts = enumerate(group.gather_texts(mine))
-    if why := [f"position {s}: {text}" if group.size > 1 else text for s, text in texts if text]:
-        raise CheckpointError(before + "; ".join(why) + after) from raised
+    if why := group.failures(raised):
+        raise CheckpointError(before + why + after) from raised
 
 
 def _begin(partial: Path) -> int:
@@ -171,13 +168,18 @@ def _write_gathered(partial: Path, part: str, values: Mapping[str, Tensor], grou
         for value in in_file_order(values).values():
             whole(value)
         return {}
-    chunks = tensor_chunks(values)
+    left = list(in_file_order(values).values())
+
+    def gather(value: Tensor) -> Tensor:
+        left.pop(0)
+        return whole(value)
+
     try:
         skeleton: JSON = {"dict": {name: {"tensor": name} for name in values}}
-        return {part: write_files(partial, part, skeleton, chunks)}
+        return {part: write_files(partial, part, skeleton, tensor_chunks(values, gather))}
     finally:
-        for _ in chunks:  # take part in all gathers even if writing failed, as the other ranks do
-            pass
+        for value in left:  # take part in all gathers even if writing failed, as the other ranks do
+            whole(value)
 
 
 def _delete_all_but(folder: Path, keep: int) -> None:

@@ -29,7 +29,7 @@ COMMANDS = {
     "secret": "create the secret that keeps others out of a run",
     "dht": "run a peer that trains nothing, through which other peers find each other",
     "simulate": "predict compute utilisation on a link, or the bandwidth that it needs",
-    "plan": "find the settings for a model and its links that cost the least loss",
+    "plan": "find settings with which a model trains at full speed over its links",
     "sweep": "run a study: the same run with settings varied along axes",
     "presets": "list the model presets and their dimensions",
 }

@@ -1,4 +1,4 @@
-"""``diloco plan``: find the settings that reach a compute utilisation on given links at the least cost in loss."""
+"""``diloco plan``: find the settings with which replicas reach a compute utilisation on given links."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RANKS = (8, 16, 64, 0)
 TYPES = ("float32", "bfloat16")
 CODECS = ("float32", "fp4")
 
-DESCRIPTION = """Find the settings (method, H, P, tau and codec) that reach a compute utilisation on given links at the
-least cost in loss.
+DESCRIPTION = """Find the settings (method, H, P, tau and codec) with which replicas synchronise most often
+and still reach a compute utilisation on given links.
 
 Examples:
   diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --device cuda
@@ -34,9 +34,9 @@ Examples:
   diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --device cuda --price-per-hour 24 --json
   diloco plan --finetune llama
 
-The loss that a setting costs is taken from measurements in papers, which are cited.
-It may differ on your data. If no setting reaches the target, the exit code is 1
-and the command prints what would reach it."""
+The loss is not predicted. Everything else stays as the preset has it, and what differs
+from the preset is listed. If no setting reaches the target, the exit code is 1 and the
+command prints what would reach it."""
 
 
 _DEVICE = (

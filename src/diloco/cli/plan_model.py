@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from diloco.checkpoint.disk import write_whole
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
-from diloco.config.keys import build
+from diloco.config.keys import Values, build, flatten
 from diloco.config.presets import preset_values
-from diloco.config.toml import write_values
+from diloco.config.toml import in_toml, write_values
+from diloco.events import json_ready
 from diloco.model.presets import get_preset
 from diloco.simulate.overheads import CAREFULLY, IDEAL, accuracy
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, clipped_bytes, plan, predict
@@ -36,8 +38,9 @@ TIMEOUT_MARGIN = 3  # the time-out of a round is at least this many times its pr
 def run(options: PlanOptions, target: float) -> int:
     """Make the plan for ``target`` and print it; return 1 if no setting reaches it."""
     site, measured = _site(options)
-    made = plan(site, target, candidates(site))
     steps = options.steps or (_preset(options).train.steps if options.preset else STEPS_BY_NUMBERS)
+    # with more inner steps than the run has, replicas would never synchronise
+    made = plan(site, target, [each for each in candidates(site) if each.inner_steps <= steps])
     record = _record(made, site, steps, options)
     if options.json:
         print(json.dumps(record | {"measured": measured}, indent=2))
@@ -45,7 +48,7 @@ def run(options: PlanOptions, target: float) -> int:
         print(_report(made, site, record, measured))
     if options.config is not None and made.choice is not None:
         assert options.preset is not None
-        _write_config(options.config, options.preset, made.choice, site, steps)
+        _write_config(options.config, made.choice, record["settings"], options.transport)
         if not options.json:
             print(f"\nwritten: {options.config}   diloco train {options.config}")
     return 0 if made.choice else 1
@@ -54,9 +57,12 @@ def run(options: PlanOptions, target: float) -> int:
 def _preset(options: PlanOptions) -> Configuration:
     """Return the resolved settings of the preset, with its vocabulary size."""
     assert options.preset is not None
-    values = preset_values(options.preset) | {"transport.replicas": options.replicas}
-    configuration = build(Configuration, values)
-    model = dataclasses.replace(configuration.model, vocab_size=get_preset(options.preset).vocab_size)
+    return _resolved(options.preset, {"transport.replicas": options.replicas}, options.steps)
+
+
+def _resolved(preset: str, values: Values, steps: int | None) -> Configuration:
+    configuration = build(Configuration, preset_values(preset, steps=steps) | values)
+    model = dataclasses.replace(configuration.model, vocab_size=get_preset(preset).vocab_size)
     return resolve(dataclasses.replace(configuration, model=model), num_layers=model.layers)
 
 
@@ -100,10 +106,13 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
 
 def _record(made: Plan, site: Site, steps: int, options: PlanOptions) -> dict[str, Any]:
     """Return what ``--json`` prints, except for the measurements."""
+    values = planned_values(options.preset, made.choice, site, steps) if made.choice and options.preset else {}
     return {
         "target": made.target,
         "reached": made.choice is not None,
         "choice": _predicted(made.choice, site, steps, options) if made.choice else None,
+        "settings": json_ready(values),
+        "changed": _changed(options, values),
         "nearest": _predicted(made.nearest, site, steps, options),
         "bandwidth_needed_bits_per_s": made.bandwidth_needed_bits_per_s,
         "others": [_settings(candidate) | {"why_not": why} for candidate, why in made.others],
@@ -111,6 +120,14 @@ def _record(made: Plan, site: Site, steps: int, options: PlanOptions) -> dict[st
         "accuracy": accuracy(options.transport),
         "left_out": _left_out(made, site),
     }
+
+
+def _changed(options: PlanOptions, values: Values) -> dict[str, list[Any]]:
+    """Return the settings of a run with ``values`` that differ from the preset's: key -> its value and theirs."""
+    if options.preset is None or not values:
+        return {}
+    before, after = (flatten(_resolved(options.preset, each, values["train.steps"])) for each in ({}, values))
+    return {name: json_ready([before[name], after[name]]) for name in before if before[name] != after[name]}
 
 
 def _left_out(made: Plan, site: Site) -> list[str]:
@@ -137,7 +154,7 @@ def _left_out(made: Plan, site: Site) -> list[str]:
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
     names = ("algorithm", "inner_steps", "num_fragments", "overlap_steps", "codec")
-    figures = ("compute_utilization", "sure_utilization", "loss_cost")
+    figures = ("compute_utilization", "sure_utilization", "sent_bytes_per_step")
     return {name: getattr(candidate, name) for name in (*names, *figures)}
 
 
@@ -152,7 +169,6 @@ def _predicted(candidate: Candidate, site: Site, steps: int, options: PlanOption
         "hours": hours,
         "sent_bytes_per_replica": sent,
         "cost": cost,
-        "loss_cost_parts": [dataclasses.asdict(part) for part in candidate.cost_parts],
     }
 
 
@@ -176,16 +192,19 @@ def _report(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping
         "run": f"{chosen['steps']:,} steps in {format_duration(3600 * chosen['hours'])}",
         "sent": f"{format_bytes(chosen['sent_bytes_per_replica'])} per replica",
         "cost": None if chosen["cost"] is None else f"{chosen['cost']:,.2f}",
-        "loss": f"+{made.choice.loss_cost:.2%} over data-parallel:",
     }
     known = {name: words for name, words in facts.items() if words is not None}
-    parts = [f"    +{part.cost:.2%}  {part.what}  ({part.source})" for part in made.choice.cost_parts]
+    blocks.append(f"chosen\n{facts_table(known)}")
+    if record["settings"]:
+        blocks += ["settings\n" + textwrap.indent(write_values(record["settings"]).strip(), "  ")]
+        changed = {name: " -> ".join(map(in_toml, pair)) for name, pair in record["changed"].items()}
+        blocks += [f"different from the preset\n{facts_table(changed)}"]
     rows = [
-        [f"{c.algorithm} {_in_words(c)}", f"{c.sure_utilization:.1%}", f"+{c.loss_cost:.2%}", why]
+        [f"{c.algorithm} {_in_words(c)}", f"{c.sure_utilization:.1%}", format_bytes(int(c.sent_bytes_per_step)), why]
         for c, why in made.others
     ]
-    others = columns(["settings", "at least", "loss", ""], rows)
-    return "\n\n".join([*blocks, f"chosen\n{facts_table(known)}", "\n".join(parts), f"not chosen\n{others}"])
+    others = columns(["settings", "at least", "sent per step", ""], rows)
+    return "\n\n".join([*blocks, f"not chosen\n{others}"])
 
 
 def _circumstances(made: Plan, site: Site) -> dict[str, str]:
@@ -234,18 +253,18 @@ def _nothing(made: Plan) -> str:
     )
     return (
         f"No settings reach {made.target:.1%}. The nearest are {best.algorithm} {_in_words(best)}, with "
-        f"{best.sure_utilization:.1%} {CAREFULLY} and +{best.loss_cost:.2%} loss.\n"
+        f"{best.sure_utilization:.1%} {CAREFULLY}.\n"
         f"{would}. Alternatively, set --target-utilization to {100 * best.sure_utilization - 0.05:.1f}% or less, or "
         "make inner steps longer (larger batches)."
     )
 
 
-def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> dict[str, Any]:
+def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> Values:
     """Return the keys of `diloco train` for ``choice``, in one process with the links of ``site`` emulated.
 
     An emulated link has the bandwidth that payload gets of the real link, so the run is as fast as predicted.
     """
-    values: dict[str, Any] = {
+    values: Values = {
         "preset": get_preset(preset).name,
         "algorithm": choice.algorithm,
         "train.steps": steps,
@@ -257,10 +276,6 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
         values["train.data_parallel_steps"] = 0
         values["schedule.inner_steps"] = choice.inner_steps
         values["transport.mean_codec"] = site.mean_codec
-    if choice.codec in ("int2", "topk2"):  # the settings with which their loss was measured
-        values |= {"codec.error_feedback": True, "outer.name": "sgd", "outer.learning_rate": 1.0}
-    if choice.codec == "topk2":
-        values |= {"codec.error_feedback_decay": 0.95, "outer.average": "senders"}
     if choice.algorithm == "streaming":
         values["fragments.num_fragments"] = choice.num_fragments
         values["schedule.overlap_steps"] = choice.overlap_steps
@@ -275,13 +290,13 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
     return values | {name: each[:1] if len(set(each)) == 1 else each for name, each in emulated.items()}
 
 
-def _write_config(path: Path, preset: str, choice: Candidate, site: Site, steps: int) -> None:
+def _write_config(path: Path, choice: Candidate, values: Values, transport: str) -> None:
     """Write the file for `diloco train` atomically."""
     text = (
-        f"# Planned: {choice.compute_utilization:.1%} compute utilisation, +{choice.loss_cost:.2%} loss.\n"
+        f"# Planned: {choice.compute_utilization:.1%} compute utilisation.\n"
         "# This run takes place in one process, on a virtual clock, with emulated links. Each link has the bandwidth\n"
         "# that payload gets of the real one. To run on several machines, remove the three lines of emulation at the\n"
-        "# end of [transport] and use --transport torch.\n\n"
-        f"{write_values(planned_values(preset, choice, site, steps))}"
+        f"# end of [transport] and use --transport {transport}.\n\n"
+        f"{write_values(values)}"
     )
     write_whole(path, text)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint.lock import LOCK_FILE, lock_folder
 from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.errors import ConfigurationError
 from diloco.private_files import make_private_folder
 from diloco.train.roles import Role
 
 __all__ = [
-    "claim_folder",
-    "clear_folder_of_rank",
+    "claimed_folder",
+    "clear_folder",
     "continue_record",
     "folder_of_rank",
     "has_other_files",
@@ -24,24 +27,33 @@ __all__ = [
 ]
 
 
-def claim_folder(plan: RunPlan) -> Path:
-    """Create and return the folder of a single-process run or of a peer.
+@contextmanager
+def claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
+    """Create and lock the folder of a single-process run, of a peer, or of all processes that a launcher starts.
+
+    The folder of a new run that did not start is cleared and removed, so that the next attempt can use it.
+
+    Yields:
+        The folder and its lock.
 
     Raises:
-        ConfigurationError: if the folder given as --out is not empty.
+        ConfigurationError: if another run is using the folder, or the folder given as --out is not empty.
     """
-    out, source = plan.configuration.out, plan.source
-    if source is not None and (out is None or out.resolve() == source.resolve()):
-        return writable(source)
-    if out is None:
-        return _claim_numbered(plan)
-    if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out} is not a folder. Choose another --out.")
-    if out.exists() and any(out.iterdir()):
-        if source is None:
-            raise not_empty_error(out)
-        raise ConfigurationError(f"--out {out} is not empty. Choose another --out.")
-    return _create(out)
+    source = plan.source
+    folder = plan.configuration.out or source or _claim_numbered(plan)
+    resumes = source is not None and folder.resolve() == source.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
+    with lock_folder(_create(folder)) as lock:
+        if not resumes and any(entry.name != LOCK_FILE for entry in folder.iterdir()):
+            if source is None:
+                raise not_empty_error(folder)
+            raise ConfigurationError(f"--out {folder} is not empty. Choose another --out.")
+        try:
+            yield folder, lock
+        finally:
+            if source is None and not (folder / CONFIG_FILE).exists():
+                clear_folder(folder, of_rank=False)
 
 
 def folder_of_rank(plan: RunPlan, role: Role) -> Path:
@@ -67,19 +79,22 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
 
 
 def has_other_files(folder: Path) -> bool:
-    """Return whether the folder of a rank exists and holds anything other than folders of other ranks."""
-    return folder.is_dir() and any(not _of_another_rank(entry) for entry in folder.iterdir())
+    """Return whether the folder of a rank holds anything other than its lock and folders of other ranks."""
+    return any(entry.name != LOCK_FILE and not _of_another_rank(entry) for entry in folder.iterdir())
 
 
-def clear_folder_of_rank(folder: Path) -> None:
-    """Remove the files of a run that never started, so that the next attempt finds the folder empty."""
+def clear_folder(folder: Path, *, of_rank: bool) -> None:
+    """Remove the files of a run that never started, so that the next attempt finds the folder empty.
+
+    The lock stays, and the folders of other ranks if this is the folder of a rank.
+    """
     for entry in folder.iterdir():
-        if entry.is_dir() and not _of_another_rank(entry):
+        if entry.name == LOCK_FILE or (of_rank and _of_another_rank(entry)):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
-        elif entry.is_file():
+        else:
             entry.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _of_another_rank(entry: Path) -> bool:

@@ -55,6 +55,16 @@ def run(options: SimulateOptions) -> int:
             f"--overlap-steps {options.overlap_steps} has no effect on {', '.join(each.name for each in methods)}. Use "
             "--method streaming-overlap or streaming-overlap-fp4."
         )
+    if options.fragments is not None and not any(method.streaming for method in methods):
+        raise ConfigurationError(
+            f"--fragments {options.fragments} has no effect on {', '.join(each.name for each in methods)}. Use a "
+            "streaming method."
+        )
+    usual, real = type(options)(), ("loss", "congestion_control", "transport", "device")
+    unused = [name for name in real if getattr(options, name) != getattr(usual, name)]
+    if options.assume == "paper" and unused:
+        flags = " and --".join(unused).replace("_", "-")
+        raise ConfigurationError(f"--{flags} has no effect on what the paper assumes. Add --assume trainer.")
     for path in (options.plot, options.timeline):
         if path is not None:
             check_picture_path(path)
@@ -68,7 +78,7 @@ def run(options: SimulateOptions) -> int:
     workload = options.workload(float(cluster.step_time_s.mean()))
     traffics = {method: _traffic(options, method, workload) for method in methods}
     clusters = {method: _for_method(options, method, cluster) for method in methods}
-    facts = _facts(options, workload, cluster)
+    facts = _facts(options, workload, cluster) | _schedule(options, workload, methods)
     if options.bandwidth:
         uplinks = _uplinks(options)
         on_link = {method: _traffic(options, method, workload, uplinks) for method in methods}
@@ -168,6 +178,17 @@ def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> di
         **_means(options),
         **({"clipping": "every payload goes to every replica, except gradients"} if options.clipping else {}),
     }
+
+
+def _schedule(options: SimulateOptions, workload: Workload, methods: Sequence[Method]) -> dict[str, str]:
+    """Return the line about P and tau, which a small H limits, if a method has fragments."""
+    for method in (each for each in reversed(methods) if each.streaming):  # the last one overlaps, if any does
+        schedule = method.schedule(
+            workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
+        )
+        overlap = f", tau = {schedule.overlap_steps} with overlap" if method.overlap_steps else ""
+        return {"streaming": f"P = {schedule.num_fragments}{overlap}"}
+    return {}
 
 
 def _means(options: SimulateOptions) -> dict[str, str]:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint.lock import lock_folder, shared_lock
 from diloco.config.flags import parse_options
-from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
-from diloco.private_files import make_private_folder
 from diloco.sweep.study import read_study
 
 if TYPE_CHECKING:
     from diloco.sweep.execute import Ended
+    from diloco.sweep.outcomes import Outcomes
+    from diloco.sweep.study import Run
 
 __all__ = ["run"]
 
@@ -38,11 +39,12 @@ together. Runs that differ only in their seed share a row of the result table.
 The command writes DIR/results.jsonl with a line for each run that has ended,
 DIR/table.md, and a run folder for each run in DIR/runs. After an interruption the
 same command continues the study: finished runs are not repeated, interrupted ones
-resume from their checkpoints, and failed ones are retried.
+resume from their checkpoints, and failed ones are retried. A run whose settings or
+data have changed is another run: it begins anew, in a folder of its own.
 
 Examples:
   diloco sweep study.toml --out studies/first --dry-run
-  diloco sweep study.toml --out studies/first --plot studies/first/loss.svg"""
+  diloco sweep study.toml --out studies/first"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,7 @@ class SweepOptions:
     out: Annotated[Path, arg(metavar="DIR", help_behavior_hint="")]
     """Folder for the runs and their results."""
     jobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of runs at a time. Default: one per core."""
-    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Plot the held-out loss over the first numeric axis to this file: .svg, .png or .html. Needs matplotlib."""
+    """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none."""
     dry_run: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """List the runs and which of them are done, without running any."""
 
@@ -64,43 +64,42 @@ class SweepOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run all runs that are not done yet; return 1 if a run failed."""
     given = parse_options(SweepOptions, "sweep", DESCRIPTION, arguments)
-    jobs = usable_cores() if given.jobs is None else given.jobs
-    if jobs < 1:
-        raise ConfigurationError(f"--jobs must be at least 1, got {jobs}.")
+    if given.jobs is not None and given.jobs < 1:
+        raise ConfigurationError(f"--jobs must be at least 1, got {given.jobs}.")
     runs = read_study(given.study)
-    if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
-        raise ConfigurationError(f"two runs of the study would have the name {repeated[0]}.")
 
-    from diloco.sweep.execute import run_all, sweep_lock
-    from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
+    from diloco.sweep.execute import places, run_all
+    from diloco.sweep.outcomes import Outcomes, table
 
-    folder = given.out / "runs"
-    _make_folder(given.out if given.dry_run else folder)
-    if given.plot is not None:
-        check_plot(given.plot, runs)
-    outcomes = Outcomes(given.out / "results.jsonl")
-    rest = [each for each in runs if not outcomes.is_done(each)]
-    print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done; {jobs} at a time", flush=True)
     if given.dry_run:
+        outcomes = Outcomes(given.out / "results.jsonl")
+        print(_counted(runs, outcomes))
         for each in runs:
             print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
         return 0
 
-    with sweep_lock(given.out) as inherited:
-        for each, ended in run_all(rest, folder, jobs, inherited):
+    with lock_folder(given.out) as lock, shared_lock(lock) as (inherited, _):
+        outcomes = Outcomes(given.out / "results.jsonl")
+        rest = [each for each in runs if not outcomes.is_done(each)]
+        where = places(rest, given.jobs)
+        gpus = sorted({place for place in where if place is not None})
+        print(f"{_counted(runs, outcomes)}; {len(where)} at a time{' on GPU ' if gpus else ''}{', '.join(gpus)}")
+        (given.out / "runs").mkdir(exist_ok=True)
+        for each, ended in run_all(rest, given.out / "runs", where, inherited):
             if ended is None:
                 print(f"  start  {each.name}", flush=True)
                 continue
-            outcomes.add(each, ended.summary, ended.error)
+            outcomes.add(each, ended.identity, ended.summary, ended.error)
             write_whole(given.out / "table.md", table(outcomes.of_all(runs)) + "\n")
             print(f"  {'failed' if ended.summary is None else 'done  '} {each.name}: {_in_words(ended)}", flush=True)
-    held = outcomes.of_all(runs)
-    text = table(held)
-    write_whole(given.out / "table.md", text + "\n")
-    print(text)
-    if given.plot is not None:
-        draw(held, given.plot)
-    return 1 if any(outcome["status"] != "done" for outcome in held) else 0
+        ends = outcomes.of_all(runs)
+        write_whole(given.out / "table.md", table(ends) + "\n")
+    print(table(ends))
+    return 1 if any(end["status"] != "done" for end in ends) else 0
+
+
+def _counted(runs: Sequence[Run], outcomes: Outcomes) -> str:
+    return f"{len(runs)} runs, {sum(map(outcomes.is_done, runs))} of them done"
 
 
 def _in_words(ended: Ended) -> str:
@@ -108,10 +107,3 @@ def _in_words(ended: Ended) -> str:
         return ended.error
     loss = ended.summary["heldout_loss"]
     return f"{'no held-out loss' if loss is None else f'held-out loss {loss:.4f}'}, {ended.summary['wall_s']:.0f} s"
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        make_private_folder(folder)
-    except OSError as error:
-        raise ConfigurationError(f"--out {folder} can't be created: {error.strerror}.") from error

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.cli import INTERRUPTED
-from diloco.cli.run_folder import claim_folder
+from diloco.cli.run_folder import claimed_folder
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run, resume_command
+from diloco.config.run_plan import RunPlan, plan_run, resume_command
 from diloco.train.roles import Role, read_torchrun, role_of
 
 __all__ = ["run"]
@@ -51,8 +50,8 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         if torchrun is not None or "transport.position" in line.values:
             folder = None  # the launcher of this process prints how to resume
     else:
-        folder = claim_folder(plan)
-        code = _train_in(folder, plan, role, line, typed)
+        with claimed_folder(plan) as (folder, lock):
+            code = _train_in(folder, plan, role, line, typed, lock)
     if code == INTERRUPTED and folder is not None:
         command = resume_command(plan.configuration, folder)
         print(f"diloco: stopped; the state is saved. To resume: {command}", file=sys.stderr)
@@ -71,20 +70,15 @@ def for_torchrun(line: CommandLine) -> CommandLine:
     return dataclasses.replace(line, values=values)
 
 
-def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str]) -> int:
+def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str], lock: int) -> int:
     """Train in ``folder``, in this process or in processes that it starts."""
     from diloco.cli import train_processes
 
-    try:
-        if role.kind == "launcher":
-            return train_processes.launch_ranks(plan, folder, typed, has_out="out" in line.values)
-        if role.kind == "peer":
-            return train_processes.train_peer(plan, folder, typed)
-        return train_processes.train_alone(plan, folder)
-    finally:
-        # Remove the folder of a run that never started, so that the next attempt can use it.
-        if plan.source is None and not (folder / CONFIG_FILE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    if role.kind == "launcher":
+        return train_processes.launch_ranks(plan, folder, typed, has_out="out" in line.values, lock=lock)
+    if role.kind == "peer":
+        return train_processes.train_peer(plan, folder, typed)
+    return train_processes.train_alone(plan, folder)
 
 
 def _facts(configuration: Configuration) -> dict[str, str]:

@@ -10,9 +10,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.checkpoint.lock import lock_folder
 from diloco.cli import DONE, INTERRUPTED
 from diloco.cli.run_folder import (
-    clear_folder_of_rank,
+    clear_folder,
     continue_record,
     folder_of_rank,
     has_other_files,
@@ -71,7 +72,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     return DONE if summary["interrupted"] in (None, OVER) else INTERRUPTED
 
 
-def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool) -> int:
+def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool, lock: int) -> int:
     """Start every rank on this machine with the arguments of this command, and wait for them."""
     from diloco.train.launcher import launch
 
@@ -88,7 +89,7 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
 
     settings = plan.configuration
     talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(settings.transport, command, show, talking_ranks=talking_ranks)
+    return launch(settings.transport, command, show, talking_ranks=talking_ranks, lock=lock)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
@@ -98,15 +99,20 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         quiet: show progress only on rank 0.
 
     Raises:
-        ConfigurationError: if the folder of the rank holds files of another run.
+        ConfigurationError: if another process is using the folder of the rank, or it holds files of another run.
     """
+    folder = folder_of_rank(plan, role)
+    with lock_folder(folder):
+        return _train_rank_in(folder, plan, role, quiet=quiet)
+
+
+def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> int:
     from diloco.devices import choose_device
     from diloco.train.fleet.connecting import connect_rank
     from diloco.train.resuming import checkpoint_home, held_step
     from diloco.train.run import run_training
 
     settings = plan.configuration
-    folder = folder_of_rank(plan, role)
     occupied = plan.source is None and has_other_files(folder)
     if plan.source is not None and (folder / CONFIG_FILE).exists():
         continue_record(plan, folder, folder)
@@ -120,9 +126,13 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         if resume is not None:
             held = held_step(checkpoint_home(home, role.replica, resume), resume)
         fleet = connect_rank(settings, role, facts, held, choose_device(settings.train.device))
-        if occupied and not fleet.joining:
+        try:
+            with fleet.group.all_or_none():
+                if occupied and not fleet.joining:
+                    raise not_empty_error(folder)
+        except BaseException:
             fleet.close()
-            raise not_empty_error(folder)
+            raise
         return fleet
 
     notes = plan.notes if role.is_first else ()
@@ -131,7 +141,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
             summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
     finally:
         if not occupied and not (folder / CONFIG_FILE).exists():
-            clear_folder_of_rank(folder)
+            clear_folder(folder, of_rank=True)
     return INTERRUPTED if summary["interrupted"] else DONE
 
 

@@ -103,9 +103,8 @@ def merge_adapters(model: HuggingFaceModel) -> None:
                 "into weights that are not quantised."
             )
     wrapped.float()  # a small change would vanish in the rounding of 16-bit weights
-    tokens = torch.arange(TESTED_TOKENS, dtype=torch.int64, device=wrapped.device) * max(
-        1, model.vocab_size // TESTED_TOKENS
-    )
+    tokens = torch.arange(TESTED_TOKENS, dtype=torch.int64, device=wrapped.device)
+    tokens *= max(1, model.vocab_size // TESTED_TOKENS)
     tokens = (tokens % model.vocab_size).reshape(-1, 4)[:, : model.max_sequence_length]
     expected = model(tokens)
     uses = Counter(id(parameter) for _, parameter in wrapped.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""A search for the settings that reach a compute utilisation on given links at the least cost in loss."""
+"""A search for the settings with which replicas synchronise most often and still reach a compute utilisation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster
-from diloco.simulate.loss_cost import CostPart, loss_cost
 from diloco.simulate.overheads import Conditions, Overheads
 from diloco.simulate.traffic import Traffic, Workload
 from diloco.simulate.utilization import Simulated, simulate_cycles
@@ -26,7 +24,7 @@ INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 3
 
 OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)  # the values of tau to try, up to the largest in the paper
 
-CODECS = ("float32", "bfloat16", "int8", "fp4", "int2", "topk2")
+CODECS = ("float32", "bfloat16", "int8", "fp4")  # int2 and topk2 also need error feedback and another outer optimizer
 GRADIENT_CODECS = ("float32", "bfloat16")
 
 
@@ -79,12 +77,6 @@ class Candidate:
     step_s: float  # predicted wall time of an inner step of the slowest replica
     sent_bytes_per_step: float  # of the replica that sends most
     longest_round_s: float  # upper bound of the time from sending to receiving the average
-    cost_parts: tuple[CostPart, ...] = field(repr=False)  # cost in loss
-
-    @property
-    def loss_cost(self) -> float:
-        """Relative increase of the loss over data-parallel training."""
-        return sum(part.cost for part in self.cost_parts)
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,9 @@ class Plan:
     """The result of the search."""
 
     target: float  # compute utilisation to reach
-    choice: Candidate | None  # settings that reach the target at the least cost in loss; None if none do
+    choice: (
+        Candidate | None
+    )  # of the settings that reach the target, the first in the order of `_order`; None if none do
     others: tuple[tuple[Candidate, str], ...]  # the next best settings, and why they were not chosen
     nearest: Candidate  # ``choice``, or the settings with the highest utilisation
     # bandwidth with which ``nearest`` would reach the target; None if it already does, or if no bandwidth suffices
@@ -144,8 +138,8 @@ def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
         target: the compute utilisation, from 0 to 1, to reach with the careful overheads of ``site``.
         found: the result of `candidates`.
     """
-    reaching = sorted((c for c in found if c.sure_utilization >= target), key=_harm)
-    nearest = reaching[0] if reaching else max(found, key=lambda c: (c.sure_utilization, -c.loss_cost))
+    reaching = sorted((c for c in found if c.sure_utilization >= target), key=_order)
+    nearest = reaching[0] if reaching else max(found, key=lambda c: (c.sure_utilization, -c.sent_bytes_per_step))
     needed = None
     if not reaching:
         traffic = _traffic(site, _schedule(nearest), [nearest.codec])
@@ -156,38 +150,38 @@ def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
     return Plan(target, choice, others, nearest, needed, len(found))
 
 
-def _harm(candidate: Candidate) -> tuple[float, float, float]:
-    """Return a sort key: least loss (to a thousandth of a per cent), then fewest bytes, then highest utilisation."""
-    return (round(candidate.loss_cost, 5), candidate.sent_bytes_per_step, -candidate.sure_utilization)
+def _order(candidate: Candidate) -> tuple[float, ...]:
+    """Return a sort key: the smallest H, then the smallest tau, the fewest bytes and the highest utilisation."""
+    sent, sure = candidate.sent_bytes_per_step, candidate.sure_utilization
+    return (candidate.inner_steps, candidate.overlap_steps, sent, -sure)
 
 
 def _others(found: Sequence[Candidate], target: float, choice: Candidate) -> list[tuple[Candidate, str]]:
-    """Return the best candidate of each other algorithm and codec; those that reach the target come first."""
+    """Return the best candidate of each other algorithm and codec: those that reach the target, the fewest bytes first,
+    then the others, the highest utilisation first."""
     kinds: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in found:
         kinds.setdefault((candidate.algorithm, candidate.codec), []).append(candidate)
-    listed: list[tuple[Candidate, str]] = []
+    reaching, missing = list[Candidate](), list[Candidate]()
     for members in kinds.values():
-        reaching = sorted((c for c in members if c.sure_utilization >= target and c != choice), key=_harm)
-        if reaching:
-            listed.append((reaching[0], _why_not(reaching[0], choice)))
+        enough = [c for c in members if c.sure_utilization >= target and c != choice]
+        if enough:
+            reaching.append(min(enough, key=_order))
         elif choice not in members:
-            best = max(members, key=lambda c: c.sure_utilization)
-            listed.append((best, f"reaches {best.sure_utilization:.1%} at most"))
-    missing = [c for c in found if c.sure_utilization < target and c.loss_cost < choice.loss_cost]
-    if missing:
-        gentler = max(missing, key=lambda c: c.sure_utilization)
-        saved = choice.loss_cost - gentler.loss_cost
-        listed.append((gentler, f"costs {saved:.2%} less loss, but reaches only {gentler.sure_utilization:.2%}"))
-    return sorted(listed, key=lambda pair: (pair[0].sure_utilization < target, _harm(pair[0])))
+            missing.append(max(members, key=lambda c: c.sure_utilization))
+    return [
+        *((c, _why_not(c, choice)) for c in sorted(reaching, key=lambda c: c.sent_bytes_per_step)),
+        *((c, f"reaches {c.sure_utilization:.1%} at most") for c in sorted(missing, key=lambda c: -c.sure_utilization)),
+    ]
 
 
 def _why_not(candidate: Candidate, choice: Candidate) -> str:
-    more = candidate.loss_cost - choice.loss_cost
-    if more >= 0.5e-5:
-        return f"costs {more:.2%} more loss"
+    if candidate.inner_steps != choice.inner_steps:
+        return f"synchronises every {candidate.inner_steps} steps instead of {choice.inner_steps}"
+    if candidate.overlap_steps != choice.overlap_steps:
+        return f"merges after {candidate.overlap_steps} steps instead of {choice.overlap_steps}"
     ratio = candidate.sent_bytes_per_step / max(1.0, choice.sent_bytes_per_step)
-    return f"costs as much loss, but sends {ratio:.1f} times as many bytes"
+    return f"sends {ratio:.1f} times as many bytes" if ratio >= 1.05 else "computes no more of the time"
 
 
 def _schedule(candidate: Candidate) -> SyncSchedule:
@@ -204,15 +198,6 @@ def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipp
     return site.workload.traffic(
         schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean=mean, uplinks=uplinks
     )
-
-
-def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
-    """Return the name of the codec of means, or "" if no means are sent or they are sent as float32."""
-    if schedule.inner_steps == 1:
-        return ""
-    numel = site.workload.parameters // schedule.num_fragments
-    plan = plan_exchange(make_codec(codec), numel, len(site.links), mean=MeanEncoding.of(site.mean_codec))
-    return plan.mean.codec.name if plan.pattern == "reduce-scatter" and not plan.mean.codec.exact else ""
 
 
 def _steady(site: Site, algorithm: str, traffic: Traffic, overheads: Overheads) -> Simulated:
@@ -246,14 +231,6 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
             step_s=float(walls[index]) / result.steps,
             sent_bytes_per_step=float(sent[index]) / result.steps,
             longest_round_s=float(longest[index]) + overlapped_s,
-            cost_parts=loss_cost(
-                parameters=site.workload.parameters,
-                num_replicas=len(site.links),
-                inner_steps=schedule.inner_steps,
-                overlap_steps=schedule.overlap_steps,
-                codec=codec,
-                means=_encoded_means(site, schedule, codec),
-            ),
         )
         for index, codec in enumerate(codecs)
     ]

@@ -10,21 +10,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.disk import write_whole
-from diloco.cores import set_thread_share
+from diloco.checkpoint.lock import lock_folder
+from diloco.config.configuration import Configuration
+from diloco.config.keys import build, flatten
+from diloco.config.run_plan import CONFIG_FILE
+from diloco.config.toml import parse_toml, read_toml
+from diloco.cores import set_thread_share, usable_cores
 from diloco.errors import ConfigurationError
 from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
 
-if sys.platform != "win32":
-    import fcntl
-
-__all__ = ["Ended", "run_all", "sweep_lock"]
+__all__ = ["Ended", "places", "run_all"]
 
 _POLL_S = 0.05
 
@@ -33,57 +34,65 @@ _POLL_S = 0.05
 class Ended:
     """The end of a run."""
 
+    identity: str  # what was run, see `Run.identity`
     summary: dict[str, Any] | None  # the run's summary.json; None if the run failed
     error: str = ""  # why the run failed
 
 
-@contextmanager
-def sweep_lock(folder: Path) -> Iterator[Sequence[int]]:
-    """Lock a folder (except on Windows) until this sweep and all of its processes have ended.
+def places(runs: Iterable[Run], jobs: int | None) -> list[str | None]:
+    """Return a place for each run that may run at a time: the ``CUDA_VISIBLE_DEVICES`` of its process, None: unchanged.
 
-    Yields:
-        The open files that the processes of the sweep must inherit.
-
-    Raises:
-        ConfigurationError: if another sweep, or a run that it started, holds the lock.
+    Args:
+        jobs: the number of places. None: one for each visible GPU; one if a run chooses its GPUs by itself, in
+            ``train.device`` or as several processes; one for each core if no run uses a GPU.
     """
-    if sys.platform == "win32":
-        yield ()
-        return
-    with (folder / "lock").open("w") as lock:
+    from diloco.devices import choose_device
+
+    settings = [run.plan.configuration for run in runs if run.plan]
+    kinds = set()
+    for name in {each.train.device for each in settings}:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(
-                f"another `diloco sweep`, or a run that it started, is still working in {folder}. Wait until it has "
-                "ended, stop it, or use another --out."
-            ) from error
-        yield (lock.fileno(),)
+            kinds.add(choose_device(name).type)
+        except ConfigurationError:  # its runs fail by themselves
+            continue
+    if "cuda" not in kinds:
+        return [None] * (jobs or (usable_cores() if kinds <= {"cpu"} else 1))
+    if any(each.train.device.startswith("cuda:") or each.transport.name == "torch" for each in settings):
+        return [None] * (jobs or 1)
+    import torch
+
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+    return [gpus[number % len(gpus)].strip() for number in range(jobs or len(gpus))]
 
 
 def run_all(
-    runs: Iterable[Run], folder: Path, jobs: int, inherited: Sequence[int] = ()
+    runs: Iterable[Run], folder: Path, where: Sequence[str | None], inherited: Sequence[int] = ()
 ) -> Iterator[tuple[Run, Ended | None]]:
-    """Execute all runs, ``jobs`` at a time. Yield each run with None when it starts, and with its end when it ends.
+    """Execute all runs, one at each place. Yield each run with None when it starts, and with its end when it ends.
 
     An interrupted run resumes from its last checkpoint. If the caller closes the iterator, the processes receive
     SIGINT, save their states and exit.
 
     Args:
         folder: the folder for a configuration, a log and a run folder of each run.
+        where: the result of `places`.
         inherited: open files that the processes of the runs inherit.
     """
-    waiting, running = list(runs), dict[subprocess.Popen[bytes], Run]()
+    waiting, free = list(runs), list(where)
+    running = dict[subprocess.Popen[bytes], tuple[Run, str, str | None]]()
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                running[_start(run, folder, jobs, inherited)] = run
+            while waiting and free:
+                run, place = waiting.pop(0), free.pop(0)
+                identity = run.identity()
+                running[_start(run, folder, place, len(where), inherited)] = run, identity, place
                 yield run, None
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
-                run = running.pop(process)
-                yield run, _ended(run, folder, process.returncode)
+                run, identity, place = running.pop(process)
+                free.append(place)
+                yield run, _ended(run, identity, folder, process.returncode)
             if not ended:
                 time.sleep(_POLL_S)
     finally:
@@ -93,31 +102,47 @@ def run_all(
             process.wait()
 
 
-def _start(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    place = folder / run.name
-    environment = dict(os.environ)
+def _start(run: Run, folder: Path, place: str | None, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
+    home = folder / run.folder()
+    environment = dict(os.environ) | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
     set_thread_share(environment, jobs)
-    if (place / "checkpoints" / "latest").exists():
-        words = ["--resume", str(place)]
+    if (home / "checkpoints" / "latest").exists() and _has_settings(home, run):
+        words = ["--resume", str(home)]
         for key, value in own_code(run.settings).items():  # which a folder alone does not choose
             words += [f"--{key}", *names_in(value)]
     else:
-        if place.exists():
-            shutil.rmtree(place)  # an earlier attempt ended before its first checkpoint
-        settings = folder / f"{run.name}.toml"
+        if home.exists():
+            with lock_folder(home):  # fails if somebody trains there
+                shutil.rmtree(home)
+        settings = home.with_name(f"{home.name}.toml")
         write_whole(settings, run.to_toml())
-        words = [str(settings), "--out", str(place)]
-    with (folder / f"{run.name}.log").open("ab") as log:
+        words = [str(settings), "--out", str(home)]
+    with home.with_name(f"{home.name}.log").open("ab") as log:
         command = [sys.executable, "-m", "diloco", "train", *words]
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=inherited
         )
 
 
-def _ended(run: Run, folder: Path, code: int) -> Ended:
-    summary = folder / run.name / "summary.json"
+def _has_settings(home: Path, run: Run) -> bool:
+    """Return whether the run in a folder has the settings of ``run``; it may have been continued with others."""
+    if run.plan is None:
+        return False
+    try:
+        held = read_toml(home / CONFIG_FILE, Configuration)
+    except ConfigurationError:
+        return False
+    wanted = parse_toml(run.plan.record, Configuration, where="")
+    return flatten(build(Configuration, held)) == flatten(build(Configuration, wanted))
+
+
+def _ended(run: Run, identity: str, folder: Path, code: int) -> Ended:
+    if run.identity() != identity:
+        return Ended(identity, None, "a file that its settings name was changed while it ran")
+    home = folder / run.folder()
+    summary = home / "summary.json"
     if code == 0 and summary.exists():
-        return Ended(json.loads(summary.read_text(encoding="utf-8")))
-    lines = (folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return Ended(identity, json.loads(summary.read_text(encoding="utf-8")))
+    lines = home.with_name(f"{home.name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     reason = lines[-1].removeprefix("diloco: ")[:300] if lines else "no output"
-    return Ended(None, f"exit code {code}: {reason}")
+    return Ended(identity, None, f"exit code {code}: {reason}")

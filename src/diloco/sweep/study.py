@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import itertools
+import json
+import os
 import re
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from diloco import __version__
 from diloco.config.configuration import Configuration
-from diloco.config.keys import Values, keys_of
+from diloco.config.flags import CommandLine
+from diloco.config.keys import Values, flatten, keys_of
+from diloco.config.run_plan import RunPlan, plan_run
 from diloco.config.toml import in_toml, parse_toml, read_tables
 from diloco.errors import ConfigurationError
+from diloco.events import json_ready
+from diloco.plugins import code_digest, find, is_own, names_in, own_code
 
 __all__ = ["Run", "read_study"]
 
@@ -25,13 +37,86 @@ _NOT_VARIED = ("out", "checkpoint.resume")
 class Run:
     """One run of a study."""
 
-    name: str  # name of its folder, composed of the values in which it differs from the other runs
+    name: str  # the values in which it differs from the other runs
     settings: Values  # key -> value of everything that the study sets
     varied: Values  # key -> value of the axes alone
 
     def to_toml(self) -> str:
         """Return the settings as TOML for `diloco train`."""
         return "".join(f"{key} = {in_toml(value)}\n" for key, value in self.settings.items())
+
+    @cached_property
+    def plan(self) -> RunPlan | None:
+        """The plan of the run with all of its settings, or None if it can't be run."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "run.toml"
+            file.write_text(self.to_toml(), encoding="utf-8")
+            try:
+                return plan_run(CommandLine(file=file, print_config=False, values={}))
+            except ConfigurationError:
+                return None
+
+    def identity(self) -> str:
+        """Return a digest of what decides the result: every setting, this version, and the files that they name."""
+        values = [self.settings, flatten(self.plan.configuration) if self.plan else None, self.varied]
+        about = json.dumps([__version__, sys.version, json_ready(values)], default=repr)
+        files = {text: _content(text) for text in _texts(json.loads(about))}
+        code = [_code(key, name) for key, value in own_code(self.settings).items() for name in names_in(value)]
+        return xxhash.xxh3_64_hexdigest(f"{about} {files} {code}".encode())
+
+    def folder(self) -> str:
+        """Return the name of its folder. A run with other settings or other data has another one."""
+        return f"{self.name[:_LONGEST_NAME]}-{self.identity()}"
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, list | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _texts(value)
+
+
+def _content(text: str) -> str:
+    """Return a digest of the files that the value of a setting names; "" if it names none."""
+    place = text.removeprefix("hf:")
+    for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
+        if os.path.isabs(each) and (paths := [each] if os.path.exists(each) else sorted(glob.glob(each))):
+            return " ".join(_digest(file) for path in paths for file in _files(Path(path)))
+    return ""
+
+
+def _code(key: str, name: str) -> str:
+    """Return a digest of the user's own code that a setting names; "" if it can't be used, as the run will say."""
+    try:
+        return code_digest(find(key, name, object)) if is_own(name) else ""
+    except ConfigurationError:
+        return ""
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file, or the files of a folder that are not hidden."""
+    if not path.is_dir():
+        return [path]
+    below = ((each, each.relative_to(path).parts) for each in sorted(path.rglob("*")))
+    return [each for each, parts in below if each.is_file() and not any(part.startswith(".") for part in parts)]
+
+
+def _digest(path: Path) -> str:
+    try:
+        status = path.stat()
+        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    except OSError as error:  # the run says so
+        return str(error)
+
+
+@cache  # by what changes with the content, since the runs of a study share their data
+def _digest_once(path: Path, *_: int) -> str:
+    digest = xxhash.xxh3_64(os.fsencode(path))
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_study(path: Path) -> tuple[Run, ...]:
@@ -120,13 +205,5 @@ def _refuse_repeated(keys: list[str], path: Path) -> None:
 
 
 def _name(varied: Values) -> str:
-    words = [f"{key.rpartition('.')[2]}={_short(value)}" for key, value in varied.items()]
-    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", ",".join(words).replace(",", "_"))
-    if len(name) <= _LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(repr(sorted(varied.items())).encode()).hexdigest()[:12]
-    return f"{name[: _LONGEST_NAME - 13]}-{digest}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    words = [f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()]
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", ",".join(words).replace(",", "_"))

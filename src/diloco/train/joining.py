@@ -61,14 +61,14 @@ def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
     """Adopt the state of the others. Wait while they are connected but have none yet, because they have just started or
     still average gradients at every step."""
     diloco, limit_s = session.begin_diloco(replica), session.settings.transport.give_up_after_s or math.inf
-    began_s, why = time.monotonic(), ""
+    until_s, why = time.monotonic() + limit_s, ""
     with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", limit_s):
         while True:
             try:
                 return diloco.take_over(fleet.view.members)
             except TransportError as error:
                 why = str(error).partition(". ")[0]
-                if time.monotonic() - began_s >= limit_s or not fleet.sees_others:
+                if fleet.gives_up(until_s):
                     raise
             time.sleep(_RETRY_S)
 
@@ -228,8 +228,9 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     if fleet is not None and not fleet.elastic:
         step = _newest_of_all(fleet)
         path = checkpoint_home(home, session.replicas[0].number, path) / "checkpoints" / f"step-{step:08d}"
-    checkpoint = open_checkpoint(path)
-    _check_same_run(session, checkpoint)
+    with session.fleet.group.all_or_none():  # a rank may not see the file
+        checkpoint = open_checkpoint(path)
+        _check_same_run(session, checkpoint)
     notes = load_session(session, checkpoint, home)
     before, now = checkpoint.about.get("threads"), torch.get_num_threads()
     if before not in (None, now) and not session.fleet.elastic:  # only these runs repeat their bits

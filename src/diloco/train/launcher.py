@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from diloco.checkpoint.lock import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.protocol.failure_detector import Timing
@@ -41,6 +42,7 @@ def launch(
     say: Callable[[str], None],
     *,
     talking_ranks: int = 1,
+    lock: int | None = None,
 ) -> int:
     """Start ``settings.num_ranks`` processes, wait for them, and restart lost replicas as often as the settings allow.
 
@@ -50,6 +52,7 @@ def launch(
             None if a replica has one rank.
         say: prints a message for the user.
         talking_ranks: the number of ranks of each replica that communicate with other replicas.
+        lock: the lock of the run's folder, which rank 0 shares; see `diloco.checkpoint.lock`.
 
     Returns:
         One exit code for all ranks, see `exit_code`.
@@ -69,7 +72,8 @@ def launch(
                 stores[replica] = _inner_store(host)
                 inner = Address(host, stores[replica].port)
             commands = {(replica, each): command(replica, each, address, inner) for each in range(size)}
-            return {rank: _start(arguments, settings.num_ranks) for rank, arguments in commands.items()}
+            shared = lock if replica == 0 else None
+            return {rank: _start(words, settings.num_ranks, shared) for rank, words in commands.items()}
 
         return _watch(settings, registry, start, say)
     finally:
@@ -192,7 +196,7 @@ def _inner_store(host: str) -> Any:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
+def _start(arguments: Sequence[str], processes: int, lock: int | None) -> subprocess.Popen[bytes]:
     """Start one of ``processes`` processes with its share of the cores. On Linux, it ends with the launcher.
 
     It runs in its own session, so that Ctrl-C reaches it only once, through the launcher.
@@ -200,12 +204,14 @@ def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     set_thread_share(environment, processes)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "diloco", *arguments],
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+        with shared_lock(lock) as (files, variables):
+            return subprocess.Popen(
+                [sys.executable, "-m", "diloco", *arguments],
+                env=environment | variables,
+                pass_fds=files,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
     except OSError as error:
         raise ConfigurationError(
             f"The process of a replica could not be started: {error}. Use fewer --replicas, or allow more processes "

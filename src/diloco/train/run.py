@@ -107,12 +107,13 @@ def run_training(
             session.pace = make_pace(settings, session.replicas[0].number, peers)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, emit)
-        if resumed_from is None or not (folder / "config.toml").exists():
-            make_private_folder(folder)
-            (folder / "config.toml").write_text(config_toml, encoding="utf-8")
-            corpus.tokenizer.save(folder)
-        environment = json.dumps(describe_environment(device), indent=2)
-        (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
+        with fleet.group.all_or_none():
+            if resumed_from is None or not (folder / "config.toml").exists():
+                make_private_folder(folder)
+                write_whole(folder / "config.toml", config_toml)
+                corpus.tokenizer.save(folder)
+            environment = json.dumps(describe_environment(device), indent=2)
+            write_whole(folder / "environment.json", environment + "\n")
         return _Run(session, peers, emit, folder, home, resumed_from).train(notes)
     finally:
         if session is not None:
@@ -180,7 +181,9 @@ class _Run:
             if (failure := fleet.failure) is not None and not (peers and peers.rejoins):
                 self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
                 raise failure
-            interrupted = stop.signal or ("another replica" if stopped_by_others and not finished else None)
+            # Signals arrive at any time and at any rank, so the ranks compare them once; what follows communicates.
+            signals = [signal for signal in fleet.group.gather_texts(stop.signal or "") if signal]
+            interrupted = next(iter(signals), "another replica" if stopped_by_others and not finished else None)
             if interrupted:
                 self.emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None
@@ -240,7 +243,7 @@ class _Run:
             self.peers.note(loss=done.loss, tokens_per_s=mine / max(1e-9, done.step_s))
         self.emit(done)
         for name, epoch in self._epochs().items():
-            if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
+            if epoch > epochs.get(name, epoch):
                 source = f"source {name!r}" if name else "the data"
                 self.emit(Note(step=self.step, text=f"All of {source} has been read. Epoch {epoch + 1} of it begins."))
 
@@ -286,8 +289,10 @@ class _Run:
         started_s = time.perf_counter()
         about = checkpoint_about(self.session)
         path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
-        size_bytes = open_checkpoint(path).size_bytes
-        save_s, free_bytes = time.perf_counter() - started_s, shutil.disk_usage(path).free
+        size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
+            lambda: [open_checkpoint(path).size_bytes, shutil.disk_usage(path).free]
+        )
+        save_s = time.perf_counter() - started_s
         self.emit(
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)
         )

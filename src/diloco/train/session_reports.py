@@ -152,6 +152,7 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
                 max_new_tokens=settings.sample_tokens,
                 stop_token=tokenizer.eos_id,
                 window=session.settings.train.sequence_length,
+                agreed=session.fleet.group.share,
             )
             text = tokenizer.decode(list(tokens))
         yield SampleGenerated(step=session.totals.steps, prompt=prompt, text=text, final=final)
@@ -192,9 +193,12 @@ def leave_adapter(session: Session, home: Path) -> None:
     from diloco.model.adapters import ADAPTER_FOLDER, save_adapter
 
     values = {name: whole(value) for name, value in session.global_params().items()}
-    if session.fleet.group.position == 0:
+
+    def save() -> None:
         save_adapter(home / ADAPTER_FOLDER, model, values)
         session.corpus.tokenizer.save(home / ADAPTER_FOLDER)
+
+    session.fleet.group.done_by_leader(save)
 
 
 def run_summary(

@@ -31,6 +31,7 @@ def generate(
     sampling: Sampling = DEFAULT,
     stop_token: int | None = None,
     window: int | None = None,
+    agreed: Callable[[int], int] = int,
 ) -> Iterator[int]:
     """Continue ``prompt_tokens`` once, as `generate_together` does.
 
@@ -45,6 +46,7 @@ def generate(
         sampling=sampling,
         stop_token=stop_token,
         window=window,
+        agreed=agreed,
     )
     return _only(together)
 
@@ -58,6 +60,7 @@ def generate_together(
     sampling: Sampling = DEFAULT,
     stop_token: int | None = None,
     window: int | None = None,
+    agreed: Callable[[int], int] = int,
 ) -> Generator[tuple[int | None, ...]]:
     """Continue one prompt several times in one batch. The model is in evaluation mode meanwhile.
 
@@ -76,6 +79,7 @@ def generate_together(
         stop_token: end when the model generates this token.
         window: tokens of context; default: the model's ``max_sequence_length``. A model performs poorly beyond the
             sequence length of its training, so that length is a good choice.
+        agreed: returns the token on which all ranks that share the model agree, from the one that this rank has drawn.
 
     Returns:
         An iterator of the next token of each text, None for one that has ended; it ends when all texts have ended.
@@ -118,7 +122,7 @@ def generate_together(
                     logits = call(tokens, cache)[:, -1]
                     for number, (text, of_text) in enumerate(zip(texts, logits.float(), strict=True)):
                         # A text that has ended repeats its last token, because the others are in the same batch.
-                        token = text[-1] if ended[number] else sampling.draw(of_text, text, generators[number])
+                        token = text[-1] if ended[number] else agreed(sampling.draw(of_text, text, generators[number]))
                         text.append(token)
                         ended[number] = token == stop_token
                 if all(ended):

@@ -141,6 +141,37 @@ class ReplicaGroup:
             )
         return shared["value"]
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Make a block that each rank runs by itself, such as reading a file, fail on all ranks if it fails on any.
+
+        The block must not communicate.
+
+        Raises:
+            Exception: on the ranks whose block raises it.
+            ReplicaLostError: on the other ranks, if any rank's block raises.
+        """
+        raised: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # raised again below, once the other ranks know
+            raised = error
+        failures = self.failures(raised)
+        if raised is not None:
+            raise raised
+        if failures:
+            raise ReplicaLostError(
+                f"Position {self.position} of replica {self.replica} can't continue without its other ranks: "
+                f"{failures}",
+                replicas=[self.replica],
+            )
+
+    def failures(self, raised: Exception | None) -> str:
+        """Return what the ranks have raised, by position, from what this rank has raised; "" if none has."""
+        texts = self.gather_texts("" if raised is None else (str(raised) or repr(raised)).rstrip("."))
+        failed = [f"position {s}: {text}" if self.size > 1 else text for s, text in enumerate(texts) if text]
+        return "; ".join(failed)
+
     def required_process_group(self) -> dist.ProcessGroup:
         """Return the process group.
 

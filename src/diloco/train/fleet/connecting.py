@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
+from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.fleet.torch_fleet import TorchFleet
@@ -48,6 +50,7 @@ def connect_rank(
     settings, group = run.transport, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
+        _compare(group, facts)
     each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
     place, wire = _place_and_wire(settings, role, settings.replica_size if each_talks else 1, facts)
     connected = None
@@ -127,6 +130,18 @@ def _open_group(settings: TransportSettings, role: Role, device: torch.device) -
             device=device,
             timeout_s=timeout_s,
         )
+
+
+def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
+    """Compare the facts of the ranks of a replica; a rank that does not communicate is compared with no other."""
+    first, *others = (json.loads(text) for text in group.gather_texts(json.dumps(dict(facts))))
+    for position, each in enumerate(others, 1):
+        for name in first:
+            if each.get(name) != first[name]:
+                raise ConfigurationError(
+                    f"Position 0 of replica {group.replica} has {name} = {first[name]} and position {position} has "
+                    f"{name} = {each.get(name)}; all ranks need the same."
+                )
 
 
 def _on_this_machine(connected: Connected) -> int:

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -87,10 +88,10 @@ class PeerFleet(Fleet):
 
     @property
     def failure(self) -> TransportError | None:
-        if self._led.size == 1:
+        if self.group.size == 1:
             return self.transport.failure
-        reason = self._ask(lambda: str(self.transport.failure or ""))
-        return ReplicaLostError(reason) if reason else None
+        reasons = self.group.gather_texts(str(self.transport.failure or "") if self._talks else "")
+        return next((ReplicaLostError(reason) for reason in reasons if reason), None)
 
     def close_to_joiners(self, reason: str) -> None:
         if self._talks:
@@ -162,10 +163,9 @@ class PeerFleet(Fleet):
         """Whether the others have a state that a joiner can adopt."""
         return True
 
-    @property
-    def sees_others(self) -> bool:
-        """Whether there is a connection to another replica."""
-        return bool(self._ask(self._sees_others))
+    def gives_up(self, until_s: float) -> bool:
+        """Return whether there is no connection to another replica, or `time.monotonic` has reached ``until_s``."""
+        return bool(self._ask(lambda: time.monotonic() >= until_s or not self._sees_others()))
 
     def _sees_others(self) -> bool:
         rules = self.transport.rules
