@@ -17,7 +17,7 @@ from diloco.transport.hivemind.status_client import PeerReport, status_of
 from diloco.transport.hivemind.swarm import SwarmTable
 
 ADMISSION = Admission("run", "the words of this run")
-RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)))
+RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)), View(5, (1,)))
 
 
 def forged(**fields: Any) -> bytes:

@@ -31,6 +31,8 @@ __all__ = [
     "read_answer",
     "speed_message",
     "speed_of",
+    "view_message",
+    "view_of",
     "vote_text",
 ]
 
@@ -266,6 +268,21 @@ def _agreed_of(fields: Fields, view: View) -> Agreed | None:
     if len(quorums) > _MOST_QUORUMS:
         raise ValueError(f"field 'quorums' must hold at most {_MOST_QUORUMS} sets, got {len(quorums)}")
     return Agreed(known, next_view(message, view), frozenset(map(tuple, quorums.values())))
+
+
+def view_message(view: View | None) -> list[int]:
+    """Return the identity and the members of a view that a searching replica announces; [] for None."""
+    return [] if view is None else [view.id, *view.members]
+
+
+def view_of(fields: Fields, name: str) -> View | None:
+    """Return the view in a field that holds a `view_message`.
+
+    Raises:
+        ValueError: the field is missing or malformed.
+    """
+    values = fields.integers(name)
+    return View(values[0], values[1:]) if values else None
 
 
 def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:
