@@ -168,7 +168,7 @@ def test_a_run_of_ones_own_code_is_resumed_with_the_names_in_the_study(sweeps: S
     """The interrupted run's folder does not choose the code; a change of the code makes another run."""
     own = sweeps.folder / "own.py"
     own.write_text(
-        "class Quiet:\n    def __init__(self, folder): pass\n    def handle(self, event): pass\n    def close(self): pass\n"
+        "class Quiet:\n    def __init__(self, folder): ...\n    def handle(self, event): ...\n    close = print\n"
     )
     changes = {"[base.monitor]": f'[base.monitor]\nsinks = ["{own}:Quiet"]'}
     sweeps.interrupts = True

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hypothesis import strategies as st
 
-__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "Node", "explore"]
+__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "Node", "explore", "wander"]
 
 
 class Node(Protocol):
@@ -219,18 +219,23 @@ def explore(network: Network, numbers: Sequence[int], most: int = 1000) -> None:
         AssertionError: it does not come to an end.
     """
 
-    def options() -> list[tuple[str, int, int]]:
-        return [*network.choices(), *(("act", rank, 0) for rank in sorted(network.alive))]
-
-    for number in numbers:
-        possible = [*options(), *network.trouble()]
-        if not possible:
-            return
-        _take(network, *possible[number % len(possible)], number // len(possible))
+    wander(network, numbers)
     for _ in range(most):
-        if not any([_take(network, *choice, 0) for choice in options()]):
+        if not any([_take(network, *choice, 0) for choice in _options(network)]):
             return
     raise AssertionError("it goes on and on")
+
+
+def wander(network: Network, numbers: Iterable[int], *, trouble: bool = True) -> None:
+    """Let things happen as ``numbers`` say; without ``trouble``, no further fault."""
+    for number in numbers:
+        possible = _options(network) + (network.trouble() if trouble else [])
+        if possible:
+            _take(network, *possible[number % len(possible)], number // len(possible))
+
+
+def _options(network: Network) -> list[tuple[str, int, int]]:
+    return [*network.choices(), *(("act", rank, 0) for rank in sorted(network.alive))]
 
 
 def _take(network: Network, what: str, a: int, b: int, number: int) -> bool:

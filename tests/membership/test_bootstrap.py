@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.bootstrap import BootstrapElection, Candidate
+from diloco.membership.bootstrap import BootstrapElection, Candidate, LastViews
 from diloco.membership.quorum import Policy, decide
 from diloco.membership.view import View
 
 NOW_S = 60.0
+POLICY = Policy()
 
 
-def founds(me: Candidate, *others: Candidate, policy: Policy | None = None, waited_s: float = NOW_S) -> View | None:
-    election = BootstrapElection(me=me, alone=False, window_s=3.0, policy=policy or Policy())
-    return election.founds(others, waited_s)
+def candidacy(me: Candidate, policy: Policy = POLICY) -> BootstrapElection:
+    views = None if me.last is None else LastViews(me.last, me.agreed)
+    return BootstrapElection(
+        number=me.number, held_step=me.held_step, views=views, alone=False, window_s=3.0, policy=policy
+    )
+
+
+def elect(
+    *looking: Candidate, heard: Callable[[int, int], bool] = lambda one, other: True, policy: Policy = POLICY
+) -> dict[int, View]:
+    """Return the views that are founded after as many turns as there are candidates, by founder.
+
+    Args:
+        looking: the candidates.
+        heard: whether one, by its number, hears another one's announcements.
+        policy: decides which survivors may continue.
+    """
+    elections, founded = [candidacy(each, policy) for each in looking], dict[int, View]()
+    for _ in range(len(looking) + 2):
+        for each in elections:
+            others = [other.me for other in elections if other is not each and heard(each.number, other.number)]
+            if each.number not in founded and (view := each.founds(others, NOW_S)) is not None:
+                founded[each.number] = view
+    return founded
+
+
+def founds(me: Candidate, *others: Candidate, policy: Policy = POLICY) -> View | None:
+    """Return the view that ``me`` founds if all hear each other."""
+    return elect(me, *others, policy=policy).get(me.number)
 
 
 @st.composite
@@ -32,8 +63,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
 @given(candidates())
 def test_at_most_one_founds_and_only_if_nobody_else_can_be_going_on(looking: list[Candidate]) -> None:
     """Property: among replicas that all hear each other."""
-    founded = {each.number: founds(each, *(other for other in looking if other is not each)) for each in looking}
-    views = [view for view in founded.values() if view is not None]
+    views = [*elect(*looking).values()]
     assert len(views) <= 1
     newest = max((each.last for each in looking if each.last is not None), key=lambda view: view.id)
     absent = frozenset(newest.members) - {each.number for each in looking}
@@ -63,8 +93,82 @@ def test_one_that_was_started_again_counts_as_the_member_that_it_was() -> None:
 
 
 def test_nobody_founds_before_others_could_be_heard() -> None:
-    view = View(0, (0, 1))
-    assert founds(Candidate(0, 5, view), Candidate(1, 5, view), waited_s=2.9) is None
-    alone = BootstrapElection(me=Candidate(0), alone=True, window_s=3.0, policy=Policy())
+    election = candidacy(Candidate(0, 5, View(0, (0, 1))))
+    assert election.founds([Candidate(1, 5, View(0, (0, 1)), View(1, (0,)))], 2.9) is None
+    assert election.me.agreed is None, "nor does it vote"
+    alone = BootstrapElection(number=0, alone=True, window_s=3.0, policy=POLICY)
     assert alone.founds((), 0.0) == View(0, (0,))
     assert alone.founds((), NOW_S, had_members=True) is None, "a fresh start is no replacement"
+
+
+@pytest.mark.parametrize("replicas", [3, 5, 6, 7])
+def test_two_that_do_not_hear_each_other_and_count_the_same_third_found_no_two_views(replicas: int) -> None:
+    """The third hears both, and votes for one of them."""
+    view, middle = View(4, tuple(range(replicas))), (replicas - 1) // 2
+
+    def heard(one: int, other: int) -> bool:
+        return middle in (one, other) or (one < middle) == (other < middle)
+
+    founded = elect(*(Candidate(number, 10, view) for number in range(replicas)), heard=heard)
+    assert len(founded) <= 1
+    if replicas % 2:
+        assert founded == {0: View(5, (0,))}
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_that_was_started_again_does_not_count_as_the_member_that_it_was(replicas: int, ahead: bool) -> None:
+    """The rest may have continued because it had ended. If nobody else is missing, none has."""
+    view, most = View(4, tuple(range(replicas))), replicas // 2 + 1
+    restarted = Candidate(replicas - 1, 30 if ahead else 0)
+    there = [Candidate(number, 20, view) for number in range(replicas - 1)]
+    assert not elect(*there[1:most], restarted)
+    assert elect(*there[:most], restarted) == elect(*there, restarted) == {restarted.number if ahead else 0: View(
+        5, (restarted.number if ahead else 0,)
+    )}  # fmt: skip
+
+
+def test_what_one_had_agreed_to_binds_it_also_where_the_others_may_not_know_it() -> None:
+    """0 and 1 may have adopted it. Otherwise, if nobody has, it does not replace the view that all were members of."""
+    view, agreed = View(4, (0, 1, 2, 3, 4)), View(5, (0, 1, 2))
+    two, three, four = Candidate(2, 10, view, agreed), Candidate(3, 10, view), Candidate(4, 10, view)
+    assert not elect(two, three, four)
+    assert elect(two, three, four, Candidate(1, 10, view)) == {1: View(5, (1,))}
+    assert not elect(Candidate(2, 10, view, View(5, (2, 3, 4))), three), "two of three, but two of five"
+
+
+def test_a_vote_is_bound_to_a_founder_until_that_one_votes_otherwise_or_has_ended() -> None:
+    view = View(4, (0, 1, 2))
+    one, two = Candidate(1, 10, view), candidacy(Candidate(2, 10, view))
+    assert two.founds([one], NOW_S) is None
+    assert two.me.agreed == View(5, (1,))
+    zero = Candidate(0, 10, view)
+    for others in ([zero], [zero, Candidate(1, 10, view, View(5, (1,)))], [zero, one]):
+        assert two.founds(others, NOW_S) is None
+        assert two.me.agreed == View(5, (1,)), "1 may be founding"
+    two.founds([zero, Candidate(1, 10, view, View(5, (0,)))], NOW_S)
+    assert two.me.agreed == View(5, (0,))
+    two.founds([Candidate(0, 5), one], NOW_S)
+    assert two.me.agreed == View(5, (1,)), "the process of 0 has ended"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(3, 7), st.randoms())
+def test_whoever_hears_whom_and_whenever_no_two_found_from_one_view(replicas: int, chance: random.Random) -> None:
+    """Property: with links that come and go and searches in any order; with all links whole, one founds."""
+    view = View(4, tuple(range(replicas)))
+    elections = [candidacy(Candidate(number, chance.randrange(3), view)) for number in range(replicas)]
+    founded: dict[int, View] = {}
+
+    def search(each: BootstrapElection, share: float) -> None:
+        others = [other.me for other in elections if other is not each and other.number not in founded]
+        heard = [other for other in others if chance.random() < share]
+        if each.number not in founded and (view := each.founds(heard, NOW_S)) is not None:
+            founded[each.number] = view
+
+    for _ in range(20 * replicas):
+        search(chance.choice(elections), 0.7)
+    for _ in range(0 if founded else replicas):
+        for each in elections:
+            search(each, 1.0)
+    assert len(founded) == 1

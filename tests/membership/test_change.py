@@ -295,3 +295,40 @@ def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes(
 def test_many_votes_of_one_liar_are_no_more_than_two() -> None:
     votes = [SignedVote(2, KEY, True, digest, "s") for digest in "abcd"]
     assert len(proofs.minimal_votes([*votes, replace(votes[0], signature="t")])) == 2
+
+
+def exchange(changes: list[Change], times: int) -> None:
+    """Let members receive each other's present reports, so many times."""
+    for _ in range(times):
+        reports = [each.mine for each in changes]
+        for each in changes:
+            for report in reports:
+                if report.rank != each.mine.rank:
+                    each.absorb(report)
+
+
+@pytest.mark.parametrize("replicas", range(3, 8))
+def test_two_sides_that_share_one_member_never_both_go_on(replicas: int) -> None:
+    """One side adopts what the shared member was ready for; it then loses that side before it hears that they are."""
+    middle = (replicas - 1) // 2
+    sides = range(middle), range(middle + 1, replicas)
+    members = [Change(Report(rank, 0), View.of(replicas), 1, Policy(), "") for rank in range(replicas)]
+    for one, other in (sides, sides[::-1]):
+        for rank in one:
+            members[rank].extend(unheard=frozenset(other))
+    shared = members[middle]
+    for each in members:
+        shared.absorb(each.mine)
+    first, second = sorted(sides, key=lambda side: set(side).isdisjoint(shared.staying))
+    exchange([members[rank] for rank in (*first, middle)], 2)
+    assert all(members[rank].mine.ready for rank in (*first, middle))
+    for rank in first:
+        for other in (*first, middle):
+            members[rank].absorb(members[other].mine)
+    adopted = members[first[0]].outcome()
+    assert adopted is not None
+    assert adopted.view == View(1, tuple(sorted((*first, middle))))
+    shared.extend(unheard=frozenset(first))
+    exchange([members[rank] for rank in (middle, *second)], 4)
+    assert set(shared.staying) == {middle, *second}
+    assert [members[rank].outcome() for rank in (middle, *second)] == [adopted] * (1 + len(second))

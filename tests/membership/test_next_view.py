@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import time
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.next_view import largest_set, reachable_from, staying_members
+from diloco.membership.next_view import largest_set, next_view, reachable_from, staying_members
 from diloco.membership.quorum import Policy
-from diloco.membership.reports import Report
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
-PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
+PAIRS = st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11)))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 7), unique=True), PAIRS)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 11), unique=True), PAIRS)
 def test_it_is_the_first_of_all_sets_by_size_then_by_order(order: list[int], unheard: set[tuple[int, int]]) -> None:
     apart = {frozenset(pair) for pair in unheard}
     sets = [
@@ -62,7 +65,109 @@ def test_many_bad_pairs_of_many_members_take_no_time() -> None:
     assert largest_set(range(64), ring) == tuple(range(0, 64, 2))
 
 
+def some(size: int, share: float) -> list[tuple[int, int]]:
+    chance = random.Random(size)
+    return [pair for pair in combinations(range(size), 2) if chance.random() < share]
+
+
+def between(size: int, share: float) -> list[tuple[int, int]]:
+    return [(one, other) for one, other in some(size, share) if one < size // 2 <= other]
+
+
+def without_triangles(times: int) -> tuple[int, list[tuple[int, int]]]:
+    """Mycielski's graph, which is hard to colour."""
+    size, pairs = 2, [(0, 1)]
+    for _ in range(times):
+        pairs += [pair for a, b in pairs for pair in ((a, size + b), (b, size + a))]
+        pairs += [(size + each, 2 * size) for each in range(size)]
+        size = 2 * size + 1
+    return size, pairs
+
+
+@pytest.mark.parametrize(
+    ("size", "unheard", "least"),
+    [
+        (96, some(96, 0.06), 34),
+        (128, some(128, 0.05), 40),
+        (256, some(256, 0.1), 32),
+        (256, some(256, 0.5), 8),
+        (256, some(256, 1.0), 1),
+        (256, between(256, 0.3), 120),
+        (*without_triangles(6), 80),
+    ],
+)
+def test_more_bad_pairs_than_can_be_searched_take_little_time(
+    size: int, unheard: list[tuple[int, int]], least: int
+) -> None:
+    """The control thread sends no heartbeat meanwhile. The members still hear each other, and no other one hears all.
+
+    The result depends on the members and pairs alone, so it is the same everywhere.
+    """
+    began_s = time.process_time()
+    staying = largest_set(range(size), unheard)
+    assert time.process_time() - began_s < 1
+    assert len(staying) >= least
+    inside = {*staying}
+    assert not any(inside.issuperset(pair) for pair in unheard)
+    for each in set(range(size)) - inside:
+        assert any(each in pair and not inside.isdisjoint(pair) for pair in unheard)
+    random.Random(0).shuffle(unheard)
+    assert largest_set(range(size), [pair[::-1] for pair in unheard]) == staying
+
+
 @given(st.sets(st.integers(0, 7), min_size=1), PAIRS)
 def test_whoever_is_within_reach_reaches_back(members: set[int], unheard: set[tuple[int, int]]) -> None:
     reach = {member: reachable_from(member, members, unheard) for member in members}
     assert all(member in reach[other] for member in members for other in reach[member])
+
+
+EARLIER = NextView(View(1, (0, 1, 2)), View.of(5), 1, {}, "replicas 3, 4 are lost")
+FIRST = frozenset({(0, 1, 2)})
+
+
+def followed_by(names: dict[int, frozenset[tuple[int, ...]]], staying: tuple[int, ...], replicas: int = 5) -> View:
+    """Return the next view if the members ``names`` report that they were ready for `EARLIER`, with which others."""
+    lost = frozenset((member, other) for member in staying for other in range(replicas) if other not in staying)
+    reports = [
+        Report(member, 0, lost, agreed=Agreed(1, EARLIER, names[member]) if member in names else None)
+        for member in staying
+    ]
+    following = next_view(View.of(replicas), reports, staying, Policy()).view
+    assert following is not None
+    return following
+
+
+def test_an_agreement_stands_unless_one_of_those_who_were_to_be_ready_denies_it() -> None:
+    """Also if it was taken over by a later quorum, whose members it may leave out."""
+    assert followed_by({2: FIRST}, (2, 3, 4)) == EARLIER.view
+    assert followed_by({1: FIRST, 2: FIRST}, (1, 2, 3)) == EARLIER.view
+    assert followed_by({1: FIRST}, (1, 2, 3)) == View(1, (1, 2, 3)), "2 was never ready, so nobody has adopted it"
+    assert followed_by({3: frozenset({(1, 2, 3)})}, (0, 3, 4)) == EARLIER.view
+    assert followed_by({1: FIRST | {(1, 3, 4)}}, (0, 1, 3)) == View(1, (0, 1, 3)), "denied in both"
+    assert followed_by({1: FIRST | {(1, 2, 4)}}, (0, 1, 3)) == EARLIER.view, "0 denies the first one only"
+
+
+def test_of_agreements_that_may_stand_the_newest_does() -> None:
+    newer = replace(EARLIER, view=View(1, (2, 3, 4)))
+    for known, stands in ((1, newer), (3, EARLIER)):
+        agreed = {2: Agreed(known, EARLIER, FIRST), 4: Agreed(2, newer, frozenset({(0, 1, 4)}))}
+        reports = [Report(member, 0, agreed=agreed.get(member)) for member in (2, 3, 4)]
+        assert next_view(View.of(5), reports, (2, 3, 4), Policy()) == stands
+
+
+def test_one_liar_neither_forges_an_agreement_nor_hides_one_from_members_that_would_be_enough_without_it() -> None:
+    for quorum in ((2,), (2, 3), (0, 2, 3), (0, 1, 2), (0, 1, 2, 3, 4)):
+        assert followed_by({2: frozenset({quorum})}, (1, 2, 3, 4)) == View(1, (1, 2, 3, 4)), quorum
+    everybody = frozenset({(0, 1, 2, 3, 4, 5, 6)})
+    assert followed_by({1: everybody, 2: everybody, 3: everybody}, (1, 2, 3, 4, 5), 7) == EARLIER.view
+
+
+def test_sides_that_may_both_go_on_are_bound_by_what_more_than_could_lie_have_agreed_on() -> None:
+    """Under ``go-on`` the others of an agreement continue on their own side."""
+    policy = Policy(1, split="go-on")
+    for names in (1, 2):
+        reports = [
+            Report(member, 0, agreed=Agreed(1, EARLIER, FIRST) if member < 1 + names else None) for member in (1, 2, 3)
+        ]
+        following = next_view(View.of(5), reports, (1, 2, 3), policy)
+        assert (following == EARLIER) == (names == 2)

@@ -62,6 +62,7 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
     others = frozenset(range(replicas)) - {liar}
     view = View.of(replicas)
     alone = NextView(View(1, (liar,)), view, 1, {}, "the others are lost")
+    most = frozenset({tuple(sorted({liar, *range(replicas // 2 + 1)}))})
     nobody = NextView(None, view, 1, {}, "no replica may continue")
     commits = {(fragment, step): "mean" for fragment in range(3) for step in range(3)}
     pairs = frozenset((one, other) for one in others for other in range(replicas) if one != other)
@@ -74,8 +75,8 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
         "all others leave": [change(liar, left=frozenset((other, 7) for other in others), gone=others)],
         "an absent replica joins": [change(liar, joining=frozenset({99}))],
         "one of them joins": [change(liar, joining=others)],
-        "the next view was agreed on": [change(liar, agreed=Agreed(1 << 50, alone), ready=True)],
-        "no replica continues": [change(liar, agreed=Agreed(1 << 50, nobody), ready=True)],
+        "the next view was agreed on": [change(liar, agreed=Agreed(1 << 50, alone, most), ready=True)],
+        "no replica continues": [change(liar, agreed=Agreed(1 << 50, nobody, most), ready=True)],
         "all rounds are committed": [change(liar, commits=commits)],
         "a leaver has committed all rounds": [
             change(liar, left_commits=frozenset((*key, digest) for key, digest in commits.items()))

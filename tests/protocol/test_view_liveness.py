@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.bootstrap import BootstrapElection, Candidate
+from diloco.membership.bootstrap import BootstrapElection, LastViews
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol import events
@@ -83,7 +83,7 @@ def test_one_that_does_not_hear_two_others_is_the_one_to_go(
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 3), st.sampled_from(["stop", "go-on"]))
+@given(NUMBERS, st.integers(2, 7), LIMITS, st.integers(0, 3), st.sampled_from(["stop", "go-on"]))
 def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     numbers: list[int], replicas: int, limits: Limits, timers: int, split: str
 ) -> None:
@@ -96,7 +96,11 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network = simulated(replicas, replace(limits, own={"timers": timers}), quorum=quorum)
     explore(network, numbers)
     candidates = {number for number in network.alive if rank(network, number).left}
-    last = {number: rank(network, number).machine.views.last_view for number in candidates}
+    views = {number: rank(network, number).machine.views for number in candidates}
+    last = {
+        number: None if each.last_view is None else LastViews(each.last_view, each.agreed_view)
+        for number, each in views.items()
+    }
     network.alive -= candidates  # their transports are closed
     explore(network, [])
     steps = {number: rank(network, number).step for number in candidates}
@@ -115,13 +119,17 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
         if going_on:
             rejoin(waiting[0], None)
             continue
-        said = [Candidate(number, steps[number], last[number]) for number in waiting]
-        founded = {
-            me.number: BootstrapElection(me=me, alone=False, window_s=1.0, policy=quorum).founds(
-                [other for other in said if other is not me], 2.0
+        elections = [
+            BootstrapElection(
+                number=each, held_step=steps[each], views=last[each], alone=False, window_s=1.0, policy=quorum
             )
-            for me in said
-        }
+            for each in waiting
+        ]
+        for _ in range(2):  # all vote, and see the votes
+            founded = {
+                each.number: each.founds([other.me for other in elections if other is not each], 2.0)
+                for each in elections
+            }
         founders = [number for number, view in founded.items() if view is not None]
         if not founders:  # the ended ranks may be continuing, as far as is known
             assert len(candidates) < replicas

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
+from diloco.membership.bootstrap import BootstrapElection
+from diloco.membership.view import View
 from diloco.protocol.registry import Entry
 from diloco.train import joining
 from diloco.train.fleet.torch_fleet import TorchFleet
@@ -158,8 +160,28 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()
-    with pytest.raises(RendezvousError, match="has searched for the others for"):
-        fleets[0].rejoin(1.5)
+    for _ in range(2):  # also when it searches once more
+        with pytest.raises(RendezvousError, match="has searched for the others for"):
+            fleets[0].rejoin(1.5)
+
+
+def test_a_vote_for_a_founder_holds_in_the_next_search_as_well(meet: Meet) -> None:
+    """Otherwise another one could found a view by a second vote."""
+    fleets, vote, seen = meet(3), View(1, (0,)), list[View | None]()
+
+    def founds(election: BootstrapElection, others: object, waited_s: float) -> None:
+        assert election.views is not None
+        seen.append(election.me.agreed)
+        election.views.agreed = vote
+
+    for fleet in fleets[:2]:
+        fleet.transport.close()
+    with mock.patch.object(BootstrapElection, "founds", founds):
+        for _ in range(2):
+            seen.clear()
+            with pytest.raises(RendezvousError, match="has searched for the others for"):
+                fleets[2].rejoin(0.1)
+    assert seen[0] == vote
 
 
 def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(meet: Meet) -> None:

@@ -18,7 +18,7 @@ from diloco.transport.hivemind.swarm import SwarmTable
 from diloco.transport.secret import new_secret
 
 ADMISSION = Admission("run", new_secret())
-RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)))
+RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)), View(5, (1,)))
 
 
 def forged(**fields: Any) -> bytes:

@@ -1,14 +1,29 @@
-"""The choice of the replica that founds a view if several search for one. Pure: takes announcements and times."""
+"""The choice of the replica that founds a view if several search for one. Pure: takes announcements and times.
+
+Each candidate votes for the first one that it hears, and announces the vote as the view that it has agreed to. It can
+vote for another one only if the one that it voted for votes for that one, too, or has ended. So of all candidates one
+gets the votes of enough members of the newest view, and none of these continues or founds with others. A process that
+was started again can't vouch for the one that it replaces: others may have continued because that one had ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.membership.quorum import Policy, enough_without
+from diloco.membership.quorum import Policy, decide
 from diloco.membership.view import View
 
-__all__ = ["BootstrapElection", "Candidate", "Candidates"]
+__all__ = ["BootstrapElection", "Candidate", "Candidates", "LastViews"]
+
+
+@dataclass
+class LastViews:
+    """What a process that has lost its view has been and promised; it holds for all its searches."""
+
+    last: View  # the newest view that the process was a member of
+    # the view after it that the process was ready for, or that of the founder that it votes for; None: neither
+    agreed: View | None = None
 
 
 @dataclass(frozen=True)
@@ -17,8 +32,8 @@ class Candidate:
 
     number: int  # the replica's number
     held_step: int = -1  # the newest step that it could resume from; -1 for none
-    # the newest view that it was a member of or had agreed to; None: none since its process began
-    last: View | None = None
+    last: View | None = None  # see `LastViews`, as for the next one; None: none since its process began
+    agreed: View | None = None
 
 
 class Candidates:
@@ -52,47 +67,80 @@ class Candidates:
 class BootstrapElection:
     """The election of the founder, as one replica holds it: its own candidacy and the rules."""
 
-    me: Candidate  # its own announcement
+    number: int  # its replica number
+    held_step: int = -1  # the newest step that it could resume from; -1 for none
+    views: LastViews | None = None  # None: it has been a member of none; its vote is recorded here
     alone: bool  # whether it knows no other replica to ask
     window_s: float  # how long it waits for others that are searching, too
     policy: Policy  # decides which survivors may continue
 
-    def founds(self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False) -> View | None:
-        """Return the view of this replica alone that it founds for the others to join, or None if it founds none.
+    @property
+    def me(self) -> Candidate:
+        """This replica's own announcement."""
+        last, agreed = (None, None) if self.views is None else (self.views.last, self.views.agreed)
+        return Candidate(self.number, self.held_step, last, agreed)
 
-        The founder is the replica with the newest step; of several, the one with the lowest number. A replica that has
-        lost its view founds a new one only if enough members of the newest view are searching, so that no others can be
-        continuing from it.
+    def founds(self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False) -> View | None:
+        """Vote, and return the view of this replica alone that it founds for the others to join, or None.
+
+        The founder is the replica with the newest step; of several, the one with the lowest number. If any of them was
+        a member, it founds a view only if enough members of the newest view vote for it, so that no others can be
+        continuing from it, nor from a view that one of them had agreed to.
 
         Args:
-            others: the other replicas that are searching.
+            others: the other replicas that are searching, each as it was heard after this replica's last vote.
             waited_s: from the moment at which others could see this replica's announcement to the moment at which they
                 were asked. If this is shorter than another replica needs to announce itself, that one may be unknown
                 here.
             had_members: whether any replica announces that it was a member. In that case a replica without a checkpoint
                 founds none.
 
-        >>> newest = BootstrapElection(me=Candidate(2, 150), alone=False, window_s=3.0, policy=Policy())
+        >>> newest = BootstrapElection(number=2, held_step=150, alone=False, window_s=3.0, policy=Policy())
         >>> newest.founds([Candidate(1, 100)], 2.0), newest.founds([Candidate(1, 100)], 3.0)
         (None, View(id=0, members=(2,)))
         >>> from dataclasses import replace
-        >>> lost = replace(newest, me=Candidate(2, 150, View(7, (0, 1, 2))))
-        >>> lost.founds([], 60.0), lost.founds([Candidate(1, 140, View(6, (0, 1, 2, 3)))], 60.0)
+        >>> lost = replace(newest, views=LastViews(View(7, (0, 1, 2))))
+        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)))], 60.0), lost.me.agreed
         (None, View(id=8, members=(2,)))
+        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)), lost.me.agreed)], 60.0)
+        View(id=8, members=(2,))
         """
-        if self.me.held_step < 0 and had_members:
+        if self.held_step < 0 and had_members:
             return None
-        last = [each.last for each in (self.me, *others) if each.last is not None]
-        newest = max(last, key=lambda view: view.id, default=View(-1, (self.me.number,)))
-        founded = View(newest.id + 1, (self.me.number,))
-        if self.alone and self.me.last is None:
-            return founded
-        if self.me.last is not None and not self._are_enough(newest, others):
+        there = (self.me, *others)
+        newest = max((each.last for each in there if each.last is not None), key=lambda view: view.id, default=None)
+        first = min(there, key=lambda each: (-each.held_step, each.number)).number
+        founded = View(0 if newest is None else newest.id + 1, (first,))
+        if self.alone and self.views is None:
+            return View(founded.id, (self.number,))
+        if waited_s < self.window_s:
             return None
-        mine = (-self.me.held_step, self.me.number)
-        first = all(mine <= (-each.held_step, each.number) for each in others)
-        return founded if waited_s >= self.window_s and first else None
+        if self.views is not None and newest is not None and self._may_vote(founded, others):
+            if self._are_enough(newest, founded, there, [each.number for each in there if each.last is not None]):
+                self.views.agreed = founded
+            there = (self.me, *others)
+        voters = [each.number for each in there if each.last is not None and each.agreed == founded]
+        enough = newest is None or self._are_enough(newest, founded, there, voters)
+        return founded if first == self.number and enough else None
 
-    def _are_enough(self, newest: View, others: Sequence[Candidate]) -> bool:
-        there = {self.me.number, *(each.number for each in others)}
-        return enough_without(newest, frozenset(newest.members) - there, self.policy)
+    def _may_vote(self, founded: View, others: Sequence[Candidate]) -> bool:
+        """Return whether the founder that this replica voted for before, if it did, can't found a view any more."""
+        before = self.me.agreed
+        if before is None or before.id < founded.id or len(before.members) > 1 or before.members == (self.number,):
+            return True
+        voted_for = (each for each in others if each.number in before.members)
+        return all(each.last is None or each.agreed == founded for each in voted_for)
+
+    def _are_enough(self, newest: View, founded: View, there: Sequence[Candidate], counted: Collection[int]) -> bool:
+        """Return whether the members that are ``counted`` may continue from every view that others may be in."""
+        agreed = [each.agreed for each in there if each.agreed is not None and each.agreed.id > newest.id]
+        ended = {each.number for each in there if each.last is None}
+        joining = {each.number for each in there}.difference(counted)
+        return all(
+            decide(
+                view, lost={*view.members}.difference(counted), gone=ended, joining=joining, policy=self.policy
+            ).members
+            is not None
+            for view in (newest, *agreed)
+            if view != founded
+        )

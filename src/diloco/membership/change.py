@@ -17,13 +17,15 @@ nothing of it.
 A member may be lost after all were ready and before all have adopted. Some members may have adopted the agreed view by
 then, so the others adopt it as well, and the view after it leaves out the lost member. For this, a ready member reports
 what it is ready for, and of several such views the one that was agreed last stands. (This is Paxos with the amount of
-knowledge as the ballot: any two sets that may continue have a member in common, and its knowledge only grows.) A member
-that has finished the change and receives a report about the old view answers with the `NextView` that it adopted.
+knowledge as the ballot: any two sets that may continue have a member in common, and its knowledge only grows. It may
+be a single one, so an agreement stands unless a member that was to be ready for it denies it.) A member that has
+finished the change and receives a report about the old view answers with the `NextView` that it adopted.
 
 Of n members, up to f may be Byzantine, with n > 2 f (`byzantine_quorum`). A view is adopted when all staying members
-are ready for the very same one. An earlier agreement stands only if more than f members report it, as every staying
-member would if any member had adopted it. A late member is excluded if more than f members report it as late.
-`diloco.protocol.third_party_reports` makes sure that members speak only for themselves.
+are ready for the very same one. An earlier agreement stands if more than f members report it, or all that were to be
+ready for it and report now, as they would if any member had adopted it (`diloco.membership.next_view`). A late member
+is excluded if more than f members report it as late. `diloco.protocol.third_party_reports` makes sure that members
+speak only for themselves.
 
 The module is pure: reports go in, reports and decisions come out. It sends nothing and reads no clock.
 """
@@ -181,7 +183,9 @@ class Change:
         if not self.mine.ready and (alike := self._alike()) is not None:
             following = next_view(self.view, alike, self.staying, self._policy)
             if following.view is not None:
-                agreed = Agreed(sum(map(len, self.mine.known)), following)
+                earlier = self.mine.agreed
+                quorums = earlier.quorums if earlier is not None and earlier.following == following else frozenset()
+                agreed = Agreed(sum(map(len, self.mine.known)), following, quorums | {self.staying})
                 self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
         return self.mine != before
 

@@ -6,13 +6,15 @@ Every survivor computes the same outcome, even if some can't hear each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from diloco.membership.quorum import Policy, byzantine_quorum, decide
+from diloco.membership.quorum import Policy, byzantine_quorum, decide, makes_one_history
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
 __all__ = ["largest_set", "next_view", "reachable_from", "staying_members"]
+
+_MOST_STEPS = 1 << 14  # of `largest_set`, a step being one look at one member: about 20 ms
 
 
 def staying_members(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
@@ -64,10 +66,10 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
             joining.add(each)
     left = {replica: step for replica, step in sorted(known.left)}  # two of its ranks may have named different steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
-    agreed = [report.agreed for report in reports if report.agreed is not None]
-    supported = _supported(agreed, byzantine_quorum(len(reports)))
-    if supported and decision.members is not None:  # else others may have agreed on a different view since
-        return max(supported, key=lambda each: each.known).following
+    if decision.members is not None:  # else others may have agreed on a different view since
+        earlier = _standing(view, reports, len(reports) // len(staying), policy)
+        if earlier is not None:
+            return earlier
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
     return NextView(
         view=None if members is None else view.followed_by(view.id + 1, members, joined),
@@ -82,7 +84,7 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
 
 
 def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return a largest set of ``members`` that all hear each other.
+    """Return a largest set of ``members`` that all hear each other, as far as a bounded search finds it (`_Largest`).
 
     Of several largest sets, it is the one that holds the earliest members. So a single broken pair costs one member,
     and a member that can't hear two others is the one to go. If the members are in join order, a replica whose link
@@ -102,15 +104,19 @@ def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> t
     >>> largest_set((0, 1, 2), [(0, 2)]), largest_set((1, 2, 0), [(0, 2)])
     ((0, 1), (1, 2))
     """
-    apart: dict[int, set[int]] = {member: set() for member in members}
-    for one, other in unheard:
-        if one in apart and other in apart and one != other:
-            apart[one].add(other)
-            apart[other].add(one)
-    # weights whose sums order sets by size, then by the earliest members; no two sets weigh the same
+    # sets as bits, the earliest member's highest: of two sets of one size, the greater number holds the earlier members
     size = len(members)
-    weight = {member: (1 << size) + (1 << (size - 1 - index)) for index, member in enumerate(members)}
-    return tuple(sorted(_heaviest(frozenset(members), apart, weight, {})))
+    place = {member: size - 1 - index for index, member in enumerate(members)}
+    apart = [0] * size
+    for one, other in unheard:
+        if one in place and other in place and one != other:
+            apart[place[one]] |= 1 << place[other]
+            apart[place[other]] |= 1 << place[one]
+    chosen = _Largest(apart).of((1 << size) - 1)
+    for each in range(size - 1, -1, -1):  # where steps ran out, one may be left that is apart from none
+        if not apart[each] & chosen:
+            chosen |= 1 << each
+    return tuple(sorted(member for member in members if chosen >> place[member] & 1))
 
 
 def reachable_from(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
@@ -119,26 +125,52 @@ def reachable_from(member: int, members: Collection[int], unheard: Iterable[tupl
     >>> sorted(reachable_from(0, range(4), [(0, 2), (0, 3), (1, 2), (1, 3)]))
     [0, 1]
     """
-    apart = {frozenset(pair) for pair in unheard}
-    reached, waiting = {member}, [member]
+    apart: dict[int, set[int]] = {}
+    for one, other in unheard:
+        apart.setdefault(one, set()).add(other)
+        apart.setdefault(other, set()).add(one)
+    left, waiting = {*members} - {member}, [member]
     while waiting:
-        one = waiting.pop()
-        more = {other for other in members if other not in reached and frozenset((one, other)) not in apart}
-        reached |= more
-        waiting += more
-    return frozenset(reached)
+        reached = left - apart.get(waiting.pop(), set())
+        left -= reached
+        waiting += reached
+    return frozenset({member, *members} - left)
 
 
-def _supported(agreed: Iterable[Agreed], needed: int) -> list[Agreed]:
-    """Return the agreements on a view that at least ``needed`` of them name; most of them name the same."""
-    alike: list[list[Agreed]] = []
-    for each in agreed:
-        same = next((others for others in alike if others[0].following == each.following), None)
-        if same is None:
-            alike.append([each])
-        else:
-            same.append(each)
-    return [each for others in alike if len(others) >= needed for each in others]
+def _standing(view: View, reports: Sequence[Report], ranks_per_replica: int, policy: Policy) -> NextView | None:
+    """Return the newest earlier agreement that a member may have adopted, or None.
+
+    Whoever has adopted one had seen that all members of a quorum were ready for it. Two quorums share a member, so the
+    members that report now include at least one of those, and all of them name it. One that does not was never ready,
+    and never will be, as it knows more by now. Liars may leave their names out, so more than f names are enough as
+    well. They can also forge an agreement that no honest member denies, if they are all that the two quorums share. The
+    other members are then too few to continue without the liars, which could as well have been silent.
+    """
+    known, needed = reports[0], byzantine_quorum(len(reports))
+    one_history = makes_one_history(policy, len(view.members))
+    named: list[dict[int, Agreed]] = []  # equal agreements by the rank that names them
+    for report in reports:
+        if (mine := report.agreed) is not None:
+            alike = next((each for each in named if next(iter(each.values())).following == mine.following), None)
+            if alike is None:
+                named.append(alike := {})
+            alike[report.rank] = mine
+
+    def stands(names: Collection[int], joined: Collection[int], quorum: Collection[int]) -> bool:
+        asked = {report.rank for report in reports if report.rank // ranks_per_replica in quorum}
+        least = min(needed, len(asked)) if one_history else needed
+        if len(asked.intersection(names)) < max(1, least):
+            return False
+        lost, left = frozenset(view.members).difference(quorum), dict(known.left)
+        return decide(view, lost=lost, gone=known.gone, joining=joined, policy=policy, left=left).members is not None
+
+    standing = [
+        max(by_rank.values(), key=lambda each: each.known)
+        for by_rank in named
+        for quorum in frozenset().union(*(each.quorums for each in by_rank.values()))
+        if stands(by_rank, next(iter(by_rank.values())).following.joined, quorum)
+    ]
+    return max(standing, key=lambda each: each.known).following if standing else None
 
 
 def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
@@ -146,34 +178,61 @@ def _accused(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
     return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
 
 
-def _heaviest(
-    members: frozenset[int],
-    apart: Mapping[int, set[int]],
-    weight: Mapping[int, int],
-    known: dict[frozenset[int], frozenset[int]],
-) -> frozenset[int]:
-    """Return the heaviest subset of ``members`` of which no two are ``apart``; ``known`` caches results by group."""
-    chosen: frozenset[int] = frozenset()
-    for group in _groups(members, apart):
-        if len(group) > 1 and group not in known:
-            pivot = max(group, key=lambda each: (len(apart[each] & group), -each))
-            without = _heaviest(group - {pivot}, apart, weight, known)
-            with_it = _heaviest(group - {pivot} - apart[pivot], apart, weight, known) | {pivot}
-            known[group] = max(without, with_it, key=lambda each: sum(weight[member] for member in each))
-        chosen |= known.get(group, group)
-    return chosen
+class _Largest:
+    """The search for a largest set of which no two are apart, in a number of steps that is the same on all members.
+
+    It is exact for up to 16 members, whatever the bad pairs, and for many more with a few bad pairs each. Where the
+    steps run out, the member with the most bad pairs is dropped, of several the last one, until there is no bad pair.
+
+    Args:
+        apart: place -> the places that are apart from it, as bits.
+    """
+
+    def __init__(self, apart: Sequence[int]) -> None:
+        self._apart = apart
+        self._known: dict[int, int] = {}  # group -> its largest set
+        self._steps = _MOST_STEPS
+
+    def of(self, members: int) -> int:
+        """Return the largest set of ``members``, or a large one."""
+        chosen = 0
+        for group in self._groups(members):
+            if group not in self._known:
+                self._known[group] = self._of_group(group)
+            chosen |= self._known[group]
+        return chosen
+
+    def _of_group(self, group: int) -> int:
+        self._steps -= group.bit_count()
+        while self._apart[pivot := self._worst(group)] & group:
+            best = group & ~(1 << pivot)
+            if self._steps > 0:
+                best = self.of(best)
+            if self._steps > 0:
+                with_it = self.of(group & ~(1 << pivot) & ~self._apart[pivot]) | 1 << pivot
+                return max(best, with_it, key=lambda each: (each.bit_count(), each))
+            group = best
+        return group
+
+    def _worst(self, group: int) -> int:
+        return max(_places(group), key=lambda each: ((self._apart[each] & group).bit_count(), -each))
+
+    def _groups(self, members: int) -> Iterator[int]:
+        """Partition ``members`` into the connected components of the graph of those that are apart."""
+        while members:
+            group, waiting = 0, members & -members
+            while waiting:
+                group |= waiting
+                more = 0
+                for each in _places(waiting):
+                    more |= self._apart[each]
+                waiting = more & members & ~group
+            yield group
+            members &= ~group
 
 
-def _groups(members: frozenset[int], apart: Mapping[int, set[int]]) -> list[frozenset[int]]:
-    """Partition ``members`` into the connected components of the graph ``apart``."""
-    left, groups = set(members), []
-    while left:
-        group, waiting = set(), [left.pop()]
-        while waiting:
-            one = waiting.pop()
-            group.add(one)
-            more = apart[one] & left
-            left -= more
-            waiting += more
-        groups.append(frozenset(group))
-    return groups
+def _places(members: int) -> Iterator[int]:
+    while members:
+        last = members & -members
+        yield last.bit_length() - 1
+        members ^= last

@@ -8,7 +8,16 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "byzantine_quorum", "consequences", "decide", "enough_without", "names_of"]
+__all__ = [
+    "Decision",
+    "Policy",
+    "byzantine_quorum",
+    "consequences",
+    "decide",
+    "enough_without",
+    "makes_one_history",
+    "names_of",
+]
 
 _MOST_NAMED = 8  # members compare reasons, which are sent as strings of bounded length
 
@@ -102,6 +111,15 @@ def byzantine_quorum(members: int) -> int:
     [1, 1, 2, 2, 3]
     """
     return (members - 1) // 2 + 1
+
+
+def makes_one_history(policy: Policy, members: int) -> bool:
+    """Return whether any two sets of ``members`` that may both continue under ``policy`` share a member.
+
+    >>> makes_one_history(Policy(), 5), makes_one_history(Policy(2, "go-on"), 4)
+    (True, False)
+    """
+    return policy.split == "stop" or 2 * policy.min_replicas > members
 
 
 def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:

@@ -44,6 +44,9 @@ class Agreed:
 
     known: int  # how much the member knew then; of two agreements, the one with the greater number was made later
     following: NextView
+    # the sets of members that were to be ready for it when the member was: if any member has adopted it, all of one set
+    # were
+    quorums: frozenset[tuple[int, ...]]
 
 
 @dataclass(frozen=True)

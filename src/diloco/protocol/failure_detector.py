@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -66,20 +66,24 @@ class Pulse:
         return now_s - self._beat_s > silence_s - self._timing.heartbeat_s or now_s - self._woke_s < silence_s
 
 
-def silent_ones(quiet_s: Mapping[K, float], timing: Timing) -> list[K]:
-    """Return the keys that count as lost by silence, or none while others are so quiet that they may follow soon.
+def silent_ones(quiet_s: Mapping[K, float], timing: Timing, members: Collection[K]) -> list[K]:
+    """Return the keys that count as lost by silence.
 
-    A process that is cut off from all others thus accuses none of them to another one, which its messages may still
-    reach.
+    A process that is cut off from the others, or stood still, hears nothing from most of them. It waits until they are
+    silent as well, up to twice `Timing.silence_s`, and so accuses none of them to another one, which its messages may
+    still reach. A few members that are quiet, or any number of other processes, delay nothing.
 
     Args:
-        quiet_s: key -> for how long nothing has been received from it.
+        quiet_s: key -> for how long nothing has been received from it, for members and others.
+        timing: how soon a loss is noticed.
+        members: the members of the view; keys that are not in ``quiet_s`` are ignored.
 
-    >>> silent_ones({1: 16.0, 2: 0.5}, Timing())
-    [1]
-    >>> silent_ones({1: 16.0, 2: 14.0}, Timing())
-    []
+    >>> silent_ones({1: 16.0, 2: 0.5}, Timing(), {1, 2}), silent_ones({1: 16.0, 2: 14.0}, Timing(), {1, 2})
+    ([1], [])
+    >>> silent_ones({1: 16.0, 2: 14.0, 3: 0.5}, Timing(), {1, 2, 3}), silent_ones({1: 30.5, 2: 14.0}, Timing(), {1, 2})
+    ([1], [1])
     """
-    if any(2 * timing.heartbeat_s < quiet <= timing.silence_s for quiet in quiet_s.values()):
-        return []
-    return [each for each, quiet in quiet_s.items() if quiet > timing.silence_s]
+    waiting_s = [quiet_s[each] for each in members if each in quiet_s and quiet_s[each] <= timing.silence_s]
+    most_are_quiet = 2 * sum(quiet > 2 * timing.heartbeat_s for quiet in waiting_s) > len(waiting_s)
+    longest_s = 2 * timing.silence_s if most_are_quiet else timing.silence_s
+    return [each for each, quiet in quiet_s.items() if quiet > longest_s]

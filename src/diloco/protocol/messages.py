@@ -32,11 +32,15 @@ __all__ = [
     "read_answer",
     "speed_message",
     "speed_of",
+    "view_message",
+    "view_of",
     "vote_text",
 ]
 
 PROTOCOL_VERSION = 10
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
+
+_MOST_QUORUMS = 32  # a member adds one only if others are lost after it was ready and before any has adopted the view
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "voted": _with_digests(mine.voted),
         "ready": mine.ready,
         "heard": sorted(map(list, mine.heard.items())),
-        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted_message(mine.agreed.following)],
+        "agreed": None if mine.agreed is None else _agreed_message(mine.agreed),
         "shown": [[vote.rank, *vote.round, vote.ok, vote.digest, vote.signature] for vote in sorted(mine.shown)],
         "why": why,
     }
@@ -254,11 +258,36 @@ def _report_of(sender: int, fields: Fields, view: View) -> Report:
     )
 
 
+def _agreed_message(agreed: Agreed) -> list[Any]:
+    quorums = [[number, member] for number, members in enumerate(sorted(agreed.quorums)) for member in members]
+    return [agreed.known, {**adopted_message(agreed.following), "quorums": quorums}]
+
+
 def _agreed_of(fields: Fields, view: View) -> Agreed | None:
     if fields.is_none("agreed"):
         return None
-    known, following = fields.numbered("agreed")
-    return Agreed(known, next_view(following, view))
+    known, message = fields.numbered("agreed")
+    quorums: dict[int, list[int]] = {}
+    for number, member in sorted(Fields(message).pairs("quorums")):
+        quorums.setdefault(number, []).append(member)
+    if len(quorums) > _MOST_QUORUMS:
+        raise ValueError(f"field 'quorums' must hold at most {_MOST_QUORUMS} sets, got {len(quorums)}")
+    return Agreed(known, next_view(message, view), frozenset(map(tuple, quorums.values())))
+
+
+def view_message(view: View | None) -> list[int]:
+    """Return the identity and the members of a view that a searching replica announces; [] for None."""
+    return [] if view is None else [view.id, *view.members]
+
+
+def view_of(fields: Fields, name: str) -> View | None:
+    """Return the view in a field that holds a `view_message`.
+
+    Raises:
+        ValueError: the field is missing or malformed.
+    """
+    values = fields.integers(name)
+    return View(values[0], values[1:]) if values else None
 
 
 def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:

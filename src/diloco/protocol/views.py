@@ -49,10 +49,14 @@ class ViewManager:
 
     @property
     def last_view(self) -> View | None:
-        """The newest view that this rank was a member of or has agreed to; None before the first."""
-        if not self.is_member:
-            return None
-        return max((view for view in (self.view, self.change.agreed) if view is not None), key=lambda view: view.id)
+        """The newest view that this rank was a member of; None before the first."""
+        return self.view if self.is_member else None
+
+    @property
+    def agreed_view(self) -> View | None:
+        """The view after `last_view` that this rank was ready for, and that others may have adopted; or None."""
+        agreed = self.change.agreed
+        return agreed if agreed is not None and agreed.id > self.view.id else None
 
     def others(self) -> list[int]:
         """Return all other ranks of the view."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
+from diloco.membership.bootstrap import LastViews
 from diloco.membership.quorum import enough_without
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
@@ -53,6 +54,8 @@ class PeerFleet(Fleet):
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
+        self._views: LastViews | None = None  # what this replica has been and promised when it last lost its view
+        self._searching = False  # whether it has lost its view and not found the others again
         self.gathering = False  # whether a view founded after a loss still has too few members
         self._reported_links: Mapping[int, str] = {}
         self.joining = False  # whether the others were already training when this process joined or rejoined
@@ -211,12 +214,16 @@ class PeerFleet(Fleet):
             TransportError: if no replica is found in time, or the members refuse. The call may be repeated.
         """
         lost, state = self.transport, self.state_dict()
-        last = lost.last_view or self._lost_view
-        assert last is not None, "only a member can lose the others"
-        if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
-            last = dataclasses.replace(self._lost_view, id=last.id)
-        self._lost_view, self.gathering = last, False
-        self._connect(self._connect_again(self._lost_view, patience_s))
+        if self._views is None or (lost.last_view and not self._searching):  # else what it promised earlier still holds
+            last = lost.last_view or self._lost_view
+            assert last is not None, "only a member can lose the others"
+            if self.gathering and self._lost_view is not None:  # no replica trained in a view with too few members
+                last = dataclasses.replace(self._lost_view, id=last.id)
+            self._lost_view, self.gathering = last, False
+            self._views = LastViews(last, lost.agreed_view)
+        self._searching = True
+        self._connect(self._connect_again(self._views, patience_s))
+        self._searching = False
         self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
         self.transport.step = lost.step
@@ -224,8 +231,8 @@ class PeerFleet(Fleet):
             self.load_state_dict(state)
 
     @abc.abstractmethod
-    def _connect_again(self, last: View, patience_s: float) -> Connected:
-        """Close the transport and find the others, or found the view after ``last`` with replicas that also search.
+    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
+        """Close the transport and find the others, or found the view after ``views`` with replicas that also search.
 
         After a failure, only what keeps this process reachable at its address stays open for the next attempt.
         """

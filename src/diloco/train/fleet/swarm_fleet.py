@@ -10,9 +10,9 @@ from typing import Any, cast
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
 from diloco.events import Event, StateFetched
+from diloco.membership.bootstrap import LastViews
 from diloco.membership.quorum import consequences
 from diloco.membership.reports import NextView
-from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.resuming import Held
@@ -83,7 +83,7 @@ class SwarmFleet(PeerFleet):
             self._assignments = self.shares.of_member(self.transport.replica)
             self._note_members(1)
 
-    def _connect_again(self, last: View, patience_s: float) -> Connected:
+    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
         known = [address for entry in self.transport.known_entries() for address in entry.places]
         node = self._place.node
         join = tuple(dict.fromkeys((*node.join, *known)))
@@ -91,7 +91,7 @@ class SwarmFleet(PeerFleet):
             self._place,
             replica=self.transport.replica,
             swarm=self.connected.swarm,
-            last=last,
+            views=views,
             patience_s=patience_s,
             closed=_STARTING,
             node=dataclasses.replace(node, join=join, listen=same_port(node.listen, self._listened), insists=False),

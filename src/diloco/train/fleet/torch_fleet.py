@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import cast
 
-from diloco.membership.view import View
+from diloco.membership.bootstrap import LastViews
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected
@@ -37,12 +37,12 @@ class TorchFleet(PeerFleet):
     def num_members(self) -> int:
         return self._place.num_replicas
 
-    def _connect_again(self, last: View, patience_s: float) -> Connected:
+    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
         if self._listening is None:
             self._listening = cast(TcpStreams, self.transport.connections.streams).keep()
         self.transport.close()
         listening = self._listening.dup()
-        connected = connect_again(self._place, self._wire, self.connected, listening, last, patience_s)
+        connected = connect_again(self._place, self._wire, self.connected, listening, views, patience_s)
         self._stop_listening()
         return connected
 

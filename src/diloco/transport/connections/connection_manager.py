@@ -279,7 +279,7 @@ class ConnectionManager(ControlThread):
                 for connection in self._connections.values():
                     connection.heard_s = now_s
             quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
-            self.drop_silent(silent_ones(quiet_s, self.timing))
+            self.drop_silent(silent_ones(quiet_s, self.timing, self._members))
             for connection in self._connections.values():
                 connection.writer.write(beat)
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
-from diloco.membership.bootstrap import Candidate
+from diloco.membership.bootstrap import BootstrapElection
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.connections.backoff import Backoff
@@ -115,14 +115,21 @@ def _connect(
         compresses=wire.compress,
         emulated=wire.link,
     )
-    me = Candidate(number, held_step, place.last)
-    search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
+    election = BootstrapElection(
+        number=number,
+        held_step=held_step,
+        views=place.views,
+        alone=not place.node.join,
+        window_s=place.join_window_s,
+        policy=transport.policies.quorum,
+    )
+    search = Search(place, wire, streams, dialer, announcer, election)
     with waiting_for(search.awaited, search.patience_s):
         view, found = connections.call(search.find())
     announcer.swarm = found.swarm if found else place.swarm or secrets.token_hex(8)
     founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
-        transport.step = founded_step if place.last else 0  # joining peers receive it
+        transport.step = founded_step if place.views else 0  # joining peers receive it
     transport.begin(view, registry, routes.open_link, member=found is None, closed=place.closed)
     if found is None:
         connections.call(announcer.announce())  # before other peers search

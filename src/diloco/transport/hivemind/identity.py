@@ -19,6 +19,7 @@ from diloco.membership.bootstrap import Candidate
 from diloco.membership.view import View
 from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.protocol.fields import Fields, json_object
+from diloco.protocol.messages import view_message, view_of
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
 
@@ -33,7 +34,7 @@ __all__ = [
     "owner_of",
 ]
 
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 8192
 _MAX_ADDRESSES = 16
 _NO_BYTES = b"\xc4\x00"  # empty bytes in MessagePack
 _SHA2_256 = bytes((0x12, 32))  # the prefix of a SHA2-256 multihash: its code and its size
@@ -96,19 +97,21 @@ class PeerRecord:
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
     beat: int = 0  # a counter that grows each time the record is stored
     was: str = ""  # the swarm that a searching peer was a member of
-    last: View | None = None  # the newest view of that swarm that the peer was a member of, or had agreed to
+    last: View | None = None  # what it was a member of in that swarm, and has agreed to since; see `Candidate`
+    agreed: View | None = None
     proven: bool = True  # whether the author of the record knows the secret of the run
 
     def candidate(self, swarm: str) -> Candidate:
         """Return the record of a searching peer as a `Candidate`, for former members of ``swarm``."""
-        return Candidate(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
+        last, agreed = (self.last, self.agreed) if swarm and swarm == self.was else (None, None)
+        return Candidate(self.number, self.held_step, last, agreed)
 
     def to_bytes(self, admission: Admission) -> bytes:
         """Return the record as stored, with a proof that its author knows the secret of the run."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
-        last = [] if self.last is None else [self.last.id, *self.last.members]
-        fields |= {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
+        fields |= {"finished": self.finished, "beat": self.beat, "was": self.was}
+        fields |= {"last": view_message(self.last), "agreed": view_message(self.agreed)}
         content = json.dumps(fields, sort_keys=True)
         return json.dumps(fields | {"proof": admission.of_record(self.peer_id, content)}).encode()
 
@@ -119,7 +122,6 @@ class PeerRecord:
             raise ValueError("it is too large")
         message = json_object(data)
         fields = Fields(message)
-        last = fields.integers("last")
         content = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
         proof = admission.of_record(peer_id, content)
         return cls(
@@ -131,7 +133,8 @@ class PeerRecord:
             fields.flag("finished"),
             fields.integer("beat"),
             fields.printable("was"),
-            View(last[0], last[1:]) if last else None,
+            view_of(fields, "last"),
+            view_of(fields, "agreed"),
             proven=hmac.compare_digest(fields.text("proof").encode(), proof.encode()),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from diloco.membership.view import View
+from diloco.membership.bootstrap import LastViews
 from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.secret import check_secret, is_proof, proof
 
@@ -76,8 +76,7 @@ class SwarmPlace:
     node: NodePlace = field(default_factory=NodePlace)  # the peer's addresses, and the peers that it knows
     replica: int | None = None  # the replica number; None: derived from the identity
     swarm: str = ""  # the swarm that the peer was a member of before; "": none
-    # the newest view of that swarm that the peer was a member of, or had agreed to; None for a new process
-    last: View | None = None
+    views: LastViews | None = None  # what the peer has been and promised in that swarm; None for a new process
     # how long the peer searches for the others; None: the wire's ``rendezvous_timeout_s``
     patience_s: float | None = None
     held_swarm: str = ""  # the swarm in which the peer reached the newest step it could resume from; "": unknown

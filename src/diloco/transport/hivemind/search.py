@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RendezvousError, RunOverError
-from diloco.membership.bootstrap import BootstrapElection, Candidate, Candidates
-from diloco.membership.quorum import Policy
+from diloco.membership.bootstrap import BootstrapElection, Candidates
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.connections.backoff import Backoff
@@ -61,6 +60,7 @@ class Announcer:
     async def announce(self) -> None:
         """Store the record of this peer."""
         self._beat += 1
+        views = self._place.views
         record = PeerRecord(
             self._node.peer_id,
             self._number,
@@ -70,7 +70,8 @@ class Announcer:
             self.finished,
             self._beat,
             was="" if self.swarm else self._place.swarm,
-            last=None if self.swarm else self._place.last,
+            last=None if self.swarm or views is None else views.last,
+            agreed=None if self.swarm or views is None else views.agreed,
         )
         await self._node.announce(self._place.admission, record)
 
@@ -99,25 +100,23 @@ class Search:
         streams: PeerStreams,
         dialer: MemberDialer,
         announcer: Announcer,
-        me: Candidate,
-        policy: Policy,
+        election: BootstrapElection,
     ) -> None:
         self.looking = 0  # the number of other peers that were also searching at the last check
         self._place = place
         self._streams = streams
         self._dialer = dialer
         self._announcer = announcer
-        self._me = me
-        self._policy = policy
+        self._election = election
         self._silence_s = wire.silence_s
         self._run = place.admission.run
         self.patience_s = wire.rendezvous_timeout_s if place.patience_s is None else place.patience_s
 
     def awaited(self) -> str:
         """Return what the search waits for, as text."""
-        if self._place.last is None:
+        if self._place.views is None:
             return f"a member of run {self._run!r}"
-        members = ", ".join(str(each) for each in self._place.last.members if each != self._me.number)
+        members = ", ".join(str(each) for each in self._place.views.last.members if each != self._election.number)
         return f"enough of replicas {members} of run {self._run!r} to continue ({self.looking} of them also searching)"
 
     async def find(self) -> tuple[View, SwarmTable | None]:
@@ -129,9 +128,6 @@ class Search:
             RendezvousError: if there is neither in time, or this peer can't take part.
         """
         loop, place, node = asyncio.get_running_loop(), self._place, self._streams.node
-        election = BootstrapElection(
-            me=self._me, alone=not place.node.join, window_s=place.join_window_s, policy=self._policy
-        )
         candidates, why = Candidates(self._silence_s), dict[str, str]()
         backoff = Backoff(*_LOOK_AGAIN_S, seed=node.peer_id)
         began_s, announced_s = loop.time(), -math.inf
@@ -168,9 +164,12 @@ class Search:
             self.looking = len(looking)
             there = there or any(record.swarm and record.peer_id not in why for record in records)
             had_members = any(record.swarm for record in records)
-            others = [each.candidate(place.swarm) for each in looking]
-            if not there and (view := election.founds(others, asked_s - known_s, had_members=had_members)):
+            others = [each.candidate(place.swarm or place.held_swarm) for each in looking]
+            voted = self._election.me.agreed
+            if not there and (view := self._election.founds(others, asked_s - known_s, had_members=had_members)):
                 return view, None
+            if self._election.me.agreed != voted:
+                announced_s = -math.inf  # the others wait for this vote
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:
                 raise self._nobody(had_members, looking, why)
@@ -189,19 +188,20 @@ class Search:
         A swarm that this peer was a member of already contains that work.
         """
         step = max(table.step, table.founded_step)  # the founder may not have loaded its checkpoint yet
-        if table.swarm in (self._place.swarm, self._place.held_swarm) or self._me.held_step <= step:
+        if table.swarm in (self._place.swarm, self._place.held_swarm) or self._election.held_step <= step:
             return
+        mine = self._election
         raise RendezvousError(
-            f"the swarm of run {self._run!r} is at step {step}, and the newest checkpoint of replica {self._me.number} "
-            f"is of step {self._me.held_step}, which the others do not have. To continue from step "
-            f"{self._me.held_step}, stop the others and start this replica first, so that they join it. To join them "
+            f"the swarm of run {self._run!r} is at step {step}, and the newest checkpoint of replica {mine.number} "
+            f"is of step {mine.held_step}, which the others do not have. To continue from step "
+            f"{mine.held_step}, stop the others and start this replica first, so that they join it. To join them "
             "and discard those steps, start this replica in another folder."
         )
 
     def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
         """Raise if the records only show that the swarm to join has finished."""
         ours = [record for record in records if record.swarm and self._place.swarm in ("", record.swarm)]
-        if any(record.finished for record in ours) and (self._place.swarm or self._me.held_step < 0):
+        if any(record.finished for record in ours) and (self._place.swarm or self._election.held_step < 0):
             raise RunOverError(
                 f"the others have finished run {self._run!r}, and no member is left to join. To train more, resume "
                 "from a checkpoint of the run with more steps, or choose another name for the run."

@@ -96,8 +96,13 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def last_view(self) -> View | None:
-        """The newest view that this rank was a member of or has agreed to; None before the first."""
+        """The newest view that this rank was a member of; None before the first."""
         return self._machine.views.last_view
+
+    @property
+    def agreed_view(self) -> View | None:
+        """The view after it that this rank was ready for, and that others may have adopted; or None."""
+        return self._machine.views.agreed_view
 
     @property
     def link_descriptions(self) -> Mapping[int, str]:

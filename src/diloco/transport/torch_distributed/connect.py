@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.numbers import check_replica
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership.bootstrap import Candidate
+from diloco.membership.bootstrap import BootstrapElection, LastViews
 from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
@@ -105,7 +105,7 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
 
 
 def connect_again(
-    place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, last: View, patience_s: float
+    place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, views: LastViews, patience_s: float
 ) -> Connected:
     """Find the other ranks again, or found a new view with them, after this rank has lost its view.
 
@@ -114,7 +114,7 @@ def connect_again(
         wire: how the ranks are connected.
         lost: the connection that this rank has lost; its transport must be closed.
         listening: the socket at which the rank listened, as `TcpStreams.keep` returned it.
-        last: the newest view that the rank was a member of, or had agreed to.
+        views: what the rank has been and promised; its vote is recorded there.
         patience_s: how long the rank searches, in seconds.
 
     Raises:
@@ -127,12 +127,26 @@ def connect_again(
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step, _payload_places(transport, wire))
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
-        me = Candidate(place.replica, before.step, last)
-        search = Reconnection(transport, entry, me, registry, place.rendezvous, patience_s, wire.join_window_s)
+        election = _election(place, wire, before.step, views)
+        search = Reconnection(transport, entry, election, registry, place.rendezvous, patience_s)
         return search.connect(_open_link(transport, registry, wire))
     except BaseException:
         transport.close()
         raise
+
+
+def _election(place: Place, wire: TcpWire, held_step: int, views: LastViews | None) -> BootstrapElection:
+    _, policies = wire.rules_and_policies(
+        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
+    )
+    return BootstrapElection(
+        number=place.replica,
+        held_step=held_step,
+        views=views,
+        alone=False,
+        window_s=wire.join_window_s,
+        policy=policies.quorum,
+    )
 
 
 def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -> PeerTransport:
@@ -186,11 +200,11 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             raise RendezvousError(reason, replicas=[rank // size])
     members = sorted({rank // size for rank in reached})
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
-    me = Candidate(place.replica, held_step)
+    election = _election(place, wire, held_step, None)
     serve(connections, registry)
-    serve_candidates(transport, registry, me)
+    serve_candidates(transport, registry, election)
     transport.begin(view, registry, open_link, member=not table.running)
-    search = Reconnection(transport, entry, me, registry, meeting, wire.rendezvous_timeout_s, wire.join_window_s)
+    search = Reconnection(transport, entry, election, registry, meeting, wire.rendezvous_timeout_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
 
 

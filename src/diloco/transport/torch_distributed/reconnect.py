@@ -12,6 +12,7 @@ from diloco.errors import RendezvousError, RunOverError, TransportError
 from diloco.membership.bootstrap import BootstrapElection, Candidate
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
+from diloco.protocol.messages import view_message, view_of
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.backoff import Backoff
@@ -30,7 +31,7 @@ _LOOK_AGAIN_S = 0.5, 2.0  # pauses between two questions to all known ranks
 _CLOSED = "it is rejoining itself"
 
 
-def serve_candidates(transport: PeerTransport, registry: Registry, me: Candidate) -> None:
+def serve_candidates(transport: PeerTransport, registry: Registry, election: BootstrapElection) -> None:
     """Answer ranks that have lost their view.
 
     A member answers with the list of members. A rank that has lost its view, too, answers that it is also searching.
@@ -38,7 +39,7 @@ def serve_candidates(transport: PeerTransport, registry: Registry, me: Candidate
     Args:
         transport: the transport of this rank.
         registry: the entries of all known ranks; the entries of asking ranks are added.
-        me: what this rank reports while it is searching.
+        election: what this rank reports while it is searching.
     """
 
     async def answer(
@@ -46,8 +47,9 @@ def serve_candidates(transport: PeerTransport, registry: Registry, me: Candidate
     ) -> None:
         entry = Entry.from_message(Fields(message).message("entry"))
         if transport.last_view is None or transport.failure is not None:
-            view = [] if me.last is None else [me.last.id, *me.last.members]
-            reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step, "last": view}
+            me = election.me
+            reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step}
+            reply |= {"last": view_message(me.last), "agreed": view_message(me.agreed)}
         else:
             try:
                 registry.register(entry)
@@ -102,30 +104,27 @@ class Reconnection:
     Args:
         transport: a new transport, which listens at the address of the lost one.
         entry: the entry of this rank.
-        me: what this rank reports while it is searching.
+        election: of the rank that founds a view if no member is found.
         registry: the entries of all known ranks, including this one.
         elsewhere: another address at which a member may answer.
         patience_s: how long the rank searches, in seconds.
-        window_s: how long the rank waits for other searching ranks before one of them founds a view, in seconds.
     """
 
     def __init__(
         self,
         transport: PeerTransport,
         entry: Entry,
-        me: Candidate,
+        election: BootstrapElection,
         registry: Registry,
         elsewhere: Address | None,
         patience_s: float,
-        window_s: float,
     ) -> None:
         self._transport = transport
         self._connections = transport.connections
         self._entry = entry
-        self._me = me
+        self._election = election
         self._elsewhere = elsewhere
         self._patience_s = patience_s
-        self._window_s = window_s
         self._looking: list[Candidate] = []
         self._registry = registry
 
@@ -136,27 +135,25 @@ class Reconnection:
             RendezvousError: if neither is possible in time.
         """
         transport, registry = self._transport, self._registry
-        serve_candidates(transport, registry, self._me)
+        serve_candidates(transport, registry, self._election)
         with waiting_for(self._awaited, self._patience_s):
             view, step = self._connections.call(self._find())
         serve(self._connections, registry)
         founds = step is None
         if founds:
-            transport.step = self._me.held_step  # joining ranks receive it
+            transport.step = self._election.held_step  # joining ranks receive it
         transport.begin(view, registry, open_link, member=founds, closed=_CLOSED)
         table = Table(dict(registry.entries), not founds, step or 0)
         return TorchConnected(transport=transport, table=table, joining=not founds, reconnection=self)
 
     def _awaited(self) -> str:
-        members = () if self._me.last is None else self._me.last.members
-        others = ", ".join(str(each) for each in members if each != self._me.number)
+        members = () if self._election.views is None else self._election.views.last.members
+        others = ", ".join(str(each) for each in members if each != self._election.number)
         return f"enough of replicas {others} to continue ({len(self._looking)} of them are also searching)"
 
     async def _find(self) -> tuple[View, int | None]:
         """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""
         clock = asyncio.get_running_loop()
-        policy = self._transport.policies.quorum
-        election = BootstrapElection(me=self._me, alone=False, window_s=self._window_s, policy=policy)
         began_s, backoff = clock.time(), Backoff(*_LOOK_AGAIN_S, seed=self._entry.address)
         while True:
             asked_s = clock.time()
@@ -168,14 +165,14 @@ class Reconnection:
                     return View(-1, members), Fields(answer).integer("step")
             if self._transport.run_is_over and not running:
                 raise RunOverError("the others have finished the run, and no member is left to join.")
-            if not running and (view := election.founds(self._looking, asked_s - began_s)):
+            if not running and (view := self._election.founds(self._looking, asked_s - began_s)):
                 return view, None
             if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):
                 raise RendezvousError(refused)
             if clock.time() - began_s > self._patience_s:
                 raise RendezvousError(
-                    f"replica {self._me.number} has searched for the others for {self._patience_s:g} s, its limit, "
-                    f"and found {len(self._looking)} that are also searching. Its state is saved."
+                    f"replica {self._election.number} has searched for the others for {self._patience_s:g} s, its "
+                    f"limit, and found {len(self._looking)} that are also searching. Its state is saved."
                 )
             await asyncio.sleep(backoff.next_s())
 
@@ -228,11 +225,10 @@ class Reconnection:
                     await within(_ANSWER_S, self._connections.connect(rank, address))
         except (OSError, EOFError, TimeoutError, TransportError):
             return ()
-        return tuple(member for member in members if member != self._me.number)
+        return tuple(member for member in members if member != self._election.number)
 
 
 def _candidate_of(answer: Mapping[str, Any]) -> Candidate:
     fields = Fields(answer)
-    last = fields.integers("last")
-    view = View(last[0], last[1:]) if last else None
-    return Candidate(fields.rank("number"), fields.integer("held_step", -1), view)
+    last, agreed = view_of(fields, "last"), view_of(fields, "agreed")
+    return Candidate(fields.rank("number"), fields.integer("held_step", -1), last, agreed)

@@ -1,0 +1,82 @@
+"""Which silent ranks count as lost: a dead one soon, whoever else is quiet, and none by a process that hears nobody."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.protocol.failure_detector import Timing, silent_ones
+
+TIMING = Timing(heartbeat_s=2.0, silence_s=15.0)
+DEAD = 1
+
+
+def detected_s(heard: dict[int, Callable[[float], float]], members: Iterable[int]) -> tuple[float, list[int]]:
+    """Return when the first silent ranks are found after the last message of all at 0 s, and which.
+
+    Args:
+        heard: rank -> the time of its last message before a given time.
+        members: the members among the ranks.
+    """
+    now_s = 0.0
+    while now_s < 300:
+        now_s += TIMING.heartbeat_s
+        if lost := silent_ones({rank: now_s - last(now_s) for rank, last in heard.items()}, TIMING, {*members}):
+            return now_s, lost
+    return now_s, []
+
+
+def every(interval_s: float, first_s: float = 0.0) -> Callable[[float], float]:
+    return lambda now_s: max(0.0, now_s - (now_s - first_s) % interval_s)
+
+
+def never(now_s: float) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("replicas", [4, 5, 64])
+@pytest.mark.parametrize("are_members", [True, False])
+def test_two_that_beat_every_eight_seconds_in_turn_hide_no_dead_one(replicas: int, are_members: bool) -> None:
+    slow = (replicas, replicas + 1)
+    members = {*range(1, replicas)} | ({*slow} if are_members else set())
+    heard = dict.fromkeys(members, every(2.0)) | {DEAD: never, slow[0]: every(8.0, 1.0), slow[1]: every(8.0, 5.0)}
+    assert detected_s(heard, members) == (16.0, [DEAD])
+
+
+@pytest.mark.parametrize("interval_s", [8.0, 11.0, 14.9])
+@pytest.mark.parametrize("num_slow", [1, 2, 3, 5])
+def test_no_number_of_slow_members_hides_a_dead_one_for_longer_than_twice_the_limit(
+    interval_s: float, num_slow: int
+) -> None:
+    """Also if they are all there are, and take turns."""
+    slow = {2 + each: every(interval_s, each * interval_s / num_slow) for each in range(num_slow)}
+    when_s, lost = detected_s({DEAD: never, **slow}, [DEAD, *slow])
+    assert when_s <= 2 * TIMING.silence_s + TIMING.heartbeat_s
+    assert lost == [DEAD]
+
+
+def test_of_sixty_four_members_some_of_which_pause_now_and_then_a_dead_one_is_found_at_once() -> None:
+    chance = random.Random(0)
+    heard = {rank: every(chance.choice([2.0] * 9 + [6.0]), chance.random()) for rank in range(2, 64)}
+    assert detected_s({DEAD: never, **heard}, range(1, 64)) == (16.0, [DEAD])
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 64])
+@given(st.randoms())
+def test_who_hears_nobody_any_more_accuses_all_at_once(replicas: int, chance: random.Random) -> None:
+    """Property: whatever the others sent last; strangers that it still hears change nothing."""
+    last_s = {rank: chance.uniform(-TIMING.heartbeat_s, 0.0) for rank in range(1, replicas)}
+    heard = {rank: lambda now_s, each=each: each for rank, each in last_s.items()} | {99: every(2.0)}
+    when_s, lost = detected_s(heard, range(1, replicas))
+    assert sorted(lost) == [*range(1, replicas)]
+    assert when_s <= TIMING.silence_s + TIMING.heartbeat_s
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 64])
+def test_a_stranger_that_is_silent_is_found_while_all_members_beat(replicas: int) -> None:
+    heard = dict.fromkeys(range(1, replicas), every(2.0)) | {99: never}
+    assert detected_s(heard, range(1, replicas)) == (16.0, [99])
