@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from diloco.cli import main
-from diloco.config.configuration import load_configuration
-from diloco.config.run_plan import resume_command
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 
@@ -175,13 +173,3 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     folder = tmp_path / "my run"
     assert main(train(files, "--out", str(folder))) == 130
     assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
-
-
-def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
-    """For a replica that was started separately, and for a peer."""
-    rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
-    command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
-    assert resume_command(rank, Path("runs/a")) == command
-    address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
-    peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
-    assert resume_command(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"

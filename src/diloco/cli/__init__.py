@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 import traceback
@@ -10,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from diloco import __version__
 from diloco.cores import set_wait_policy
-from diloco.errors import ConfigurationError, DiLoCoError, nearest
+from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 
-__all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
@@ -49,14 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
-    debug = "--debug" in given
-    given = [word for word in given if word != "--debug"]
+    leading = [*itertools.takewhile(lambda word: word == "--debug", given)]
+    given = given[len(leading) :]
+    if given[1:2] == ["--debug"]:
+        leading.append(given.pop(1))
+    DEBUG.set(bool(leading))  # in any other place it may be the value of an option, which only the parser knows
     try:
         code = _dispatch(given)
         sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe
         return code
     except DiLoCoError as error:
-        if debug:
+        if DEBUG.get():
             traceback.print_exc()
         else:
             nothing = " Nothing was started." if isinstance(error, ConfigurationError) else ""

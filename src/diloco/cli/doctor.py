@@ -15,7 +15,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
-from diloco.config.flags import parse_options
+from diloco.config.flags import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train.stopping import StopRequest
 from diloco.transport.address import parse_address
@@ -109,8 +109,8 @@ def _listen(text: str, secret_file: Path | None) -> int:
         serve_probes(connections)
         with StopRequest() as asked:
             print(
-                f"listening at {bound}. Run `diloco doctor {bound}` on another machine to check its connection to this "
-                "one. Ctrl-C stops.",
+                f"listening at {bound}. Run `{command_text('doctor', bound)}` on another machine to check its "
+                "connection to this one. Ctrl-C stops.",
                 flush=True,
             )
             while asked.signal is None:

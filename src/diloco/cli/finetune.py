@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.cli.train import for_torchrun, run_line
+from diloco.cli.train import run_line, torchrun_values
 from diloco.config.configuration import Configuration, compose
 from diloco.config.finetune import finetune_line, with_steps
 from diloco.config.flags import CommandLine, parse_flags
@@ -44,7 +44,8 @@ class Finetuning(Configuration):
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
     typed, full, epochs = parse_arguments(arguments)
-    line = finetune_line(for_torchrun(typed), full=full)
+    values = torchrun_values(typed.values) | typed.values
+    line = finetune_line(dataclasses.replace(typed, values=values), full=full)
     notes: tuple[str, ...] = ()
     if "checkpoint.resume" not in line.values:
         if epochs is not None and "train.steps" in typed.values:

@@ -13,6 +13,7 @@ from diloco.checkpoint.disk import write_whole
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
+from diloco.config.flags import command_text
 from diloco.config.keys import build
 from diloco.config.presets import preset_values
 from diloco.config.toml import write_values
@@ -47,7 +48,7 @@ def run(options: PlanOptions, target: float) -> int:
         assert options.preset is not None
         _write_config(options.config, options.preset, made.choice, site, steps)
         if not options.json:
-            print(f"\nwritten: {options.config}   diloco train {options.config}")
+            print(f"\nwritten: {options.config}   {command_text('train', options.config)}")
     return 0 if made.choice else 1
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.config.configuration import filled_tables, overlay
-from diloco.config.flags import CommandLine
+from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
 from diloco.model.settings import parse_source
@@ -51,7 +51,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
     if line.file is not None and line.file.suffix == ".toml":
         raise ConfigurationError(
             f"{line.file} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
-            f"`diloco train {line.file}`."
+            f"`{command_text('train', line.file)}`."
         )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
