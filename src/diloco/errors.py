@@ -29,7 +29,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 __all__ = [
     "DEBUG",
@@ -52,7 +51,6 @@ __all__ = [
     "ViewChangedError",
     "from_extra",
     "nearest",
-    "not_there",
 ]
 
 DEBUG = ContextVar("DEBUG", default=False)
@@ -174,22 +172,6 @@ def nearest(given: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     close = difflib.get_close_matches(given, choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(choices)}."
-
-
-def not_there(path: Path) -> str:
-    """Return a clause about a path that does not exist, with the nearest name in its folder.
-
-    >>> not_there(Path("absent/run.toml"))
-    "there is no 'absent/run.toml' (nor a folder 'absent')"
-    """
-    if not path.parent.is_dir():
-        return f"there is no {str(path)!r} (nor a folder {str(path.parent)!r})"
-    try:
-        names = [entry.name for entry in path.parent.iterdir()]
-    except OSError:
-        names = []
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f"there is no {str(path)!r}{f'; did you mean {str(path.with_name(close[0]))!r}' if close else ''}"
 
 
 @contextmanager

@@ -173,3 +173,32 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     folder = tmp_path / "my run"
     assert main(train(files, "--out", str(folder))) == 130
     assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("", 0),
+        ("--replicas 1", 0),
+        ("--inner-steps 20 --algorithm diloco --fragments 1", 0),  # no round is due
+        ("--algorithm none", 0),
+        ("--transport.faults {drop}", 1),
+        ("--transport.faults {bad}", 1),
+        ("--transport.faults {one}", 0),
+        ("--stop-after 6 --transport.faults {drop}", 1),
+    ],
+)
+def test_a_run_whose_rounds_were_all_void_fails(
+    flags: str, code: int, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [f"replica=1 fragment={fragment} outer_step={step}" for fragment in (0, 1) for step in range(3)]
+    faults = {"drop": rounds, "bad": rounds, "one": rounds[:1]}
+    words: list[str] = []
+    for word in flags.split():
+        kind = word.strip("{}")
+        verb = "non-finite" if kind == "bad" else "drop"
+        words += [f"{verb} {each}" for each in faults[kind]] if kind in faults else [word]
+    assert main(train(files, "--out", str(tmp_path / "run"), *words)) == code
+    last = capsys.readouterr().err.strip().rpartition("\n")[2]
+    assert last.startswith("diloco: no round was committed") == (code == 1)
+    assert code == 0 or "Remove the cause, then start a new run." in last

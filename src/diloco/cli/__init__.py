@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from diloco import __version__
 from diloco.cores import set_wait_policy
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             nothing = " Nothing was started." if isinstance(error, ConfigurationError) else ""
-            print(f"diloco: {error}{nothing}", file=sys.stderr)
+            print(f"diloco: {error}{_near_paths(str(error), given)}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)
@@ -73,6 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe. Output that is still buffered must not raise again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _near_paths(message: str, given: Sequence[str]) -> str:
+    """Return a hint with the nearest name for each path in a message that was given and does not exist."""
+    hints = []
+    for word in given[1:]:
+        place = (word.partition("=")[2] if word.startswith("-") else word).removeprefix("hf:").rstrip("/")
+        path = Path(place).expanduser()
+        with contextlib.suppress(OSError, ValueError):  # a text that can't be a path
+            if place and str(path) in message and not path.exists():
+                close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+                hints += [f" Did you mean {str(path.with_name(name))!r}?" for name in close]
+    return "".join(dict.fromkeys(hints))
 
 
 def _dispatch(given: Sequence[str]) -> int:

@@ -259,16 +259,19 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
         ConfigurationError: for an empty value that has no meaning, such as that of a variable that is not set.
     """
     words, first = [*arguments], []
-    ends = [place for place, word in enumerate(words) if word == "--"]
-    if ends:
-        first = [f"./{word}" if word.startswith("-") else word for word in words[ends[0] + 1 :]]
-        del words[ends[0] :]
+    for place, word in enumerate(words):
+        if word == "--" and not _takes_text(flags.get("".join(words[:place][-1:]))):
+            first = [f"./{each}" if each.startswith("-") else each for each in words[place + 1 :]]
+            del words[place:]
+            break
     joined: list[str] = []
     for word in words:
         before = joined[-1] if joined else ""
-        flag, equals, value = word.partition("=")
+        flag, equals, _ = word.partition("=")
         is_flag = flag.replace("_", "-") in flags or flag in ("-h", "--help")
-        if word.startswith("-") and not is_flag and _takes_text(flags.get(before)):
+        if word.startswith("-") and _takes_text(flags.get(before)) and not (is_flag and _is_list(flags[before])):
+            if is_flag:
+                raise ConfigurationError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
             joined[-1] = f"{before}={word}"
         elif word == "--debug" and not is_flag:
             DEBUG.set(True)
@@ -284,11 +287,15 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
         else:
             values[next(reversed(values))].append(word)
     for flag, given in values.items():
-        many = get_origin(flags.get(flag)) is tuple and _takes_text(flags[flag])
+        many = _takes_text(flags.get(flag)) and _is_list(flags[flag])
         if flag.lstrip("-").replace("-", "_") not in MAY_BE_EMPTY and ("" in given or (many and not given)):
             name = f"{flag} needs a value that is not empty" if flag else "an argument is empty"
             raise ConfigurationError(f"{name}. Is a variable of the shell not set?")
     return [*first, *joined]
+
+
+def _is_list(hint: Any) -> bool:
+    return get_origin(hint) is tuple
 
 
 def _takes_text(hint: Any) -> bool:
