@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -258,3 +259,32 @@ def test_a_flag_without_its_text_is_told_how_to_give_one_that_looks_like_a_flag(
 ) -> None:
     assert "--prompt needs a value." in refused(["generate", "run", "--prompt", "--json"], capsys)
     assert "--prompt=--json" in refused(["generate", "run", "--prompt", "--json"], capsys)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
+
+
+def test_help_of_finetune_shows_what_finetune_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["finetune", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "finetune [-h] [OPTIONS] MODEL" in shown
+    assert "Folder of a transformers model." in shown
+    for flag, default in (
+        ("--data.format", "chat"),
+        ("--inner.learning-rate", "0.0002, or 2e-05 with --full"),
+        ("--train.steps", "from --epochs and the data"),
+        ("--data.tokenizer", "that of the model"),
+        ("--evaluation.sample-tokens", "0"),
+        ("--train.batch-size", "8"),
+    ):
+        described = re.split(r" --[a-z.-]+ [A-Z{]", shown.partition(f"{flag} ")[2])[0]
+        assert f"(default: {default})" in described, flag
+    assert "--preset " not in shown
+    assert "--model.ffn-width" not in shown

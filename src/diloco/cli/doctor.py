@@ -45,7 +45,7 @@ class DoctorOptions:
     """Megabytes to transfer in each direction, 0.1 to 64."""
     timeout_s: float = 10.0
     """Seconds that each step of the check may take."""
-    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's secret (transport.secret_file), if it has one; both ends need it."""
     json: bool = False
     """Print the findings as JSON."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from diloco.cli.train import run_line, torchrun_values
 from diloco.config.configuration import Configuration, compose
-from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.finetune import SHOWN, finetune_line, with_steps
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import flatten
-from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.errors import ConfigurationError
+from diloco.model.settings import NATIVE_ONLY
 
 __all__ = ["parse_arguments", "run"]
 
@@ -74,8 +74,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, float | None]:
     """Parse the arguments of `diloco finetune`: the command line of `diloco train`, --full, and --epochs if given."""
-    shown = flatten(Finetuning()) | preset_values(DEFAULT_PRESET)
-    line = parse_flags(Finetuning, "finetune", DESCRIPTION, arguments, shown=shown)
+    line = parse_flags(
+        Finetuning,
+        "finetune",
+        DESCRIPTION,
+        arguments,
+        shown=flatten(Finetuning()) | SHOWN,
+        place=("MODEL", "Folder of a transformers model."),
+        hidden=["preset", *(f"model.{name}" for name in NATIVE_ONLY)],
+    )
     values = dict(line.values)
     full, epochs = values.pop("full", False), values.pop("epochs", None)
     return dataclasses.replace(line, values=values), full, epochs

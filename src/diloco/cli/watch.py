@@ -43,17 +43,17 @@ class WatchOptions:
 
     folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
     """Folders of running or finished runs."""
-    run: Annotated[str | None, arg(help_behavior_hint="")] = None
+    run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """With --join: name of the swarm's run."""
-    join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of one or more peers of the swarm, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The swarm's secret, if it has one."""
-    export: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    export: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write the page to this self-contained file and exit."""
     host: str = "127.0.0.1"
     """Address to listen at. The printed address holds a token, which opens the page in one browser."""
-    port: Annotated[int | None, arg(help_behavior_hint="")] = None
+    port: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Port to listen at. Default: 8500, or the next free one."""
     every_s: float = 1.0
     """Seconds between two reads of the folders."""

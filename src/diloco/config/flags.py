@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
@@ -55,7 +55,14 @@ class CommandLine:
 
 
 def parse_flags(
-    settings_type: type, command: str, description: str, arguments: Sequence[str], *, shown: Mapping[str, Any]
+    settings_type: type,
+    command: str,
+    description: str,
+    arguments: Sequence[str],
+    *,
+    shown: Mapping[str, Any],
+    place: tuple[str, str] = ("[run.toml]", "TOML file with any of the keys below."),
+    hidden: Collection[str] = (),
 ) -> CommandLine:
     """Parse a command line that has a flag for every key of ``settings_type``.
 
@@ -65,6 +72,8 @@ def parse_flags(
 
     Args:
         shown: the values that the help shows as defaults.
+        place: the name of the positional argument in the help, and its description.
+        hidden: keys that the help leaves out.
 
     Raises:
         ConfigurationError: as in `parse_options`, and for a table or list of lists that is not valid TOML.
@@ -76,9 +85,10 @@ def parse_flags(
     typed = [key for key in known.values() if key.leaf in leaves or flags.intersection(key.aliases)]
     shows = "-h" in flags or any(flag.startswith(("--help", "--tyro")) for flag in flags)
     try:
-        parsed = parse_options(_kind(known.values() if shows else typed, shown), command, description, arguments)
+        some = [key for key in known.values() if key.name not in hidden] if shows else typed
+        parsed = parse_options(_kind(some, shown, place), command, description, arguments)
     except ConfigurationError:
-        parsed = parse_options(_kind(known.values(), shown), command, description, arguments)
+        parsed = parse_options(_kind(known.values(), shown, place), command, description, arguments)
     values: Values = {}
     for name, value in parsed.items():
         if name in known:
@@ -91,13 +101,13 @@ def parse_flags(
     return CommandLine(file=parsed.get("file"), print_config=parsed["print_config"] > 0, values=values)
 
 
-def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
+def _kind(keys: Iterable[Key], shown: Mapping[str, Any], place: tuple[str, str]) -> Any:
     """Return a `TypedDict` with a flag for each of these keys, the TOML file, and --print-config."""
     fields: dict[str, Any] = {
         "file": NotRequired[
             Annotated[
                 Positional[Path],
-                arg(metavar="[run.toml]", help="TOML file with any of the keys below.", help_behavior_hint=""),
+                arg(metavar=place[0], help=place[1], help_behavior_hint=""),
             ]
         ],
         # A counter, because tyro inverts a switch that is absent from the result by default.
