@@ -271,7 +271,7 @@ def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixt
 def test_help_of_finetune_shows_what_finetune_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["finetune", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "finetune [-h] [OPTIONS] MODEL" in shown

@@ -202,3 +202,21 @@ def test_a_run_whose_rounds_were_all_void_fails(
     last = capsys.readouterr().err.strip().rpartition("\n")[2]
     assert last.startswith("diloco: no round was committed") == (code == 1)
     assert code == 0 or "Remove the cause, then start a new run." in last
+
+
+def test_torchrun_takes_a_settings_file(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file says nothing about how replicas are connected, so the environment of torchrun does."""
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
+    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    transport = tomllib.loads(capsys.readouterr().out)["transport"]
+    assert (transport["name"], transport["replicas"]) == ("torch", 3)
+    (tmp_path / "run.toml").write_text('[transport]\nname = "torch"\nreplicas = 3\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    (tmp_path / "run.toml").write_text('[transport]\nname = "in-process"\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "x")]) == 2
+    assert "Use --transport torch." in capsys.readouterr().err
