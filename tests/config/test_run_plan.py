@@ -104,7 +104,20 @@ def test_torchrun_defaults_lie_below_a_settings_file(tmp_path: Path, monkeypatch
     assert torchrun_values({"transport.name": "in-process"}) == {}
 
 
-@pytest.mark.parametrize("words", ["--join", "--join ''", "--swarm.join=", "''", "--data '' a", "--run ''", "--out ''"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--join",
+        "--join ''",
+        "--swarm.join=",
+        "''",
+        "--data '' a",
+        "--run ''",
+        "--out ''",
+        "--join a --run b --join",
+        "--train.init_from ''",
+    ],
+)
 def test_an_empty_value_is_refused(words: str) -> None:
     with pytest.raises(ConfigurationError, match="empty"):
         parse_arguments(shlex.split(words))

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.cli import DONE, FAILED, INTERRUPTED
+from diloco.cli import INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder_of_rank,
     continue_record,
@@ -24,6 +24,7 @@ from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.events import Event, RoundVoid
 from diloco.monitor.settings import MonitorSettings
 from diloco.monitor.sinks import Sinks, make_sinks
+from diloco.monitor.wording import exit_code, nothing_committed
 from diloco.train.roles import Role
 from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
@@ -165,17 +166,14 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 
 def _exit_code(summary: Mapping[str, Any], void_reason: str, *, quiet: bool = False) -> int:
     """Return the exit code of a process that has trained: a run whose rounds were all void has failed."""
-    void, committed = summary.get("rounds_void", 0), summary.get("rounds_committed", 0)
-    if not void or committed:
-        return INTERRUPTED if summary["interrupted"] else DONE
-    if not quiet:
+    if nothing_committed(summary) and not quiet:
         print(
-            f"diloco: no round was committed, so the replicas have learned nothing from each other: all {void} were "
-            f"void. The reason of the last one: {void_reason or 'see metrics.jsonl'}. Remove the cause, then start a "
-            "new run.",
+            f"diloco: no round was committed, so the replicas have learned nothing from each other: all "
+            f"{summary['rounds_void']} were void. The reason of the last one: {void_reason or 'see metrics.jsonl'}. "
+            "Remove the cause, then start a new run.",
             file=sys.stderr,
         )
-    return INTERRUPTED if summary["interrupted"] else FAILED
+    return exit_code(summary)
 
 
 class _Watched:

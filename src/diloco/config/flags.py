@@ -274,31 +274,31 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
             first = [f"./{each}" if each.startswith("-") else each for each in words[place + 1 :]]
             del words[place:]
             break
+    given: list[tuple[str, list[str]]] = [("", [*first])]  # each flag with its values
     joined: list[str] = []
     for word in words:
-        before = joined[-1] if joined else ""
-        flag, equals, _ = word.partition("=")
-        is_flag = flag.replace("_", "-") in flags or flag in ("-h", "--help")
+        flag, equals, value = word.partition("=")
+        flag, before = flag.replace("_", "-"), given[-1][0] if joined and not given[-1][1] else ""
+        is_flag = flag in flags or flag in ("-h", "--help")
         if word.startswith("-") and _takes_text(flags.get(before)) and not (is_flag and _is_list(flags[before])):
             if is_flag:
                 raise ConfigurationError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
             joined[-1] = f"{before}={word}"
-        elif word == "--debug" and not is_flag:
+            given[-1][1].append(word)
+            continue
+        if word == "--debug" and not is_flag:
             DEBUG.set(True)
-        elif equals and flags.get(flag, word) is None:
+            continue
+        if equals and flags.get(flag, word) is None:
             raise ConfigurationError(f"{flag} takes no value, so {word} has no meaning.")
+        joined.append(word)
+        if is_flag:
+            given.append((flag, [value] if equals else []))
         else:
-            joined.append(word)
-    values: dict[str, list[str]] = {"": [*first]}
-    for word in joined:
-        flag, equals, value = word.partition("=")
-        if flag in flags:
-            values[flag] = [value] if equals else []
-        else:
-            values[next(reversed(values))].append(word)
-    for flag, given in values.items():
-        many = _takes_text(flags.get(flag)) and _is_list(flags[flag])
-        if flag.lstrip("-").replace("-", "_") not in MAY_BE_EMPTY and ("" in given or (many and not given)):
+            given[-1][1].append(word)
+    for flag, values in given:
+        missing = not values and _takes_text(flags.get(flag)) and _is_list(flags[flag])
+        if flag.lstrip("-").replace("-", "_") not in MAY_BE_EMPTY and ("" in values or missing):
             name = f"{flag} needs a value that is not empty" if flag else "an argument is empty"
             raise ConfigurationError(f"{name}. Is a variable of the shell not set?")
     return [*first, *joined]
