@@ -78,6 +78,15 @@ def test_a_second_peer_with_a_number_of_another_has_its_own_row() -> None:
         assert set(run["lines"]) == {"replica 0", "replica 0 (QmLiar)"}
 
 
+def test_peers_that_change_their_numbers_or_identities_fill_no_memory() -> None:
+    swarm = FollowedSwarm("mine", ["/ip4/1"])
+    for number in range(1_500):
+        events = answer(to_record(made.step(1)), following=number + 1)
+        swarm.take([dataclasses.replace(report(number, events), peer_id="QmLiar"), report(number, events)], {}, NOW_S)
+    assert len(swarm.run.history.processes) <= 1_024
+    assert list(swarm.run.history.processes)[:2] == ["replica 0", "replica 0 (Qm0)"]
+
+
 def test_one_peer_can_not_set_the_members_or_the_step_of_all() -> None:
     swarm = FollowedSwarm("mine", ["/ip4/1"])
 

@@ -133,7 +133,7 @@ class FollowedSwarm:
     """A run in a swarm, whose peers are queried regularly.
 
     A peer chooses its number itself, so its history belongs to its identity: the first identity with a number is called
-    by it, any other one also by its identity, and that one's reports about rounds do not count.
+    by it for good, any other one also by its identity, and that one's reports about rounds do not count.
     """
 
     def __init__(self, run: str, join: Sequence[str]) -> None:
@@ -154,6 +154,8 @@ class FollowedSwarm:
         for report in found[:_MOST_PEERS]:
             number, status = as_whole(report.number), report.status
             if number is None:  # this peer is not a replica
+                continue
+            if report.peer_id not in self._names and len(self._names) >= _MOST_PEERS:
                 continue
             name = self._name(number, report.peer_id)
             if status:
@@ -176,10 +178,7 @@ class FollowedSwarm:
 
     def _name(self, number: int, peer_id: str) -> str:
         name = f"replica {number}"
-        if self._names.get(peer_id, "").partition(" (")[0] != name:
-            taken = name in self._names.values()
-            self._names[peer_id] = f"{name} ({peer_id})" if taken else name
-        return self._names[peer_id]
+        return self._names.setdefault(peer_id, f"{name} ({peer_id})" if name in self._names.values() else name)
 
     def _take_events(self, name: str, number: int, peer_id: str, status: Mapping[str, Any]) -> None:
         records, following = status.get("events"), whole(status, "next_event")
