@@ -55,6 +55,11 @@ def run(arguments: Sequence[str]) -> int:
         epochs = Finetuning.epochs if epochs is None else epochs
         if not 0 < epochs < 1e6:
             raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+        if typed.file is not None and not typed.file.expanduser().is_dir():
+            raise ConfigurationError(
+                f"there is no folder {str(typed.file)!r} with a transformers model. A model of the Hugging Face hub is "
+                "given as --model hf:NAME --data.tokenizer hf:NAME instead."
+            )
         asked = compose(line)
         swarm = asked.transport.name == "hivemind"
         replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas

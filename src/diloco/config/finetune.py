@@ -53,11 +53,6 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
             f"{line.file} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
             f"`{command_text('train', line.file)}`."
         )
-    if line.file is not None and not line.file.expanduser().is_dir():
-        raise ConfigurationError(
-            f"there is no folder {str(line.file)!r} with a transformers model. A model of the Hugging Face hub is "
-            "given as --model hf:NAME --data.tokenizer hf:NAME instead."
-        )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
             f"--full trains all weights and --lora.rank {given['model.lora_rank']} trains adapters instead. Use only "
