@@ -28,8 +28,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 __all__ = [
+    "DEBUG",
     "CheckpointError",
     "CodecError",
     "ConfigurationError",
@@ -50,6 +52,9 @@ __all__ = [
     "from_extra",
     "nearest",
 ]
+
+DEBUG = ContextVar("DEBUG", default=False)
+"""Whether the command was called with --debug, so that it shows a traceback with every error."""
 
 
 class DiLoCoError(Exception):

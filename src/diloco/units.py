@@ -25,6 +25,7 @@ __all__ = [
     "parse_rate_bits_per_s",
     "parse_share",
     "perplexity",
+    "unescape",
     "visible",
     "visible_lines",
 ]
@@ -51,6 +52,23 @@ def visible_lines(text: str) -> str:
     'a\tb\n\\x1b[2Jc\\r\\u202ed'
     """
     return _escaped(text, but="\n\t")
+
+
+def unescape(text: str) -> str:
+    r"""Replace the escapes ``\n``, ``\r``, ``\t``, ``\\``, ``\xXX`` and ``\uXXXX``; any other backslash stays one.
+
+    >>> unescape(r"a\n"), unescape(r"a\\n"), unescape(r"\u00e9\end")
+    ('a\n', 'a\\n', 'é\\end')
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        number = found[2] or found[3]
+        return chr(int(number, 16)) if number else _ESCAPES[found[1]]
+
+    return re.sub(r"\\([nrt\\]|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))", replaced, text)
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def _escaped(text: str, but: str = "") -> str:

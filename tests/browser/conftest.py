@@ -43,9 +43,11 @@ class Watch:
         self._listener = threading.Thread(target=self._listen, name="what diloco watch says", daemon=True)
         self._listener.start()
         assert self._tells.wait(LIMIT_S), f"it printed no address in time: {self._said}"
-        found = re.search(r"http://\S+", "".join(self._said))
-        assert found, self._said
-        self.address = found[0]
+
+    @property
+    def address(self) -> str:
+        """The address for the next browser; each opens the page in one of them."""
+        return str(re.findall(r"http://\S+", "".join(self._said))[-1])
 
     def _listen(self) -> None:
         """Wait until it has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import pytest
 
 from diloco import __version__
 from diloco.cli import COMMANDS, main
-from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
 from diloco.model.presets import get_preset, preset_names
 from tests.cli.runs import refused
 
@@ -183,3 +184,107 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
     os.close(writing)
     _, err = process.communicate()
     assert (process.returncode, err) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "finetune lama --data chat.jsonl",
+        "train llma.toml",
+        "train --resume lama",
+        "train --data lama",
+        "train --init-from=lama",
+        "evaluate lama",
+        "generate ./lama --prompt x",
+        "export lama out",
+        "inspect lama",
+        "watch lama",
+        "tokenize --data lama --out x",
+        "sweep lama.toml --out x",
+        "generate llama --prompt-file lama",
+        "train --model hf:lama --data x",
+        "train --data.tokenizer lama",
+        "peers --run a --join /ip4/1/p2p/Q --secret-file lama",
+        "train --transport hivemind --run a --swarm.secret-file lama",
+    ],
+)
+def test_a_path_that_does_not_exist_is_told_the_nearest_name(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama.toml").touch()
+    assert main(words.split()) in (1, 2)
+    told = capsys.readouterr().err
+    assert "Did you mean 'llama" in told
+    assert "bytes'. Give a model" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        ("--prompt --debug", "--debug"),
+        ("--prompt=--debug", "--debug"),
+        ("--debug --prompt x", "x"),
+        ("--prompt x --debug", "x"),
+        ("--prompt -1", "-1"),
+        ("--prompt --system-like", "--system-like"),
+        ("--prompt=--json", "--json"),
+        ("--prompt=", ""),
+        ("--prompt --", "--"),
+        ("--prompt -", "-"),
+        ("--json --prompt x --", "x"),
+    ],
+)
+def test_a_prompt_is_taken_as_it_is(words: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diloco.cli.generate import GenerateOptions
+    from diloco.config.flags import parse_options
+
+    given = parse_options(GenerateOptions, "generate", "", ["run", *words.split()])
+    assert given.prompt == prompt
+    assert DEBUG.get() == ("--debug" in words and prompt == "x")
+    DEBUG.set(False)
+
+
+def test_words_after_two_dashes_are_positional() -> None:
+    from diloco.config.configuration import parse_arguments
+
+    line = parse_arguments(["--steps", "5", "--", "-run.toml"])
+    assert (line.file, line.values) == (Path("-run.toml"), {"train.steps": 5})
+
+
+def test_a_flag_without_its_text_is_told_how_to_give_one_that_looks_like_a_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--prompt needs a value." in refused(["generate", "run", "--prompt", "--json"], capsys)
+    assert "--prompt=--json" in refused(["generate", "run", "--prompt", "--json"], capsys)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
+
+
+def test_help_of_finetune_shows_what_finetune_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["finetune", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "finetune [-h] [OPTIONS] MODEL" in shown
+    assert "Folder of a transformers model." in shown
+    for flag, default in (
+        ("--data.format", "chat"),
+        ("--inner.learning-rate", "0.0002, or 2e-05 with --full"),
+        ("--train.steps", "from --epochs and the data"),
+        ("--data.tokenizer", "that of the model"),
+        ("--evaluation.sample-tokens", "0"),
+        ("--train.batch-size", "8"),
+    ):
+        described = re.split(r" --[a-z.-]+ [A-Z{]", shown.partition(f"{flag} ")[2])[0]
+        assert f"(default: {default})" in described, flag
+    assert "--preset " not in shown
+    assert "--model.ffn-width" not in shown

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ import torch
 from diloco.checkpoint.manifest import read_manifest, write_manifest
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
+from diloco.config.commands import join_command
+from diloco.config.configuration import Configuration
+from diloco.config.keys import flatten
+from diloco.config.run_plan import CONFIG_FILE, plan_run
+from diloco.config.toml import to_toml
 from diloco.trained.load import load_trained
 from tests.finetuning import asked, write_base, write_records
 
@@ -53,6 +60,37 @@ def test_questions_are_answered_and_counted(place: Path, capsys: pytest.CaptureF
     )
     heldout = json.loads(output_of(capsys, "evaluate", place / "run", "--json"))
     assert heldout["heldout_loss"] == json.loads((place / "run" / "summary.json").read_text())["heldout_loss"]
+
+
+def planned(words: str, monkeypatch: pytest.MonkeyPatch) -> Configuration:
+    """Return the resolved settings of `diloco finetune`, which does not train."""
+    plans: list[Configuration] = []
+    monkeypatch.setattr(
+        "diloco.cli.finetune.run_line",
+        lambda line, typed, notes=(): plans.append(plan_run(line).configuration) or 0,
+    )
+    assert main(shlex.split(words)) == 0
+    return plans[0]
+
+
+@pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora.rank 4 --steps 30 --inner-steps 5 --seed 3"])
+def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
+    flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    began = planned(f"finetune base --data data.jsonl --run 'a b' --train.batch-size 2 {flags}", monkeypatch)
+    (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
+    resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
+    for settings in (began, resumed):
+        told = join_command("finetune", settings, tmp_path)
+        assert told.startswith("diloco finetune base ")
+        assert "--data data.jsonl" in told
+        assert "--run 'a b'" in told
+        joining = flatten(planned(f"{told} /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
+        own = {"checkpoint.resume", "swarm.join", "out", "checkpoint.every_steps"}
+        assert {name: value for name, value in joining.items() if name not in own} == {
+            name: value for name, value in flatten(began).items() if name not in own
+        }
 
 
 def test_a_conversation_line_by_line(

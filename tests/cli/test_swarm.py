@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -253,3 +254,29 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
     assert any("so it founds a new swarm at step 14." in note for note in notes[late])
     assert any("which are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
     assert [record["step"] for record in said[late] if record["event"] == "RunStarted"] == [0, 14]
+
+
+def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
+    first = new_peer("a", f"{ENDLESS} --start-replicas 2 --swarm.direct-port 0 --replica 0")
+    join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
+    assert not {"--swarm.listen", "--swarm.no-map-ports", "--train.threads", "--replica", "--out"} & {*join.split()}
+    own = f"--out {tmp_path / 'b'} --monitor.console quiet --train.device cpu --train.threads 1 {LOOPBACK}"
+    words = [*shlex.split(join)[1:], *own.split()]
+    second = Command(first.processes, words, tmp_path / "second.txt")
+    members = first.until(
+        lambda: [r["members"] for r in first.metrics("ViewChanged") if len(r["members"]) == 2], "both"
+    )
+    first.wait_for("RoundCommitted", contributors=members[0])
+    os.kill(first.pid, signal.SIGINT)
+    first.end(130)
+    resume = re.search(r"To resume while others train: (diloco train --resume .* --join .*)", first.output)
+    assert resume, first.output
+    count = len(first.metrics("RoundCommitted"))
+    again = Command(first.processes, shlex.split(resume[1])[1:], tmp_path / "again.txt")
+    again.until(lambda: first.metrics("RoundCommitted")[count:], "a round after the resumption")
+    for peer in (second, again):
+        os.kill(peer.pid, signal.SIGINT)
+        peer.end(130)
+    alone = re.search(r"^diloco: stopped.*To resume: (diloco train --resume \S+.*)", again.output, re.M)
+    assert alone, again.output
+    assert "--join" not in alone[1]

@@ -167,9 +167,7 @@ def test_a_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.Cap
 def test_a_run_of_ones_own_code_is_resumed_with_the_names_in_the_study(sweeps: Sweeps) -> None:
     """The interrupted run's folder does not choose the code; a change of the code makes another run."""
     own = sweeps.folder / "own.py"
-    own.write_text(
-        "class Quiet:\n    def __init__(self, folder): ...\n    def handle(self, event): ...\n    close = print\n"
-    )
+    own.write_text("class Quiet:\n    def __init__(self, folder): ...\n    handle = close = print\n")
     changes = {"[base.monitor]": f'[base.monitor]\nsinks = ["{own}:Quiet"]'}
     sweeps.interrupts = True
     sweeps.sweep(changes)

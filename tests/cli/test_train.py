@@ -13,8 +13,6 @@ import torch
 
 from diloco.checkpoint.lock import lock_folder
 from diloco.cli import main
-from diloco.config.configuration import load_configuration
-from diloco.config.run_plan import resume_command
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
@@ -180,16 +178,6 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
 
 
-def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
-    """For a replica that was started separately, and for a peer."""
-    rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
-    command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
-    assert resume_command(rank, Path("runs/a")) == command
-    address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
-    peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
-    assert resume_command(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -253,3 +241,50 @@ def test_a_live_run_is_not_resumed_and_a_killed_one_is_at_once(files: Path, tmp_
         before = latest.read_text()
         third = Command(processes, resume, tmp_path / "third.txt")
         third.until(lambda: latest.read_text() != before, "another checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("", 0),
+        ("--replicas 1", 0),
+        ("--inner-steps 20 --algorithm diloco --fragments 1", 0),  # no round is due
+        ("--algorithm none", 0),
+        ("--transport.faults {drop}", 1),
+        ("--transport.faults {bad}", 1),
+        ("--transport.faults {one}", 0),
+        ("--stop-after 6 --transport.faults {drop}", 1),
+    ],
+)
+def test_a_run_whose_rounds_were_all_void_fails(
+    flags: str, code: int, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [f"replica=1 fragment={fragment} outer_step={step}" for fragment in (0, 1) for step in range(3)]
+    faults = {"drop": rounds, "bad": rounds, "one": rounds[:1]}
+    words: list[str] = []
+    for word in flags.split():
+        kind = word.strip("{}")
+        verb = "non-finite" if kind == "bad" else "drop"
+        words += [f"{verb} {each}" for each in faults[kind]] if kind in faults else [word]
+    assert main(train(files, "--out", str(tmp_path / "run"), *words)) == code
+    last = capsys.readouterr().err.strip().rpartition("\n")[2]
+    assert last.startswith("diloco: no round was committed") == (code == 1)
+    assert code == 0 or "Remove the cause, then start a new run." in last
+
+
+def test_torchrun_takes_a_settings_file(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file says nothing about how replicas are connected, so the environment of torchrun does."""
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 9\n")
+    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    transport = tomllib.loads(capsys.readouterr().out)["transport"]
+    assert (transport["name"], transport["replicas"]) == ("torch", 3)
+    (tmp_path / "run.toml").write_text('[transport]\nname = "torch"\nreplicas = 3\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
+    (tmp_path / "run.toml").write_text('[transport]\nname = "in-process"\n')
+    assert main(["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "x")]) == 2
+    assert "Use --transport torch." in capsys.readouterr().err

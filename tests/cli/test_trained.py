@@ -142,3 +142,32 @@ def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.Captur
     assert "replica-1.safetensors" in shown
     assert record["about"]["global_params_digest"] in shown
     assert "fragment 1, outer step 0" in shown  # sent after step 6, so in flight
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        (r"\n", "\n"),
+        (r"\\n", r"\n"),
+        (r"\\\n", "\\\n"),
+        (r"\t\r", "\t\r"),
+        (r"\u00e9\x41", "éA"),
+        (r"\end", r"\end"),
+        ("\\", "\\"),
+    ],
+)
+def test_escapes_of_a_stop_text_are_read_from_left_to_right(
+    typed: str, text: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diloco.trained.generate
+
+    stops: list[str] = []
+    stream = diloco.trained.generate.TextStream
+
+    def recording(tokenizer: object, texts: list[str]) -> object:
+        stops.extend(texts)
+        return stream(tokenizer, texts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(diloco.trained.generate, "TextStream", recording)
+    assert main(["generate", str(files / "run"), "--prompt", "a", "--tokens", "1", "--stop", typed]) == 0
+    assert stops == [text]

@@ -35,7 +35,7 @@ def run_folder(tmp_path: Path) -> Path:
         ("", "give the folder of a run"),
         ("--run mine", "--join, the address of a peer, is missing"),
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
-        ("absent", "absent is not a folder"),
+        ("absent", "absent does not exist"),
         ("{folder} --alert.silent-s 0", "alert.silent_s must be positive"),
         ("{folder} --every-s 0", "--every-s must be positive"),
         ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),
@@ -64,8 +64,11 @@ def test_a_page_is_exported(run_folder: Path, tmp_path: Path, capsys: pytest.Cap
 def test_it_serves_until_ctrl_c_also_while_a_page_is_open(run_folder: Path, tmp_path: Path) -> None:
     with Processes() as processes:
         command = Command(processes, ["watch", run_folder, "--every-s", "0.05"], tmp_path / "said.txt")
-        address = command.until(lambda: re.search(r"http://127\.0\.0\.1:\d+/", command.output), "an address")[0]
-        with urllib.request.urlopen(address + "events") as events:
+        page = command.until(lambda: re.search(r"(http://127\.0\.0\.1:\d+/)\?token=\S+", command.output), "an address")
+        visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with visitor.open(page[0]) as answer:
+            assert b"<html" in answer.read()
+        with visitor.open(page[1] + "events") as events:
             while not (told := json.loads(events.readline().partition(b"data: ")[2] or b"{}")).get("runs"):
                 pass
             assert told["runs"]["0"]["header"]["step"] == 2
@@ -77,19 +80,26 @@ def test_it_serves_until_ctrl_c_also_while_a_page_is_open(run_folder: Path, tmp_
             command.end(0, limit_s=30)
 
 
-def test_who_comes_from_elsewhere_needs_the_token_and_the_owner_is_told_what_is_shown(
-    run_folder: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_each_printed_address_opens_the_page_in_one_browser(host: str, run_folder: Path, tmp_path: Path) -> None:
     with Processes() as processes:
-        command = Command(processes, ["watch", run_folder, "--host", "0.0.0.0", "--port", "0"], tmp_path / "said.txt")
-        found = command.until(lambda: re.search(r"http://\S+:(\d+)/\?token=(\S+)", command.output), "an address")
-        address = f"http://127.0.0.1:{found[1]}/data.json"
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(address)
-        cookie = {"Cookie": f"diloco-watch={found[2]}"}
-        with urllib.request.urlopen(urllib.request.Request(address, headers=cookie)) as answer:
-            assert json.load(answer) is not None
-        assert "can change nothing" in command.output
-        assert "not encrypted" in command.output
+        command = Command(processes, ["watch", run_folder, "--host", host, "--port", "0"], tmp_path / "said.txt")
+
+        def told() -> list[re.Match[str]]:
+            return [*re.finditer(r"http://\S+:(\d+)/\?token=(\S+)", command.output)]
+
+        for number in range(2):
+            command.until(lambda: len(told()) > number, "an address")  # noqa: B023
+            found = told()[number]
+            base = f"http://127.0.0.1:{found[1]}"
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(f"{base}/data.json")
+            visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+            visitor.open(f"{base}/?token={found[2]}").close()
+            with visitor.open(f"{base}/data.json") as answer:
+                assert json.load(answer) is not None
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(f"{base}/?token={found[2]}")
+        assert ("can change nothing" in command.output) == (host == "0.0.0.0")
         os.kill(command.pid, signal.SIGINT)
         command.end(0, limit_s=30)

@@ -1,31 +1,158 @@
-"""The command with which further peers join a run."""
+"""The commands that a run prints for others and for later read back as the settings of the run."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.config.configuration import Configuration
-from diloco.config.run_plan import join_command
-from diloco.train.settings import CheckpointSettings
-from diloco.transport.hivemind.settings import SwarmSettings
+from diloco.config.commands import join_command, resume_command
+from diloco.config.configuration import load_configuration, parse_arguments
+from diloco.config.flags import command_text
+from diloco.config.keys import flatten
+from diloco.config.run_plan import plan_run
+from diloco.errors import ConfigurationError
 
-TYPED = (
-    ("train --transport hivemind --run a", "diloco train --transport hivemind --run a --join"),
-    ("train --run a --out runs/x --steps 5", "diloco train --run a --steps 5 --join"),
-    ("train -o runs/x --run=a --swarm.join=/ip4/1 --steps 5", "diloco train --run=a --steps 5 --join"),
-    ("finetune --out x llama --data c --join /a /b --swarm.listen /c /d", "diloco finetune llama --data c --join"),
-    ("train --replica 2 run.toml --swarm.identity key --swarm.announce /a", "diloco train run.toml --join"),
+PEER = "--swarm.behind-nat --out x --train.device cpu --train.threads 1 --swarm.secret-file s --swarm.direct-port 7 \
+    --swarm.join /ip4/1/p2p/Qm --swarm.identity k --swarm.listen /a --swarm.announce /b --monitor.console quiet \
+    --swarm.no-map-ports --checkpoint.keep 9 --swarm.direct never --train.global-device cpu"
+RUNS = (
+    "",
+    "--algorithm diloco --codec int8 --inner-steps 7 --steps 40",
+    "--preset tiny-muon --inner.arguments {momentum=0.5}",
+    "--preset tiny-muon --inner.name AdamW --inner.clip-norm None --evaluation.sample-prompts '' 'a b' $c",
+    "--seed 3 --outer.gain 2 --inner.schedule wsd --codec.no-error-feedback --swarm.dynamic-steps --steps 77",
+    "--evaluation.sample-prompts=--debug --fragments 3 --overlap-steps 2 --merge.alpha 0.25",
+    "--data 'my text.txt' $'\\nü' --model.width 64 --model.ffn-width 96 --swarm.start-replicas 3",
+    "--train.document-masks --inner.arguments {} --inner.name SGD --outer.betas 0.5 0.6 --swarm.allow Qm1 Qm2",
 )
 
 
-@pytest.mark.parametrize(("typed", "told"), TYPED)
-def test_others_are_told_what_was_typed_without_what_is_about_this_peer(typed: str, told: str) -> None:
-    assert " ".join(join_command(typed.split(), Configuration())) == told
+def shared(arguments: list[str]) -> dict[str, Any]:
+    """Return the resolved settings that another machine takes over."""
+    own = ("out", "checkpoint", "monitor", "swarm.behind_nat", "swarm.listen", "swarm.announce", "swarm.identity",
+           "swarm.join", "swarm.secret_file", "swarm.direct_port", "swarm.direct", "swarm.map_ports", "train.device",
+           "train.threads", "train.global_device")  # fmt: skip
+    values = flatten(plan_run(parse_arguments(arguments)).configuration)
+    return {name: value for name, value in values.items() if not {name, name.partition(".")[0]} & {*own}}
 
 
-def test_others_are_told_the_name_of_a_run_that_goes_on() -> None:
-    going_on = Configuration(checkpoint=CheckpointSettings(resume=Path("x")), swarm=SwarmSettings(run="a"))
-    told = join_command(["train", "--resume", "x"], going_on)
-    assert " ".join(told) == "diloco train --transport hivemind --run a --join"
+@pytest.mark.parametrize("run", RUNS)
+def test_an_invitation_reads_back_as_the_run_without_private_options(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = shlex.split(f"--transport hivemind --run 'a $b' {run}")
+    told = join_command("train", plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
+    diloco, train, *arguments, join = shlex.split(told)
+    assert (diloco, train, join) == ("diloco", "train", "--join")
+    assert shared(arguments) == shared(typed)
+    assert str(tmp_path) not in told
+    assert len(arguments) <= len(typed) + 2
+
+
+def test_settings_that_no_flags_express_are_read_from_the_record(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[inner.arguments]\nweight_decay = 0.1\n")  # without the betas of the preset
+    typed = [str(tmp_path / "run.toml"), "--transport", "hivemind", "--run", "a"]
+    folder = tmp_path / "my run"
+    told = join_command("train", plan_run(parse_arguments(typed)).configuration, folder)
+    assert told == f"diloco train '{folder}/config.toml' --join"
+
+
+VALUES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
+    ({"--out": "-x"}, {"out": Path("-x")}),
+    ({"--out": "a b\n'ü$"}, {"out": Path("a b\n'ü$")}),
+    ({"--run": "--debug"}, {"swarm.run": "--debug"}),
+    ({"--inner.clip-norm": None}, {"inner.clip_norm": None}),
+    ({"--train.compile": False, "--swarm.relay": True}, {"train.compile": False, "swarm.relay": True}),
+    ({"--evaluation.sample-prompts": ("-a", "", "b")}, {"evaluation.sample_prompts": ("-a", "", "b")}),
+    ({"--evaluation.sample-prompts": ()}, {"evaluation.sample_prompts": ()}),
+    ({"--inner.arguments": {"a b": (1, -2.5)}}, {"inner.arguments": {"a b": (1, -2.5)}}),
+    ({"--seed": -3}, {"seed": -3}),
+)
+
+
+@pytest.mark.parametrize(("flags", "values"), VALUES)
+def test_every_kind_of_value_reads_back(flags: dict[str, object], values: dict[str, object]) -> None:
+    line = parse_arguments(shlex.split(command_text("train", "-run.toml", flags=flags))[2:])
+    assert (line.file, line.values) == (Path("-run.toml"), values)
+
+
+def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
+    rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
+    command = "diloco train --resume runs/a --replica 1 --rendezvous 10.0.0.1:29400"
+    assert resume_command("train", rank, Path("runs/a")) == command
+    old = "/ip4/10.0.0.1/tcp/31330/p2p/QmOld"
+    peer = load_configuration(
+        ["--transport", "hivemind", "--run", "a", "--join", old, "--swarm.listen", "/ip4/1/tcp/2"]
+    )
+    alone = "diloco finetune --resume 'my run' --swarm.listen /ip4/1/tcp/2"
+    assert resume_command("finetune", peer, Path("my run")) == alone
+    assert resume_command("finetune", peer, Path("my run"), ["/p2p/QmNew"]) == f"{alone} --join /p2p/QmNew"
+
+
+def test_torchrun_defaults_lie_below_a_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diloco.cli.train import torchrun_values
+
+    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"),
+                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert torchrun_values({"train.steps": 5}) == {"transport.name": "torch", "transport.replicas": 6}
+    assert torchrun_values({"transport.replica_size": 2})["transport.replicas"] == 3
+    assert torchrun_values({"transport.name": "in-process"}) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--join",
+        "--join ''",
+        "--swarm.join=",
+        "''",
+        "--data '' a",
+        "--run ''",
+        "--out ''",
+        "--join a --run b --join",
+        "--train.init_from ''",
+    ],
+)
+def test_an_empty_value_is_refused(words: str) -> None:
+    with pytest.raises(ConfigurationError, match="empty"):
+        parse_arguments(shlex.split(words))
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("--lr", "--inner.learning-rate or --outer.learning-rate"),
+        ("--bs", "--train.batch-size"),
+        ("--batch-size", "--train.batch-size"),
+        ("--batch_size", "--train.batch-size"),
+        ("--epochs", "--steps"),
+        ("--max-steps", "--steps"),
+        ("--gpus", "--replicas"),
+        ("--H", "--inner-steps"),
+        ("--inner.lr", "--inner.learning-rate"),
+        ("--seeds", "--seed"),
+        ("--name", "--run"),
+        ("--warmup", "--inner.warmup-steps"),
+        ("--output-dir", "--out"),
+        ("--schedule.iner-steps", "--schedule.inner-steps"),
+    ],
+)
+def test_a_flag_of_other_programs_is_told_ours(flag: str, near: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"there is no flag {flag}; did you mean {near}"):
+        parse_arguments([flag, "3"])
+
+
+def test_a_flag_like_no_other_has_no_suggestion() -> None:
+    with pytest.raises(ConfigurationError, match=r"there is no flag --frobnicate\. See"):
+        parse_arguments(["--frobnicate"])
+
+
+@pytest.mark.parametrize("words", ["--train.compile=False", "--train.compile=x"])
+def test_a_switch_with_a_value_is_refused(words: str) -> None:
+    with pytest.raises(ConfigurationError, match="takes no value"):
+        parse_arguments([words])

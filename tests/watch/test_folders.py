@@ -79,7 +79,7 @@ def test_settings_are_flat_words(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_of_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="is not a folder"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         FollowedFolder(tmp_path / "absent")
     with pytest.raises(ConfigurationError, match=r"neither metrics\.jsonl nor config\.toml"):
         FollowedFolder(tmp_path)

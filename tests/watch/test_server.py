@@ -61,17 +61,43 @@ def test_it_answers_to_its_own_names_alone(host: str, code: int) -> None:
     assert client().get("/data.json", headers={"host": host}).status_code == code
 
 
-def test_a_token_is_needed_once() -> None:
-    visitor = client(hosts=("*",), token="right")
-    for path in ("/", "/data.json", "/events", "/?token=wrong", "/data.json?token="):
-        assert visitor.get(path).status_code == 403
-    answer = visitor.get("/?token=right", follow_redirects=False)
+def test_a_token_opens_the_page_in_one_browser() -> None:
+    following: list[str] = []
+    app = make_app(Board(), hosts=("*",), token="right", port=8500, on_used=following.append)
+    visitors = [TestClient(app, base_url="http://127.0.0.1:8500") for _ in range(3)]
+    for path in ("/", "/data.json", "/events", "/?token=wrong", "/data.json?token=", "/?token=rightx"):
+        assert visitors[0].get(path).status_code == 403
+    for visitor, token in ((visitors[0], "right"), (visitors[1], None)):
+        answer = visitor.get(f"/?token={token or following[-1]}", follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert all(
+            word in answer.headers["set-cookie"] for word in ("diloco-watch-8500=", "HttpOnly", "SameSite=strict")
+        )
+        assert (token or following[-2]) not in answer.headers["set-cookie"]
+    assert [visitor.get("/data.json").status_code for visitor in visitors] == [200, 200, 403]
+    assert visitors[2].get("/?token=right").status_code == 403, "it has been used"
+    assert visitors[0].get("/?token=right", follow_redirects=False).headers["location"] == "/"
+    assert len({"right", *following}) == 3
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/?token=right", "/\\evil.example?token=right", "/data.json?token=right"]
+)
+def test_a_token_leads_to_the_page_and_nowhere_else(path: str) -> None:
+    visitor = TestClient(make_app(Board(), token="right"), base_url="http://127.0.0.1:8500")
+    answer = visitor.get(f"http://127.0.0.1:8500{path}", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
-    assert all(word in answer.headers["set-cookie"] for word in ("HttpOnly", "SameSite=strict"))
-    assert visitor.get("/data.json").status_code == 200
-    other = client(hosts=("*",), token="right")
-    other.cookies.set("diloco-watch", "wrong")
-    assert other.get("/data.json").status_code == 403
+
+
+def test_pages_on_two_ports_have_two_cookies() -> None:
+    """Browsers send a cookie to every port of its host."""
+    visitor = TestClient(make_app(Board(), token="a", port=1), base_url="http://127.0.0.1")
+    other = TestClient(make_app(Board(), token="b", port=2), base_url="http://127.0.0.1", cookies=visitor.cookies)
+    visitor.get("/?token=a")
+    other.cookies.update(visitor.cookies)
+    other.get("/?token=b")
+    visitor.cookies.update(other.cookies)
+    assert (visitor.get("/data.json").status_code, other.get("/data.json").status_code) == (200, 200)
 
 
 def test_readers_get_everything_and_then_what_changes() -> None:

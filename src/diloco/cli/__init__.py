@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
+import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from diloco import __version__
 from diloco.cores import set_wait_policy
-from diloco.errors import ConfigurationError, DiLoCoError, nearest
+from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 
-__all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
@@ -54,18 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()
-    debug = "--debug" in given
-    given = [word for word in given if word != "--debug"]
+    leading = [*itertools.takewhile(lambda word: word == "--debug", given)]
+    given = given[len(leading) :]
+    if given[1:2] == ["--debug"]:
+        leading.append(given.pop(1))
+    DEBUG.set(bool(leading))  # in any other place it may be the value of an option, which only the parser knows
     try:
         code = _dispatch(given)
         sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe
         return code
     except DiLoCoError as error:
-        if debug:
+        if DEBUG.get():
             traceback.print_exc()
         else:
             nothing = " Nothing was started." if isinstance(error, ConfigurationError) else ""
-            print(f"diloco: {error}{nothing}", file=sys.stderr)
+            print(f"diloco: {error}{_near_paths(str(error), given)}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)
@@ -79,6 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if arguments is not None:  # otherwise the traceback of an unexpected error is still to be printed
             sys.stdout, sys.stderr = streams
+
+
+def _near_paths(message: str, given: Sequence[str]) -> str:
+    """Return a hint with the nearest name for each path in a message that was given and does not exist."""
+    hints = []
+    for word in given[1:]:
+        place = (word.partition("=")[2] if word.startswith("-") else word).removeprefix("hf:").rstrip("/")
+        path = Path(place).expanduser()
+        with contextlib.suppress(OSError, ValueError):  # a text that can't be a path
+            if place and str(path) in message and not path.exists():
+                close = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+                hints += [f" Did you mean {str(path.with_name(name))!r}?" for name in close]
+    return "".join(dict.fromkeys(hints))
 
 
 def _dispatch(given: Sequence[str]) -> int:

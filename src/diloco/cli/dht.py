@@ -27,13 +27,13 @@ Examples:
 class DhtOptions:
     """The options of `diloco dht`."""
 
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddresses to listen at."""
-    announce: tuple[str, ...] = ()
+    announce: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
     """Multiaddresses to announce to other peers instead of those in --listen."""
-    join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of peers that are already running, if there are any."""
-    identity: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Private key file, created if missing; it fixes this peer's identity. Default: dht.key in your data folder."""
     relay: bool = True
     """Relay the streams of peers that can't reach each other directly."""

@@ -15,7 +15,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
-from diloco.config.flags import parse_options
+from diloco.config.flags import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train.stopping import StopRequest
 from diloco.transport.address import parse_address
@@ -45,7 +45,7 @@ class DoctorOptions:
     """Megabytes to transfer in each direction, 0.1 to 64."""
     timeout_s: float = 10.0
     """Seconds that each step of the check may take."""
-    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's secret (transport.secret_file), if it has one; both ends need it."""
     json: bool = False
     """Print the findings as JSON."""
@@ -109,8 +109,8 @@ def _listen(text: str, secret_file: Path | None) -> int:
         serve_probes(connections)
         with StopRequest() as asked:
             print(
-                f"listening at {bound}. Run `diloco doctor {bound}` on another machine to check its connection to this "
-                "one. Ctrl-C stops.",
+                f"listening at {bound}. Run `{command_text('doctor', bound)}` on another machine to check its "
+                "connection to this one. Ctrl-C stops.",
                 flush=True,
             )
             while asked.signal is None:

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.cli.train import for_torchrun, run_line
+from diloco.cli.train import run_line, torchrun_values
 from diloco.config.configuration import Configuration, compose
-from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.finetune import SHOWN, finetune_line, with_steps
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import flatten
-from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.errors import ConfigurationError
+from diloco.model.settings import NATIVE_ONLY
 
 __all__ = ["parse_arguments", "run"]
 
@@ -44,7 +44,8 @@ class Finetuning(Configuration):
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune; return 130 if a signal stopped the run and its state was saved."""
     typed, full, epochs = parse_arguments(arguments)
-    line = finetune_line(for_torchrun(typed), full=full)
+    values = torchrun_values(typed.values) | typed.values
+    line = finetune_line(dataclasses.replace(typed, values=values), full=full)
     notes: tuple[str, ...] = ()
     if "checkpoint.resume" not in line.values:
         if epochs is not None and "train.steps" in typed.values:
@@ -54,6 +55,11 @@ def run(arguments: Sequence[str]) -> int:
         epochs = Finetuning.epochs if epochs is None else epochs
         if not 0 < epochs < 1e6:
             raise ConfigurationError(f"--epochs must be a positive number, got {epochs:g}.")
+        if typed.file is not None and not typed.file.expanduser().is_dir():
+            raise ConfigurationError(
+                f"there is no folder {str(typed.file)!r} with a transformers model. A model of the Hugging Face hub is "
+                "given as --model hf:NAME --data.tokenizer hf:NAME instead."
+            )
         asked = compose(line)
         swarm = asked.transport.name == "hivemind"
         replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas
@@ -73,8 +79,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, float | None]:
     """Parse the arguments of `diloco finetune`: the command line of `diloco train`, --full, and --epochs if given."""
-    shown = flatten(Finetuning()) | preset_values(DEFAULT_PRESET)
-    line = parse_flags(Finetuning, "finetune", DESCRIPTION, arguments, shown=shown)
+    line = parse_flags(
+        Finetuning,
+        "finetune",
+        DESCRIPTION,
+        arguments,
+        shown=flatten(Finetuning()) | SHOWN,
+        place=("MODEL", "Folder of a transformers model."),
+        hidden=["preset", *(f"model.{name}" for name in NATIVE_ONLY)],
+    )
     values = dict(line.values)
     full, epochs = values.pop("full", False), values.pop("epochs", None)
     return dataclasses.replace(line, values=values), full, epochs

@@ -16,6 +16,7 @@ from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.terminal import plain
 from diloco.trained.sampling import Sampling
+from diloco.units import unescape
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
@@ -59,7 +60,7 @@ class GenerateOptions:
     tokens: int = 200
     """Maximum number of tokens per sample; an end-of-document token ends a sample early."""
     stop: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
-    r"""End a sample before any of these texts; \n, \t and \\ are escapes."""
+    r"""End a sample before any of these texts; \n, \r, \t, \xXX, \uXXXX and \\ are escapes."""
     seed: int = 0
     """Random seed; the same seed gives the same text. Each further sample uses the next seed."""
     num_samples: int = 1
@@ -112,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
         return _chat(trained, given, prompt)
     tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
     device = next(trained.model.parameters()).device
-    stops = [text.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\") for text in given.stop]
+    stops = [unescape(text) for text in given.stop]
     samples = []
     for number in range(1, given.num_samples + 1):
         heading = f"--- sample {number} of {given.num_samples}\n" if given.num_samples > 1 else ""

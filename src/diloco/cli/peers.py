@@ -44,11 +44,11 @@ Examples:
 class PeersOptions:
     """The options of `diloco peers`."""
 
-    run: Annotated[str, arg(help_behavior_hint="")]
+    run: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")]
     """Name of the run."""
-    join: Annotated[tuple[str, ...], arg(help_behavior_hint="")]
+    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")]
     """Addresses of one or more peers, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's secret, if it has one."""
     json: bool = False
     """Print the reports as JSON."""
@@ -172,8 +172,8 @@ def _about_digests(found: Sequence[PeerReport]) -> str:
     >>> _about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """
-    shown = {each.number: (each.status.get("step"), each.status.get("digest", "-")) for each in found}
-    shown = {number: (step, digest) for number, (step, digest) in shown.items() if digest != "-"}
+    shown = {each.peer_id: (each.status.get("step"), each.status.get("digest", "-")) for each in found}
+    shown = {peer: (step, digest) for peer, (step, digest) in shown.items() if digest != "-"}
     by_step: dict[Any, set[str]] = {}
     for step, digest in shown.values():
         by_step.setdefault(step, set()).add(digest)

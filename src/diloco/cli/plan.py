@@ -52,7 +52,7 @@ class PlanOptions(SiteOptions):
 
     replicas: int = 4
     """Number of replicas (M)."""
-    step_time: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    step_time: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
     measure: bool = False
     """Measure what is not given: the preset's inner step on this machine, and the links to --peers."""
@@ -61,13 +61,13 @@ class PlanOptions(SiteOptions):
     device: Annotated[str, arg(help=_DEVICE)] = "auto"
     target_utilization: str = "95%"
     """Compute utilisation to reach, in per cent."""
-    steps: Annotated[int | None, arg(help_behavior_hint="")] = None
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Inner steps of the run. Default: those of the preset, or 10,000 without a preset."""
-    price_per_hour: Annotated[float | None, arg(help_behavior_hint="")] = None
+    price_per_hour: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
     """Price of sending 10^9 bytes."""
-    config: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    config: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write the settings to this file, for `diloco train FILE` in one process with emulated links."""
     finetune: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Instead of a plan, print memory and payloads of fine-tuning the transformers model in FOLDER, by LoRA rank."""

@@ -14,6 +14,7 @@ from diloco.checkpoint.disk import write_whole
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
+from diloco.config.flags import command_text
 from diloco.config.keys import Values, build, flatten
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, write_values
@@ -50,7 +51,7 @@ def run(options: PlanOptions, target: float) -> int:
         assert options.preset is not None
         _write_config(options.config, made.choice, record["settings"], options.transport)
         if not options.json:
-            print(f"\nwritten: {options.config}   diloco train {options.config}")
+            print(f"\nwritten: {options.config}   {command_text('train', options.config)}")
     return 0 if made.choice else 1
 
 

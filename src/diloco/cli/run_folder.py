@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.lock import LOCK_FILE, lock_folder
+from diloco.config.flags import command_text
 from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.errors import ConfigurationError
 from diloco.private_files import make_private_folder
@@ -103,8 +104,9 @@ def _of_another_rank(entry: Path) -> bool:
 
 def not_empty_error(folder: Path) -> ConfigurationError:
     """Return the error for a new run in a folder that is not empty."""
+    resume = command_text("train", flags={"--resume": folder})
     return ConfigurationError(
-        f"--out {folder} is not empty. Use --resume {folder} to continue the run there, or choose another --out."
+        f"--out {folder} is not empty. To continue the run there, use `{resume}`; or choose another --out."
     )
 
 

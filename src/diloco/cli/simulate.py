@@ -54,7 +54,7 @@ class SimulateOptions(SiteOptions):
 
     table: Annotated[Literal["streaming-diloco"] | None, arg(help_behavior_hint="")] = None
     """Print a paper's table, with simulated and published cells. --json is the only other option allowed."""
-    step_time: tuple[str, ...] = ("0.1s",)
+    step_time: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("0.1s",)
     """Compute time of one inner step; one value for all replicas, or one for each."""
     dynamic_steps: bool = False
     """Replicas slower than the fastest skip inner steps instead of delaying the others (--swarm.dynamic-steps)."""
@@ -71,11 +71,11 @@ class SimulateOptions(SiteOptions):
     """data-parallel, diloco, streaming, streaming-overlap, streaming-overlap-fp4. Default: all."""
     inner_steps: int = 100
     """Inner steps between two rounds of a fragment (H)."""
-    fragments: Annotated[int | None, arg(help_behavior_hint="")] = None
+    fragments: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Fragments of the streaming methods (P). Default: one per three layers, and one for the rest of the model."""
-    overlap_steps: Annotated[int | None, arg(help_behavior_hint="")] = None
+    overlap_steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Overlap of the methods that overlap (tau). Default: 1."""
-    codec: Annotated[str | None, arg(help_behavior_hint="")] = None
+    codec: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Codec of the payloads. Default: the method's own, fp4 or bfloat16."""
     assume: Annotated[Literal["paper", "trainer"], arg(help=_ASSUME)] = "paper"
     device: Annotated[Literal["cpu", "cuda"], arg(help=_DEVICE)] = "cpu"
@@ -83,9 +83,9 @@ class SimulateOptions(SiteOptions):
     """Target compute utilisations in per cent, separated by commas."""
     json: bool = False
     """Print JSON, with `target` in per cent as given and `compute_utilization` from 0 to 1."""
-    plot: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    plot: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Plot utilisation against bandwidth to this file: .svg, .png or .html."""
-    timeline: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    timeline: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """With --bandwidth and one --method: draw when each replica computes, waits, sends and receives to this file."""
 
 

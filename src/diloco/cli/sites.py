@@ -23,17 +23,17 @@ __all__ = ["SiteOptions", "per_replica"]
 class SiteOptions:
     """The options about a model, its replicas, and the links between them."""
 
-    preset: Annotated[str | None, arg(help_behavior_hint="")] = None
+    preset: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Name of a model preset; see `diloco presets`."""
-    parameters: Annotated[str | None, arg(help_behavior_hint="")] = None
+    parameters: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Instead of a preset, with --layers: number of parameters, such as 1e9 or 1.1B."""
-    layers: Annotated[int | None, arg(help_behavior_hint="")] = None
+    layers: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """With --parameters: number of layers, which have equal sizes and hold all parameters."""
     replicas: int = 2
     """Number of replicas (M)."""
-    bandwidth: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    bandwidth: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Bandwidth in each direction, such as 500Mbit; one value for all replicas, or one for each."""
-    latency: tuple[str, ...] = ("0ms",)
+    latency: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("0ms",)
     """One-way latency, such as 80ms; one value for all replicas, or one for each."""
     mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
     """Codec of means, where each replica sums a part of the values (transport.mean_codec)."""

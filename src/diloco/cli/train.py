@@ -10,10 +10,12 @@ from pathlib import Path
 
 from diloco.cli import INTERRUPTED
 from diloco.cli.run_folder import claimed_folder
+from diloco.config.commands import resume_command
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
-from diloco.config.run_plan import RunPlan, plan_run, resume_command
+from diloco.config.run_plan import RunPlan, plan_run
+from diloco.config.toml import read_toml
 from diloco.train.roles import Role, read_torchrun, role_of
 
 __all__ = ["run"]
@@ -22,14 +24,17 @@ __all__ = ["run"]
 def run(arguments: Sequence[str]) -> int:
     """Train; return 130 if a signal stopped the run and its state was saved."""
     line = parse_arguments(arguments)
-    return run_line(line if line.file is not None else for_torchrun(line), ["train", *arguments])
+    if read_torchrun(os.environ) is not None and "checkpoint.resume" not in line.values:
+        in_file = {} if line.file is None else read_toml(line.file, Configuration)
+        line = dataclasses.replace(line, defaults=torchrun_values(in_file | line.values))
+    return run_line(line, ["train", *arguments])
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
     """Train with the settings of a command line.
 
     Args:
-        typed: the command and its arguments, from which the commands of other processes and peers are derived.
+        typed: the command and its arguments, with which the processes of other ranks are started.
         notes: sentences for the user, printed before those that follow from the settings.
     """
     torchrun = read_torchrun(os.environ)
@@ -52,22 +57,24 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
     else:
         with claimed_folder(plan) as (folder, lock):
             code = _train_in(folder, plan, role, line, typed, lock)
-    if code == INTERRUPTED and folder is not None:
-        command = resume_command(plan.configuration, folder)
+    if code == INTERRUPTED and folder is not None and role.kind != "peer":  # a peer has said it, with the others
+        command = resume_command(typed[0], plan.configuration, folder)
         print(f"diloco: stopped; the state is saved. To resume: {command}", file=sys.stderr)
     return code
 
 
-def for_torchrun(line: CommandLine) -> CommandLine:
-    """Return the line with defaults for ``torchrun``: --transport torch, and as many replicas as it started."""
+def torchrun_values(values: Values) -> Values:
+    """Return the defaults under ``torchrun``: --transport torch, and as many replicas as it started.
+
+    Args:
+        values: the keys that are set, which take precedence.
+    """
     torchrun = read_torchrun(os.environ)
-    if torchrun is None or "checkpoint.resume" in line.values:
-        return line
-    values: Values = {"transport.name": "torch"} | line.values
+    if torchrun is None or "checkpoint.resume" in values or values.get("transport.name", "torch") != "torch":
+        return {}
     size = int(values.get("transport.replica_size", 1))
-    if values["transport.name"] == "torch" and torchrun.world_size % size == 0:
-        values = {"transport.replicas": torchrun.world_size // size} | values
-    return dataclasses.replace(line, values=values)
+    fitting = {} if torchrun.world_size % size else {"transport.replicas": torchrun.world_size // size}
+    return {"transport.name": "torch"} | fitting
 
 
 def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str], lock: int) -> int:

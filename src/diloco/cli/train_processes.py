@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint.lock import lock_folder
-from diloco.cli import DONE, INTERRUPTED
+from diloco.cli import INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder,
     continue_record,
@@ -19,10 +19,13 @@ from diloco.cli.run_folder import (
     has_other_files,
     not_empty_error,
 )
+from diloco.config.commands import join_command, resume_command
 from diloco.config.configuration import Configuration
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, join_command
+from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.events import Event, RoundVoid
 from diloco.monitor.settings import MonitorSettings
 from diloco.monitor.sinks import Sinks, make_sinks
+from diloco.monitor.wording import exit_code, nothing_committed
 from diloco.train.roles import Role
 from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
@@ -42,13 +45,16 @@ def train_alone(plan: RunPlan, folder: Path) -> int:
         continue_record(plan, plan.source, folder)
     with closing(_watch(plan.configuration, folder)) as sink:
         summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
-    return INTERRUPTED if summary["interrupted"] else DONE
+    return _exit_code(summary, sink.void_reason)
 
 
 def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     """Train as a peer of the swarm in the settings, until its run ends or a signal asks this replica to leave.
 
-    The invitation that it prints for further peers repeats ``typed`` without the options about this peer alone.
+    It prints the commands with which others join and, if it is stopped, with which it resumes.
+
+    Args:
+        typed: the command and its arguments.
     """
     from diloco.train.fleet.connecting import connect_peer
     from diloco.train.joining import OVER
@@ -57,19 +63,42 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     settings = plan.configuration
     if plan.source is not None and (folder / CONFIG_FILE).exists():
         continue_record(plan, plan.source, folder)
-    notes = list(plan.notes)
+    notes, fleets = list(plan.notes), []
+    join = join_command(typed[0], settings, folder)
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
-        fleet.join_command = " ".join(join_command(typed, settings))
+        fleets.append(fleet)
+        fleet.join_command = join
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
+        if settings.swarm.secret_file is not None:
+            print(
+                "diloco: each of them also gives its copy of the secret, as --swarm.secret-file FILE", file=sys.stderr
+            )
         return fleet
 
     with closing(_watch(settings, folder)) as sink:
         summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
-    return DONE if summary["interrupted"] in (None, OVER) else INTERRUPTED
+    code = _exit_code({**summary, "interrupted": summary["interrupted"] not in (None, OVER)}, sink.void_reason)
+    if code == INTERRUPTED:
+        print(
+            f"diloco: stopped; the state is saved. {_how_to_resume(typed[0], settings, folder, fleets)}",
+            file=sys.stderr,
+        )
+    return code
+
+
+def _how_to_resume(command: str, settings: Configuration, folder: Path, fleets: Sequence[SwarmFleet]) -> str:
+    others = fleets[-1].left_at if fleets else ()
+    first = f"To resume: {resume_command(command, settings, folder)}"
+    if not others:
+        return first
+    return (
+        f"To resume while others train: {resume_command(command, settings, folder, others)}\n"
+        f"diloco: if all have stopped, the one that stopped last resumes first, and the others join it. {first}"
+    )
 
 
 def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool, lock: int) -> int:
@@ -142,7 +171,35 @@ def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> i
     finally:
         if not occupied and not (folder / CONFIG_FILE).exists():
             clear_folder(folder, of_rank=True)
-    return INTERRUPTED if summary["interrupted"] else DONE
+    return _exit_code(summary, sink.void_reason, quiet=not role.is_first)
+
+
+def _exit_code(summary: Mapping[str, Any], void_reason: str, *, quiet: bool = False) -> int:
+    """Return the exit code of a process that has trained: a run whose rounds were all void has failed."""
+    if nothing_committed(summary) and not quiet:
+        print(
+            f"diloco: no round was committed, so the replicas have learned nothing from each other: all "
+            f"{summary['rounds_void']} were void. The reason of the last one: {void_reason or 'see metrics.jsonl'}. "
+            "Remove the cause, then start a new run.",
+            file=sys.stderr,
+        )
+    return exit_code(summary)
+
+
+class _Watched:
+    """The sinks of a process, and the reason of the last void round."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        self._sinks = sinks
+        self.void_reason = ""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RoundVoid):
+            self.void_reason = event.reason.rstrip(".")
+        self._sinks.handle(event)
+
+    def close(self) -> None:
+        self._sinks.close()
 
 
 def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
@@ -155,10 +212,11 @@ def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
     return dataclasses.replace(settings, device=f"cuda:{local % torch.cuda.device_count()}")
 
 
-def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> Sinks:
+def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> _Watched:
     """Return the sinks of the process that trains in ``folder``. ``role`` is as in `monitor_settings`."""
     monitor = monitor_settings(configuration, folder, role)
-    return make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=dataclasses.asdict(configuration))
+    config = dataclasses.asdict(configuration)
+    return _Watched(make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config))
 
 
 def monitor_settings(configuration: Configuration, folder: Path, role: Role | None = None) -> MonitorSettings:

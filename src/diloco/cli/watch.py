@@ -43,17 +43,17 @@ class WatchOptions:
 
     folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
     """Folders of running or finished runs."""
-    run: Annotated[str | None, arg(help_behavior_hint="")] = None
+    run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """With --join: name of the swarm's run."""
-    join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of one or more peers of the swarm, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The swarm's secret, if it has one."""
-    export: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    export: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write the page to this self-contained file and exit."""
     host: str = "127.0.0.1"
-    """Address to listen at. A page that other machines can reach needs a token, which is printed."""
-    port: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """Address to listen at. The printed address holds a token, which opens the page in one browser."""
+    port: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Port to listen at. Default: 8500, or the next free one."""
     every_s: float = 1.0
     """Seconds between two reads of the folders."""
@@ -93,7 +93,7 @@ async def _export(
     options: WatchOptions, folders: Sequence[FollowedFolder], swarm: FollowedSwarm | None, path: Path
 ) -> None:
     for folder in folders:
-        while folder.read():
+        while _read(folder):
             pass
     if swarm is not None:
         async with _asking(options) as client:
@@ -114,10 +114,13 @@ async def _serve(
 
     from diloco.watch.server import LOOPBACK, Board, make_app
 
-    local = options.host in LOOPBACK
-    token = "" if local else secrets.token_urlsafe(16)
-    board = Board()
-    app = make_app(board, hosts=LOOPBACK if local else ("*",), token=token)
+    local, board = options.host in LOOPBACK, Board()
+    token, port = secrets.token_urlsafe(16), int(listening.getsockname()[1])
+
+    def tell_next(token: str) -> None:
+        print(f"diloco: for another browser: {_address(listening, token)}", flush=True)
+
+    app = make_app(board, hosts=LOOPBACK if local else ("*",), token=token, port=port, on_used=tell_next)
     config = uvicorn.Config(
         app, log_level="warning", use_colors=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
     )
@@ -128,7 +131,7 @@ async def _serve(
 
     async def follow_folders() -> None:
         while True:
-            more = [await asyncio.to_thread(folder.read) for folder in folders]
+            more = [await asyncio.to_thread(_read, folder) for folder in folders]
             show()
             if not any(more):
                 await asyncio.sleep(options.every_s)
@@ -144,7 +147,7 @@ async def _serve(
         tasks.append(asyncio.ensure_future(follow_swarm(swarm)))
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve([listening]))
-    _tell_address(options, listening, token)
+    print(f"diloco: watch at {_address(listening, token)} ({_visibility(options)}; Ctrl-C stops)", flush=True)
     try:
         done, _ = await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -156,19 +159,30 @@ async def _serve(
         await asyncio.gather(serving, *tasks, return_exceptions=True)
 
 
-def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -> None:
+def _read(folder: FollowedFolder) -> bool:
+    """Read some of a folder; a fault that its records reveal in this program is a problem of this run alone."""
+    try:
+        return folder.read()
+    except Exception as error:
+        folder.run.problems = [f"{folder.run.where} can't be read: {type(error).__name__}: {error}"]
+        return False
+
+
+def _address(listening: socket.socket, token: str) -> str:
     host, port = listening.getsockname()[:2]
-    at = f"[{host}]" if ":" in host else host
-    if not token:
-        print(f"diloco: watch at http://{at}:{port}/ (from this machine only; Ctrl-C stops)", flush=True)
-        return
+    at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{at}:{port}/?token={token}"
+
+
+def _visibility(options: WatchOptions) -> str:
+    from diloco.watch.server import LOOPBACK
+
+    if options.host in LOOPBACK:
+        return "from this machine only"
     shown = [*(str(folder) for folder in options.folders), *([f"run {options.run!r}"] if options.run else [])]
-    at = socket.gethostname() if host in ("0.0.0.0", "::") else at
-    print(
-        f"diloco: watch at http://{at}:{port}/?token={token}\n"
-        f"diloco: anyone who has this address and can reach this machine sees losses, settings, text samples, peers "
-        f"and paths of {', '.join(shown)}, but can change nothing. The connection is not encrypted. Ctrl-C stops.",
-        flush=True,
+    return (
+        "the first browser that opens it sees losses, settings, text samples, peers and paths of "
+        f"{', '.join(shown)}, but can change nothing; the connection is not encrypted"
     )
 
 
@@ -187,7 +201,10 @@ async def _ask(client: StatusClient, swarm: FollowedSwarm) -> None:
         swarm.run.problems = [f"The swarm could not be queried: {error}"]
         return
     states = {each.peer_id: absence(each, found) for each in found if not each.status}
-    swarm.take(found, states, time.time())
+    try:
+        swarm.take(found, states, time.time())
+    except Exception as error:  # a fault that a peer's answer reveals in this program must not end the page
+        swarm.run.problems = [f"An answer could not be read: {type(error).__name__}: {error}"]
 
 
 def _listening(options: WatchOptions) -> socket.socket:

@@ -98,7 +98,7 @@ def compose(line: CommandLine) -> Configuration:
             f"--data includes {swallowed[-1]}, which looks like a settings file. To use it as settings, put it before "
             "--data. To train on it as text, put it in a folder and give the folder."
         )
-    in_file: Values = {} if line.file is None else read_toml(line.file, Configuration)
+    in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
     values = overlay(in_file, line.values)
     steps = values.get("train.steps")
     # a number of steps that is invalid is left to the checks of the settings

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.config.configuration import filled_tables, overlay
-from diloco.config.flags import CommandLine
+from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
 from diloco.model.settings import parse_source
 
-__all__ = ["finetune_line", "outer_values", "with_steps"]
+__all__ = ["SHOWN", "finetune_line", "outer_values", "with_steps"]
 
 SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
 FEW_STEPS = 50  # with fewer steps a model hardly learns, whatever the data
@@ -51,7 +51,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
     if line.file is not None and line.file.suffix == ".toml":
         raise ConfigurationError(
             f"{line.file} is a settings file, but diloco finetune needs the folder of a model. For settings, use "
-            f"`diloco train {line.file}`."
+            f"`{command_text('train', line.file)}`."
         )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
@@ -60,11 +60,21 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         )
     transport = given.get("transport.name")
     values: Values = {
+        **usual_values(full=full),
         "model.source": source,
-        "model.lora_rank": 0 if full else 16,
-        "data.format": "chat",
         "train.steps": _STEPS,
         "train.sequence_length": _sequence_length(source),
+    }
+    if transport == "hivemind" or (transport is None and {"swarm.run", "swarm.join"} & given.keys()):
+        values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
+    return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
+
+
+def usual_values(*, full: bool) -> Values:
+    """Return the defaults that do not depend on the model and the data."""
+    return {
+        "model.lora_rank": 0 if full else 16,
+        "data.format": "chat",
         "train.data_parallel_steps": 0,
         "train.batch_size": 8,
         "inner.learning_rate": 2e-5 if full else 2e-4,
@@ -74,9 +84,23 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         "transport.replicas": 1,
         "evaluation.sample_tokens": 0,
     }
-    if transport == "hivemind" or (transport is None and {"swarm.run", "swarm.join"} & given.keys()):
-        values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
-    return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
+
+
+SHOWN: Values = {
+    **usual_values(full=False),
+    "preset": None,
+    "model.lora_rank": "16, or 0 with --full",
+    "inner.learning_rate": "0.0002, or 2e-05 with --full",
+    "data.tokenizer": "that of the model",
+    "train.steps": "from --epochs and the data",
+    "train.sequence_length": f"the longest of the model, at most {_LONGEST}",
+    "schedule.inner_steps": f"a tenth of the steps, at most {_LONGEST_WINDOW}",
+    "inner.warmup_steps": "a twentieth of the steps, at most 100",
+    "outer.learning_rate": f"0.7, or 1 with fewer than {SHORT_RUN_ROUNDS} rounds",
+    "outer.momentum": 0.6,
+    "outer.name": f"nesterov, or sgd with fewer than {SHORT_RUN_ROUNDS} rounds",
+}
+"""The defaults as the help shows them."""
 
 
 def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tuple[CommandLine, str]:

@@ -6,27 +6,40 @@ An invalid command line raises `ConfigurationError` with a sentence instead of p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import itertools
 import os
 import re
+import shlex
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import tyro
-from tyro.conf import Positional, UseCounterAction, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, keys_of
-from diloco.config.toml import parse_toml
-from diloco.errors import ConfigurationError
+from diloco.config.toml import MAY_BE_EMPTY, in_toml, parse_toml
+from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
 
-__all__ = ["CommandLine", "parse_flags", "parse_options"]
+__all__ = ["CommandLine", "command_text", "parse_flags", "parse_options"]
 
 # TypedDict is called with names that a type checker can't know.
 _make_typed_dict: Any = TypedDict
@@ -39,10 +52,18 @@ class CommandLine:
     file: Path | None  # the TOML file
     print_config: bool
     values: Values  # the keys that were set by flags
+    defaults: Values = field(default_factory=dict)  # keys below the file, as for a start by ``torchrun``
 
 
 def parse_flags(
-    settings_type: type, command: str, description: str, arguments: Sequence[str], *, shown: Mapping[str, Any]
+    settings_type: type,
+    command: str,
+    description: str,
+    arguments: Sequence[str],
+    *,
+    shown: Mapping[str, Any],
+    place: tuple[str, str] = ("[run.toml]", "TOML file with any of the keys below."),
+    hidden: Collection[str] = (),
 ) -> CommandLine:
     """Parse a command line that has a flag for every key of ``settings_type``.
 
@@ -52,6 +73,8 @@ def parse_flags(
 
     Args:
         shown: the values that the help shows as defaults.
+        place: the name of the positional argument in the help, and its description.
+        hidden: keys that the help leaves out.
 
     Raises:
         ConfigurationError: as in `parse_options`, and for a table or list of lists that is not valid TOML.
@@ -63,9 +86,10 @@ def parse_flags(
     typed = [key for key in known.values() if key.leaf in leaves or flags.intersection(key.aliases)]
     shows = "-h" in flags or any(flag.startswith(("--help", "--tyro")) for flag in flags)
     try:
-        parsed = parse_options(_kind(known.values() if shows else typed, shown), command, description, arguments)
+        some = [key for key in known.values() if key.name not in hidden] if shows else typed
+        parsed = parse_options(_kind(some, shown, place), command, description, arguments)
     except ConfigurationError:
-        parsed = parse_options(_kind(known.values(), shown), command, description, arguments)
+        parsed = parse_options(_kind(known.values(), shown, place), command, description, arguments)
     values: Values = {}
     for name, value in parsed.items():
         if name in known:
@@ -78,13 +102,13 @@ def parse_flags(
     return CommandLine(file=parsed.get("file"), print_config=parsed["print_config"] > 0, values=values)
 
 
-def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
+def _kind(keys: Iterable[Key], shown: Mapping[str, Any], place: tuple[str, str]) -> Any:
     """Return a `TypedDict` with a flag for each of these keys, the TOML file, and --print-config."""
     fields: dict[str, Any] = {
         "file": NotRequired[
             Annotated[
                 Positional[Path],
-                arg(metavar="[run.toml]", help="TOML file with any of the keys below.", help_behavior_hint=""),
+                arg(metavar=place[0], help=place[1], help_behavior_hint=""),
             ]
         ],
         # A counter, because tyro inverts a switch that is absent from the result by default.
@@ -151,14 +175,49 @@ def _metavar(annotation: Any) -> str | None:
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}.get(annotation)
 
 
+def command_text(command: str, *places: object, flags: Mapping[str, object] | None = None) -> str:
+    """Return ``diloco COMMAND`` with its arguments, quoted for a shell. Every command that is printed is made here.
+
+    Args:
+        places: its positional arguments.
+        flags: flag -> value. False is written as the flag's negation, None as the word None, a tuple as several words,
+            and a table as TOML.
+
+    >>> command_text("train", "my run.toml", flags={"--steps": 5, "--swarm.relay": False, "--run": "-a"})
+    "diloco train 'my run.toml' --steps 5 --swarm.no-relay --run=-a"
+    """
+    words = ["diloco", command]
+    words += [f"./{place}" if str(place).startswith("-") else str(place) for place in places]
+    for flag, value in (flags or {}).items():
+        nested = isinstance(value, tuple) and any(isinstance(item, tuple) for item in value)
+        if isinstance(value, bool):
+            words.append(flag if value else _negation(flag))
+        elif isinstance(value, Mapping) or nested:
+            words += [flag, in_toml(value)]
+        else:
+            texts = [str(item) for item in (value if isinstance(value, tuple) else [value])]
+            dashed = texts[:1] and texts[0].startswith("-")
+            words += [f"{flag}={texts[0]}", *texts[1:]] if dashed else [flag, *texts]
+    return shlex.join(words)
+
+
+def _negation(flag: str) -> str:
+    section, dot, name = flag.removeprefix("--").rpartition(".")
+    return f"--{section}{dot}no-{name}"
+
+
 def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
     """Parse the arguments of ``diloco COMMAND`` into ``kind``, a dataclass or TypedDict from which tyro makes flags.
+
+    A flag that takes text takes the next word, even one with a dash, unless that is a flag of this command. ``--debug``
+    in any other place sets `DEBUG`. The words after ``--`` are positional.
 
     Raises:
         ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
         SystemExit: with code 0, for --help.
     """
-    program, printed = f"diloco {command}", io.StringIO()
+    program, printed, flags = f"diloco {command}", io.StringIO(), _flags_of(kind)
+    words = _with_values(arguments, flags)
 
     def read(given: Sequence[str]) -> Any:
         return tyro.cli(kind, prog=program, description=description, args=list(given))
@@ -166,22 +225,98 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
     try:
         # tyro colours its help
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(plain(sys.stdout)):
-            parsed = read(arguments)
+            parsed = read(words)
     except SystemExit as stop:
         if stop.code != 2:
             raise
     else:
         sys.stderr.write(printed.getvalue())
         return parsed
-    box, text = io.StringIO(), io.StringIO()
-    with _wide_terminal():
-        # both streams: tyro colours a box if standard output is a terminal
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
-            read(arguments)
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
-            read(["--help"])
-    flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text.getvalue())))
-    raise ConfigurationError(f"{_as_sentence(box.getvalue(), flags)} See `{program} --help`.")
+    box = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_wide_terminal())
+        stack.enter_context(contextlib.suppress(SystemExit))
+        stack.enter_context(contextlib.redirect_stderr(box))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # tyro colours a box if this is a terminal
+        read(words)
+    raise ConfigurationError(f"{_as_sentence(box.getvalue(), sorted(flags))} See `{program} --help`.")
+
+
+_OMITTED, _PAIRS_OFF, _POSITIONAL = (
+    get_args(mark[int])[1] for mark in (OmitArgPrefixes, FlagCreatePairsOff, Positional)
+)
+
+
+def _flags_of(kind: Any, section: str = "") -> dict[str, Any]:
+    """Return every flag of ``kind`` with the type of its value; None for one without a value."""
+    flags: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        marks: tuple[Any, ...] = ()
+        while get_origin(hint) in (Annotated, NotRequired):
+            hint, *more = get_args(hint)
+            marks += tuple(more)
+        if _POSITIONAL in marks:
+            continue
+        flag = f"--{section}{name.replace('_', '-')}"
+        if dataclasses.is_dataclass(hint) or is_typeddict(hint):
+            flags |= _flags_of(hint, "" if _OMITTED in marks else f"{flag[2:]}.")
+            continue
+        counted = hint is bool or name == "print_config"
+        named = {flag, *(alias for mark in marks for alias in getattr(mark, "aliases", None) or ())}
+        named |= {_negation(flag)} if hint is bool and _PAIRS_OFF not in marks else set()
+        flags |= dict.fromkeys(named, None if counted else hint)
+    return flags
+
+
+def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+    """Return the arguments as tyro reads them: ``--flag=value`` for values that begin with a dash.
+
+    Raises:
+        ConfigurationError: for an empty value that has no meaning, such as that of a variable that is not set.
+    """
+    words, first = [*arguments], []
+    for place, word in enumerate(words):
+        if word == "--" and not _takes_text(flags.get("".join(words[:place][-1:]))):
+            first = [f"./{each}" if each.startswith("-") else each for each in words[place + 1 :]]
+            del words[place:]
+            break
+    given: list[tuple[str, list[str]]] = [("", [*first])]  # each flag with its values
+    joined: list[str] = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        flag, before = flag.replace("_", "-"), given[-1][0] if joined and not given[-1][1] else ""
+        is_flag = flag in flags or flag in ("-h", "--help")
+        if word.startswith("-") and _takes_text(flags.get(before)) and not (is_flag and _is_list(flags[before])):
+            if is_flag:
+                raise ConfigurationError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
+            joined[-1] = f"{before}={word}"
+            given[-1][1].append(word)
+            continue
+        if word == "--debug" and not is_flag:
+            DEBUG.set(True)
+            continue
+        if equals and flags.get(flag, word) is None:
+            raise ConfigurationError(f"{flag} takes no value, so {word} has no meaning.")
+        joined.append(word)
+        if is_flag:
+            given.append((flag, [value] if equals else []))
+        else:
+            given[-1][1].append(word)
+    for flag, values in given:
+        missing = not values and _takes_text(flags.get(flag)) and _is_list(flags[flag])
+        if flag.lstrip("-").replace("-", "_") not in MAY_BE_EMPTY and ("" in values or missing):
+            name = f"{flag} needs a value that is not empty" if flag else "an argument is empty"
+            raise ConfigurationError(f"{name}. Is a variable of the shell not set?")
+    return [*first, *joined]
+
+
+def _is_list(hint: Any) -> bool:
+    return get_origin(hint) is tuple
+
+
+def _takes_text(hint: Any) -> bool:
+    """Return whether values of this type are texts or paths."""
+    return hint in (str, Path) or any(map(_takes_text, get_args(hint)))
 
 
 @contextlib.contextmanager
@@ -241,14 +376,59 @@ def _as_sentence(box: str, flags: Sequence[str]) -> str:
     return words
 
 
+_COMMON = {
+    **dict.fromkeys(("epochs", "num-epochs", "iters", "iterations"), "steps"),
+    **dict.fromkeys(("gpus", "nproc", "nproc-per-node", "world-size", "workers", "nodes", "m"), "replicas"),
+    **dict.fromkeys(("name", "run-name"), "run"),
+    **dict.fromkeys(("output", "output-dir", "dir", "save-dir"), "out"),
+    **dict.fromkeys(("dataset", "input", "corpus"), "data"),
+    **dict.fromkeys(("wd", "weight-decay", "betas"), "inner.arguments"),
+    **{"lr": "learning-rate", "bs": "batch-size"},
+    **{"h": "inner-steps", "sync-every": "inner-steps", "p": "fragments", "tau": "overlap-steps"},
+    **{"ctx": "train.sequence-length", "block-size": "train.sequence-length", "dtype": "train.precision"},
+    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum", "wandb": "monitor.wandb.mode", "cuda": "device"},
+}
+"""Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""
+
+
+def _nearest_flags(word: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags that are probably meant by an unknown one, at most three.
+
+    >>> flags = ["--inner.learning-rate", "--outer.learning-rate", "--run", "--steps", "--train.batch-size"]
+    >>> [_nearest_flags(word, flags) for word in ("--lr", "--batch-size", "--max-steps", "--zz")]
+    [['--inner.learning-rate', '--outer.learning-rate'], ['--train.batch-size'], ['--steps'], []]
+    """
+    name = word.lstrip("-").replace("_", "-").lower()
+    section, _, leaf = name.rpartition(".")
+    ends = {flag: flag.rpartition(".")[2].lstrip("-") for flag in flags}
+    short = {end for flag, end in ends.items() if "." not in flag}
+    ends = {flag: end for flag, end in ends.items() if "." not in flag or end not in short}
+    parts = {*leaf.split("-")}
+    close = difflib.get_close_matches(name, [flag.lstrip("-") for flag in flags] if section else ends.values(), 1, 0.7)
+    rules: tuple[Callable[[str, str], bool], ...] = (
+        lambda flag, end: _COMMON.get(leaf) in (flag.lstrip("-"), end),
+        lambda flag, end: end == leaf,
+        lambda flag, end: len(leaf) > 1 and "".join(part[:1] for part in end.split("-")) == leaf,
+        lambda flag, end: parts < {*end.split("-")},
+        lambda flag, end: close == [flag.lstrip("-") if section else end],
+        lambda flag, end: parts > {*end.split("-")},
+    )
+    for rule in rules:
+        fitting = [flag for flag in (flags if section else ends) if rule(flag, ends.get(flag, ""))]
+        fitting = [flag for flag in fitting if section and flag.startswith(f"--{section}.")] or fitting
+        if fitting:
+            return fitting[:3]
+    return []
+
+
 def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
     unknown = [token.partition("=")[0] for token in tokens if token.startswith("-")]
     if not unknown:
         return f"too many arguments: {' '.join(tokens)}."
     sentences = []
     for flag in unknown:
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
-        sentences.append(f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}")
+        near = " or ".join(_nearest_flags(flag, flags))
+        sentences.append(f"there is no flag {flag}{f'; did you mean {near}?' if near else '.'}")
     return " ".join(sentences)
 
 

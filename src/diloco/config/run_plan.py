@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_origin
 
 from diloco import __version__
 from diloco.config.configuration import Configuration, compose, filled_tables
-from diloco.config.flags import CommandLine
-from diloco.config.keys import Key, Values, build, flatten, keys_of
+from diloco.config.flags import CommandLine, command_text
+from diloco.config.keys import Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys, parse_source
-from diloco.plugins import KEYS, absolute, confirm, is_own, names_in, own_code, same_code
+from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
 from diloco.train.resolve import notes, resolve
 
-__all__ = ["RunPlan", "join_command", "plan_run", "resume_command"]
+__all__ = ["CONFIG_FILE", "PEER_KEYS", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run"]
 
 CONFIG_FILE = "config.toml"
 
@@ -71,11 +68,11 @@ def plan_run(line: CommandLine) -> RunPlan:
     resume = line.values.get("checkpoint.resume")
     if resume is not None:
         return _plan_resumed(line, resume)
-    asked = _absolute(compose(line))
+    asked = absolute_inputs(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
             f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot be set in {line.file}: a resumed run takes its "
-            f"settings from its own folder. Use `diloco train --resume {asked.checkpoint.resume}`."
+            f"settings from its own folder. Use `{command_text('train', flags={'--resume': asked.checkpoint.resume})}`."
         )
     configuration = _resolved(asked)
     return RunPlan(
@@ -86,16 +83,22 @@ def plan_run(line: CommandLine) -> RunPlan:
     )
 
 
-def _resolved(asked: Configuration) -> Configuration:
-    """Return ``asked`` resolved for its model. A model from a source is built for this, without its parameters."""
-    model = asked.model
-    num_layers, longest = model.layers, model.max_sequence_length
-    if model.source is not None:
-        from diloco.train.components import outline
+def model_limits(settings: Configuration) -> dict[str, int | None]:
+    """Return the layers and the longest sequence of the model, as `resolve` takes them.
 
-        built = outline(asked, 1024)  # any vocabulary size will do: layers and positions don't depend on it
-        num_layers, longest = built.num_layers, built.max_sequence_length
-    resolved = resolve(asked, num_layers=num_layers, max_sequence_length=longest)
+    A model from a source is built for this, without its parameters.
+    """
+    if settings.model.source is None:
+        return {"num_layers": settings.model.layers, "max_sequence_length": settings.model.max_sequence_length}
+    from diloco.train.components import outline
+
+    built = outline(settings, 1024)  # any vocabulary size will do: layers and positions don't depend on it
+    return {"num_layers": built.num_layers, "max_sequence_length": built.max_sequence_length}
+
+
+def _resolved(asked: Configuration) -> Configuration:
+    """Return ``asked`` resolved for its model."""
+    resolved = resolve(asked, **model_limits(asked))
     if any(is_own(name) for name in _named(resolved).values()):
         from diloco.train.components import check_own_code
 
@@ -120,7 +123,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
     confirm(source, saved, line.values)
-    wanted = flatten(_absolute(build(Configuration, saved | line.values | filled_tables(saved, line.values))))
+    wanted = flatten(absolute_inputs(build(Configuration, saved | line.values | filled_tables(saved, line.values))))
     changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
     fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
     if fixed:
@@ -164,46 +167,6 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
     )
 
 
-def resume_command(configuration: Configuration, folder: Path) -> str:
-    """Return the command that resumes a stopped run, with the settings that the run's folder does not keep."""
-    words = ["diloco", "train", "--resume", str(folder)]
-    given, usual = flatten(configuration), flatten(Configuration())
-    kept = {name: given[name] for name in (*PROCESS_KEYS, *PEER_KEYS) if given[name] != usual[name]}
-    for name, value in (own_code(given) | kept).items():
-        words += [f"--{name.replace('_', '-')}", *map(str, names_in(value))]
-    return shlex.join(words)
-
-
-def join_command(typed: Sequence[str], configuration: Configuration) -> list[str]:
-    """Return the command with which other peers join the swarm of ``configuration``, up to ``--join``.
-
-    The command repeats ``typed`` without the options about this peer alone. For a resumed run it has only the name of
-    the run.
-    """
-    rest = list(typed)
-    if configuration.checkpoint.resume is not None:
-        rest = ["train", "--transport", "hivemind", "--run", str(configuration.swarm.run)]
-    keys = keys_of(Configuration)
-    own = {flag: keys[name] for name in ("out", *PROCESS_KEYS, *PEER_KEYS) for flag in _flags(keys[name])}
-    kept, place = [], 0
-    while place < len(rest):
-        flag, equals, _ = rest[place].partition("=")
-        place += 1
-        if flag not in own:
-            kept.append(shlex.quote(rest[place - 1]))
-            continue
-        many = get_origin(own[flag].annotation) is tuple
-        while not equals and place < len(rest) and not rest[place].startswith("-"):
-            place += 1
-            if not many:
-                break
-    return ["diloco", *kept, "--join"]
-
-
-def _flags(key: Key) -> tuple[str, ...]:
-    return (f"--{key.name.replace('_', '-')}", *key.aliases)
-
-
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
@@ -215,7 +178,7 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
     return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given, without=without)}"
 
 
-def _absolute(configuration: Configuration) -> Configuration:
+def absolute_inputs(configuration: Configuration) -> Configuration:
     """Return the configuration with absolute input paths, so that the run can resume in another working directory."""
     model, train = configuration.model, configuration.train
     init_from = None if train.init_from is None else Path(os.path.abspath(train.init_from.expanduser()))

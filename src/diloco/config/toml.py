@@ -14,10 +14,13 @@ from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-__all__ = ["in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
+__all__ = ["MAY_BE_EMPTY", "in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
 """Keys that had a single value in records of earlier versions -> the keys that hold a list today."""
+
+MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
+"""Settings and options to which an empty text has a meaning."""
 
 UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
 
@@ -78,6 +81,8 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             name, value = _ONCE_SINGLE[name], [value]
         if name in known:
             try:
+                if name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
+                    raise _MismatchError("a value that is not empty")
                 values[name] = _convert(value, known[name].annotation)
             except _MismatchError as mismatch:
                 raise ConfigurationError(

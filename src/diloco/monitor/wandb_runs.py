@@ -22,6 +22,7 @@ from diloco.errors import ConfigurationError, from_extra
 from diloco.monitor.files import Curves
 from diloco.monitor.settings import WandbSettings
 from diloco.monitor.sinks import print_message
+from diloco.monitor.wording import exit_code
 
 __all__ = ["WandbSink", "run_id"]
 
@@ -89,7 +90,7 @@ class WandbSink:
             self._put(lambda run: run.log({"sample": table(["step", "prompt", "text"], [row])}, step=event.step))
         elif isinstance(event, events.RunFinished):
             summary = dict(event.summary)
-            self._exit_code = 130 if summary.get("interrupted") else 0
+            self._exit_code = exit_code(summary)
             self._put(lambda run: run.summary.update(summary))
 
     def close(self) -> None:

@@ -10,7 +10,18 @@ from diloco import events
 from diloco.monitor.progress import RunProgress
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio, visible_lines
 
-__all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title"]
+__all__ = [
+    "Rows",
+    "ending",
+    "exit_code",
+    "facts",
+    "fragments_in_flight",
+    "line",
+    "nothing_committed",
+    "summary",
+    "table",
+    "title",
+]
 
 Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
 
@@ -158,6 +169,22 @@ def summary(values: Mapping[str, Any]) -> Rows:
     if "out" in given:
         rows["run folder"] = str(given["out"])
     return list(rows.items())
+
+
+def exit_code(summary: Mapping[str, Any]) -> int:
+    """Return the exit code of a run that ended with this summary: 130 if it was stopped, 1 if all rounds were void.
+
+    >>> exit_code({"rounds_void": 2, "rounds_committed": 0}), exit_code({"rounds_void": 0, "rounds_committed": 0})
+    (1, 0)
+    """
+    if summary.get("interrupted"):
+        return 130
+    return 1 if nothing_committed(summary) else 0
+
+
+def nothing_committed(summary: Mapping[str, Any]) -> bool:
+    """Return whether there were rounds and all of them were void."""
+    return bool(summary.get("rounds_void")) and not summary.get("rounds_committed")
 
 
 def _against_data_parallel(sent: float, baseline: float) -> str:

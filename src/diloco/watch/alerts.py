@@ -24,8 +24,7 @@ class Thresholds:
     """The thresholds of the alerts."""
 
     silent_s: float = 60.0
-    """Alert if a process that should be training has reported nothing for this many seconds and for ten of its
-    steps."""
+    """Alert if a process that should be training has been silent for this many seconds and ten of its steps."""
     missed_rounds: int = 3
     """Alert if this many consecutive rounds were merged without a replica."""
     void_rounds: int = 3

@@ -15,7 +15,7 @@ from diloco.errors import ConfigurationError
 from diloco.watch.history import RunHistory
 from diloco.watch.members import Seen
 from diloco.watch.page_data import Watched
-from diloco.watch.records import Tail, as_whole, is_record, text, whole
+from diloco.watch.records import Tail, as_whole, open_file, text, typed, whole
 
 if TYPE_CHECKING:
     from diloco.transport.hivemind.status_client import PeerReport
@@ -24,6 +24,7 @@ __all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
 
 _METRICS = "metrics.jsonl"
 _LONGEST_VALUE = 200
+_LONGEST_SETTINGS = 1 << 20
 _PIECES = 4  # pieces of each file that are read between two updates of the page
 
 
@@ -39,7 +40,8 @@ class FollowedFolder:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ConfigurationError(f"{folder} is not a folder. Give the folder of a run.")
+            what = "is not a folder" if folder.exists() else "does not exist"
+            raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
         if not (folder / _METRICS).exists() and not (folder / "config.toml").exists():
             raise ConfigurationError(
                 f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run."
@@ -67,6 +69,7 @@ class FollowedFolder:
                 self.run.history.take(name, record)
         run = self.run
         run.problems = [_damage(tail) for tail in self._tails.values() if tail.damaged]
+        run.problems += [tail.problem for tail in self._tails.values() if tail.problem]
         run.settings = run.settings or flat_settings(self._folder / "config.toml")
         run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
         if not run.history.first.over:
@@ -89,7 +92,8 @@ class FollowedFolder:
 def flat_settings(path: Path) -> Mapping[str, str]:
     """Return dotted key -> value as text, from a TOML file; empty if the file can't be read."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            tables = tomllib.loads(file.read(_LONGEST_SETTINGS).decode())
     except (OSError, ValueError, RecursionError):
         return {}
     flat: dict[str, str] = {}
@@ -126,10 +130,15 @@ _MOST_PEERS = 1_024
 
 
 class FollowedSwarm:
-    """A run in a swarm, whose peers are queried regularly."""
+    """A run in a swarm, whose peers are queried regularly.
+
+    A peer chooses its number itself, so its history belongs to its identity: the first identity with a number is called
+    by it for good, any other one also by its identity, and that one's reports about rounds do not count.
+    """
 
     def __init__(self, run: str, join: Sequence[str]) -> None:
-        self.run = Watched(run, f"swarm, via {', '.join(join)}")  # what the page shows
+        self.run = Watched(run, f"swarm, via {', '.join(join)}", RunHistory(trusted=False))  # what the page shows
+        self._names: dict[str, str] = {}  # peer -> the name of its process
         self.since: dict[str, int] = {}  # peer -> number of the first event to ask for
         self._heard_s: dict[str, float] = {}  # peer -> time of its last answer
 
@@ -146,7 +155,9 @@ class FollowedSwarm:
             number, status = as_whole(report.number), report.status
             if number is None:  # this peer is not a replica
                 continue
-            name = f"replica {number}"
+            if report.peer_id not in self._names and len(self._names) >= _MOST_PEERS:
+                continue
+            name = self._name(number, report.peer_id)
             if status:
                 self._heard_s[report.peer_id] = now_s
                 self._take_events(name, number, report.peer_id, status)
@@ -165,6 +176,10 @@ class FollowedSwarm:
         self.run.seen = sorted(seen, key=lambda each: each.replica)
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
+    def _name(self, number: int, peer_id: str) -> str:
+        name = f"replica {number}"
+        return self._names.setdefault(peer_id, f"{name} ({peer_id})" if name in self._names.values() else name)
+
     def _take_events(self, name: str, number: int, peer_id: str, status: Mapping[str, Any]) -> None:
         records, following = status.get("events"), whole(status, "next_event")
         if not isinstance(records, list) or following is None:
@@ -176,8 +191,10 @@ class FollowedSwarm:
         self.since[peer_id] = following
         history = self.run.history
         for record in records if following > asked_from else ():
-            if not is_record(record):
+            valid = typed(record)
+            if valid is None:
                 continue
-            if record["event"] in _OF_ROUNDS and whole(record, "replica") != number:
+            is_owner = name == f"replica {number}" and whole(valid, "replica") == number
+            if valid["event"] in _OF_ROUNDS and not is_owner:
                 continue  # a peer may report only about itself
-            history.take(name, record)
+            history.take(name, valid)

@@ -74,6 +74,8 @@ class ProcessHistory:
     # (step, time of its record) of steps with a non-finite loss or gradient norm, newest last
     not_finite: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=32))
     newest_s: float | None = None  # the time of its newest record, by its own clock
+    reported: bool = False  # whether there is any record; a loop of one's own may report nothing but its rounds
+    seen_step: int = 0  # the greatest step of its records since its start
     _began_s: float | None = None
     # fragment -> its round of the current outer step, as reported by the first replica that reported one
     _rounds: dict[int, Record] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class ProcessHistory:
     @property
     def step(self) -> int:
         """The number of inner steps finished."""
-        return max((int(each["step"]) for each in (self.last, self.started) if each), default=0)
+        return self.seen_step
 
     @property
     def elapsed_s(self) -> float:
@@ -101,7 +103,9 @@ class ProcessHistory:
         return bool(self.finished)
 
     def take(self, record: Record) -> None:
-        """Process a record. Fields that it lacks are treated as unknown."""
+        """Process a typed record. Fields that it lacks are treated as unknown."""
+        step, self.reported = int(record["step"]), True
+        self.seen_step = step if record["event"] == "RunStarted" else max(step, self.seen_step)
         written_s = number(record, "time_s")
         if record["event"] == "RunStarted" and written_s is not None:  # the pause does not count as time of the run
             self._began_s, self.newest_s = written_s - self.elapsed_s, written_s
@@ -169,7 +173,7 @@ class ProcessHistory:
             if median is not None and norm > _SPIKE * median > 0:
                 self.spikes.append(Spike(int(record["step"]), norm, median, self.newest_s))
             self._norms.add(norm)
-        if step_s is not None and math.isfinite(step_s):
+        if step_s is not None and step_s > 0:
             self._step_s.add(step_s)
         values["mfu"] = number(record, "model_flops_utilization")
         values["compute"] = number(record, "compute_utilization")
@@ -184,20 +188,28 @@ def _order(name: str) -> tuple[int, str]:
 
 @dataclass
 class RunHistory:
-    """The history of a run, with all its processes."""
+    """The history of a run, with all its processes.
 
+    Args:
+        trusted: whether the newest report of a view counts, and the greatest step. Otherwise the view counts that most
+            processes report as their newest one, and the median step.
+    """
+
+    trusted: bool = True
     # name, such as "replica 3", -> process; "" if one process is the whole run
     processes: dict[str, ProcessHistory] = field(default_factory=dict)
     grid: Grid = field(default_factory=Grid)  # the rounds
     views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest ``ViewChanged`` records
     expected: tuple[int, ...] = ()  # members of the newest view, or all initial replicas before the first view change
     _reporting: set[int] = field(default_factory=set)  # replicas with a record of a round
-    _newest_view: int = -1
+    _newest_view: tuple[int, tuple[int, ...]] = (-1, ())  # its number and members
+    _views: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # process -> the newest of its views
 
     @property
     def step(self) -> int:
-        """The number of inner steps finished by the most advanced process."""
-        return max((each.step for each in self.processes.values()), default=0)
+        """The number of inner steps finished by the most advanced process, or by half of those that are not trusted."""
+        steps = sorted(each.step for each in self.processes.values())
+        return 0 if not steps else steps[-1] if self.trusted else steps[len(steps) // 2]
 
     @property
     def first(self) -> ProcessHistory:
@@ -227,16 +239,20 @@ class RunHistory:
                     self._reporting.add(replica)
                     self._expect()
                 self.grid.take(record, self.expected)
-            case "ViewChanged" if (view := whole(record, "view")) is not None and view > self._newest_view:
-                self._newest_view, self.expected = view, numbers(record, "members")
-                self.views.append(record)
+            case "ViewChanged" if (number := whole(record, "view")) is not None:
+                self._views[process] = view = number, numbers(record, "members")
+                reported = [view] if self.trusted else list(self._views.values())
+                newest = max(reported, key=lambda each: (reported.count(each), each[0]))
+                if newest == view and (not self.trusted or number > self._newest_view[0]) and view != self._newest_view:
+                    self._newest_view, self.expected = view, view[1]
+                    self.views.append(record)
             case "RunStarted":
                 self._expect()
 
     def _expect(self) -> None:
         """Set `expected` before the first view change: replicas 0 to M - 1, or those that report rounds if one of
         their numbers is outside this range."""
-        if self._newest_view < 0:
+        if self._newest_view[0] < 0:
             numbered = range(min(whole(self.first.started, "num_replicas") or 0, 1_024))
             counted = all(replica in numbered for replica in self._reporting)
             self.expected = tuple(numbered) if counted else tuple(sorted(self._reporting))

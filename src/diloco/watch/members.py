@@ -32,24 +32,27 @@ class Seen:
 def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str, dict[str, Any]]:
     """Return replica number as text -> its row on the page. Unknown values are None or "".
 
+    A peer with the number of another one has a row of its own, under its identity.
+
     Args:
         run: the history of the run.
         seen: the peers of a swarm; empty for a folder.
         now_s: the current time in seconds since 1970, by the clock of `Seen.heard_s`.
     """
     rows = {}
-    by_replica = {each.replica: each for each in seen}
-    statuses = {each.replica: each.status for each in seen}
-    by_name = {f"replica {replica}": replica for replica in (*run.expected, *by_replica)}
-    processes = {by_name[name]: process for name, process in run.processes.items() if name in by_name}
+    by_replica = {each.replica: each for each in seen if each.process == f"replica {each.replica}"}
+    statuses = {replica: each.status for replica, each in by_replica.items()}
+    numbers = (*run.expected, *run.grid.parts, *by_replica)
+    listed = [(str(number), number, by_replica.get(number), f"replica {number}") for number in sorted({*numbers})]
+    listed += [(each.peer_id, each.replica, each, each.process) for each in seen if each not in by_replica.values()]
     differ = {replica for cell in run.newest_cells() for replica in cell.minority()}
     agree = {replica for cell in run.newest_cells() for replica, digest in cell.sent.items() if digest} - differ
-    for replica in sorted({*run.expected, *run.grid.parts, *by_replica}):
-        peer, process = by_replica.get(replica), processes.get(replica)
-        part = run.grid.parts.get(replica)
+    for key, replica, peer, name in listed:
+        process = run.processes.get(name)
+        part = run.grid.parts.get(replica) if key == str(replica) else None
         status: Mapping[str, Any] = peer.status if peer else {}
         last = process.last if process else {}
-        rows[str(replica)] = {
+        rows[key] = {
             "replica": replica,
             "peer": peer.peer_id if peer else "",
             "state": peer.state if peer else _state(run, replica, process),
@@ -71,7 +74,7 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
             "missed": part.missed if part else None,
             "faults": "" if (faults := faults_seen(replica, statuses)) is None else str(faults),
             "codec": text(status, "codec") or _codec(run),
-            "digest": "differs" if replica in differ else "agrees" if replica in agree else "",
+            "digest": "" if part is None else "differs" if replica in differ else "agrees" if replica in agree else "",
         }
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,7 @@ def page_data(runs: Sequence[Watched], thresholds: Thresholds, now_s: float) -> 
     """Return the content of the whole page."""
     return {
         "version": __version__,
-        "runs": {str(number): _run(run, thresholds, now_s) for number, run in enumerate(runs)},
+        "runs": {str(number): _shown(run, thresholds, now_s) for number, run in enumerate(runs)},
         "settings": _settings([run.settings for run in runs]),
         "thresholds": asdict(thresholds),
     }
@@ -63,6 +64,17 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
         elif before != value or key not in old:
             patch[key] = value
     return patch
+
+
+def _shown(run: Watched, thresholds: Thresholds, now_s: float) -> dict[str, Any]:
+    """Return the content of one run; a fault that its records reveal in this program is a problem of this run alone."""
+    try:
+        shown = _run(run, thresholds, now_s)
+        json.dumps(shown, allow_nan=False)
+    except Exception as error:
+        problem = f"This run can't be shown: {type(error).__name__}: {error}"
+        return _run(Watched(run.name, run.where, problems=[*run.problems, problem]), thresholds, now_s)
+    return shown
 
 
 def _run(run: Watched, thresholds: Thresholds, now_s: float) -> dict[str, Any]:
@@ -107,7 +119,7 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
     return {
         "state": _state(process, silent=silent),
         "fetched": fetched(process.fetched),
-        "step": step if last or started else None,
+        "step": step if process.reported else None,
         "total_steps": whole(started, "total_steps"),
         "algorithm": text(started, "algorithm"),
         "parameters": whole(started, "parameters"),
@@ -137,7 +149,7 @@ def _state(process: ProcessHistory, *, silent: bool) -> str:
         return "finished"
     if process.fetched and not silent:
         return "joining"
-    return ("silent" if silent else "running") if process.started or process.last else "not started"
+    return ("silent" if silent else "running") if process.reported else "not started"
 
 
 def _left_s(rows: Sequence[Sequence[float | None]], total_steps: int | None, step: int) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,7 +23,7 @@ from diloco.watch.page_data import difference
 
 __all__ = ["LOOPBACK", "Board", "make_app"]
 
-_COOKIE = "diloco-watch"
+_MOST_COOKIES = 256
 _ALIVE_S = 15.0  # a comment is sent after this much silence, to notice readers that have disconnected
 
 _MOST_READERS = 32
@@ -83,14 +85,23 @@ class Board:
             self._readers.discard(reader)
 
 
-def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = "") -> Starlette:
+def make_app(
+    board: Board,
+    *,
+    hosts: tuple[str, ...] = LOOPBACK,
+    token: str = "",
+    port: int = 0,
+    on_used: Callable[[str], None] = lambda token: None,
+) -> Starlette:
     """Create the web application.
 
     Args:
         board: the content to serve.
         hosts: the accepted host names, or ``("*",)`` for any. The check prevents DNS rebinding: a page of another site
             can't read this one through a host name that resolves to this address.
-        token: the token that requests must present; "" accepts requests without a token.
+        token: the first visitor's token, which counts once: it is exchanged for a cookie. "" accepts all requests.
+        port: the port of the page, which is part of the cookie's name, since browsers send cookies to all ports.
+        on_used: called with the next visitor's token when a token has been used.
     """
     html, script, style, plotly_path = live_page(), part("watch.js"), part("watch.css"), plotly_script()
 
@@ -124,7 +135,7 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
     middleware = [
         Middleware(_WithHeaders),
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
-        Middleware(_WithToken, token=token),
+        Middleware(_WithToken, token=token, cookie=f"diloco-watch-{port}", on_used=on_used),
     ]
     return Starlette(routes=routes, middleware=middleware)
 
@@ -152,11 +163,14 @@ class _WithHeaders:
 
 
 class _WithToken:
-    """Accepts only requests with the token: first as ``?token=``, which sets a cookie, then by that cookie."""
+    """Accepts only requests with the token, once, as ``?token=``, and then with the cookie that it is exchanged for."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, cookie: str, on_used: Callable[[str], None]) -> None:
         self._app = app
         self._token = token
+        self._cookie = cookie
+        self._on_used = on_used
+        self._given: deque[str] = deque(maxlen=_MOST_COOKIES)  # the values of the cookies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._token:
@@ -164,14 +178,20 @@ class _WithToken:
             return
         request = Request(scope)
         answer: ASGIApp
-        if self._right(request.cookies.get(_COOKIE, "")):
+        if any([_same(request.cookies.get(self._cookie, ""), each) for each in self._given]):
             answer = self._app
-        elif self._right(request.query_params.get("token", "")):
-            answer = RedirectResponse(request.url.path, 303)
-            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            if "token" in request.query_params:  # the address was opened again
+                answer = RedirectResponse("/", 303)
+        elif _same(request.query_params.get("token", ""), self._token):
+            self._given.append(secrets.token_urlsafe(16))
+            self._token = secrets.token_urlsafe(16)
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._cookie, self._given[-1], httponly=True, samesite="strict")
+            self._on_used(self._token)
         else:
-            answer = PlainTextResponse("This page needs the token that `diloco watch` printed: /?token=...", 403)
+            answer = PlainTextResponse("This page needs the address that `diloco watch` printed last: /?token=...", 403)
         await answer(scope, receive, send)
 
-    def _right(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

@@ -67,8 +67,8 @@ class SwarmFleet(PeerFleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self.threads = threads
-        # the command with which others join, up to the addresses
-        self.join_command = f"diloco train --transport hivemind --run {place.admission.run} --join"
+        self.join_command = ""  # the command with which others join, up to the addresses
+        self.left_at: tuple[str, ...] = ()  # once it has left: addresses at which the run goes on without it
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
@@ -164,8 +164,18 @@ class SwarmFleet(PeerFleet):
         if self._leaving is not None:
             self._leaving.cancel()
         self.threads.leave()
+        self.left_at = self._others_at()
         self.transport.leave()
         self.transport.close()
+
+    def _others_at(self) -> tuple[str, ...]:
+        """Return addresses of the other members, and those given as --join that are not of replicas that have left."""
+        view, known = self.transport.last_view, self.transport.known_entries()
+        members = () if view is None else view.members
+        gone = {entry.address for entry in known if entry.rank not in members}
+        given = [address for address in self._place.node.join if address.rpartition("/p2p/")[2] not in gone]
+        there = [address for entry in known if entry.rank in members for address in entry.places]
+        return tuple(dict.fromkeys([*given, *sorted(there, key=lambda address: address.startswith("/ip4/127."))]))
 
     # Texts for the user.
 

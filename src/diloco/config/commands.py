@@ -1,0 +1,129 @@
+"""The commands with which a run is joined and resumed, made from its resolved settings and not from what was typed."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.config.configuration import Configuration, compose, parse_arguments
+from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.flags import CommandLine, command_text
+from diloco.config.keys import Values, flatten, keys_of
+from diloco.config.run_plan import CONFIG_FILE, PEER_KEYS, PROCESS_KEYS, absolute_inputs, model_limits
+from diloco.errors import ConfigurationError
+from diloco.model.settings import native_keys, parse_source
+from diloco.plugins import own_code
+from diloco.train.resolve import resolve
+
+__all__ = ["join_command", "resume_command"]
+
+_PRIVATE = (
+    *("out", "checkpoint", "monitor", *PROCESS_KEYS, *PEER_KEYS),
+    *(f"train.{name}" for name in ("device", "global_device", "threads", "stop_after", "peak_flops_per_s")),
+    *(f"transport.{name}" for name in ("host", "ports", "interface", "secret_file", "streams", "give_up_after_s")),
+    *(f"swarm.{name}" for name in ("behind_nat", "direct", "direct_port", "map_ports", "relay", "secret_file")),
+    "swarm.state_bytes_per_s",
+)
+"""Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
+
+
+def resume_command(command: str, configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
+    """Return the command that resumes a stopped run, with the settings that the run's folder does not keep.
+
+    Args:
+        command: ``"train"`` or ``"finetune"``.
+        join: addresses of peers that still train. Those that this run was started with may have been reused since.
+    """
+    values, usual = flatten(configuration), flatten(Configuration())
+    own = [name for name in (*PROCESS_KEYS, *PEER_KEYS) if name != "swarm.join"]
+    kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
+    kept |= {"swarm.join": tuple(join)} if join else {}
+    return command_text(command, flags={"--resume": folder} | _flags(kept))
+
+
+def join_command(command: str, configuration: Configuration, folder: Path) -> str:
+    """Return the command with which other peers join the swarm of ``configuration``, up to the address after --join.
+
+    It sets the fewest keys from which the same settings follow, except those in `_PRIVATE`. Settings that no flags
+    express are read from the record in ``folder``.
+
+    Args:
+        command: ``"train"`` or ``"finetune"``.
+        configuration: the resolved settings.
+    """
+    goal, source = flatten(configuration), configuration.model.source
+    place = None if source is None or command != "finetune" else parse_source(source).place
+    private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}} | {
+        f"model.{name}" for name in native_keys(source)
+    }
+    goal = {name: value for name, value in goal.items() if name not in private}
+    limits = model_limits(configuration)
+
+    def settings_of(values: Values) -> Values:
+        line = CommandLine(file=None if place is None else Path(place), print_config=False, values=values)
+        if place is not None:
+            line, _ = with_steps(finetune_line(line, full=False), 0, 1.0, 1)
+        settings = flatten(resolve(absolute_inputs(compose(line)), **limits))
+        return {name: settings[name] for name in goal}
+
+    values = _fewest(goal, settings_of, set() if place is None else {"train.steps"})
+    if values is not None:
+        shown = {name: _from_here(value) for name, value in values.items() if name != "model.source" or place is None}
+        text = command_text(command, *([] if place is None else [_from_here(place)]), flags=_flags(shown))
+        with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
+            if parse_arguments(shlex.split(text)[2:]).values == shown:
+                return f"{text} --join"
+    return command_text("train", folder / CONFIG_FILE) + " --join"
+
+
+def _fewest(goal: Values, settings_of: Callable[[Values], Values], always: set[str]) -> Values | None:
+    """Return the fewest of the values in ``goal`` with which ``settings_of`` gives ``goal``; None if none do."""
+
+    def fits(values: Values) -> bool:
+        try:
+            return settings_of(values) == goal
+        except ConfigurationError:
+            return False
+
+    usual = flatten(Configuration())
+    other = {name: value for name, value in goal.items() if value != usual[name] or name in always}
+    values = (
+        other
+        if fits(other)
+        else {name: value for name, value in goal.items() if value is not None or usual[name] is not None}
+    )
+    if not fits(values):
+        return None
+    while True:  # again after a change: the name of an optimizer makes its arguments necessary
+        before = values
+        for name in [name for name in reversed(values) if name not in always]:
+            fewer = {each: value for each, value in values.items() if each != name}
+            values = fewer if fits(fewer) else values
+        if values == before:
+            return values
+
+
+def _flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by flag: the short one where there is one, except for switches, whose negation has none."""
+    keys = keys_of(Configuration)
+
+    def flag(name: str) -> str:
+        short = [alias for alias in keys[name].aliases if alias.startswith("--")]
+        return short[0] if short and keys[name].annotation is not bool else f"--{name.replace('_', '-')}"
+
+    return {flag(name): value for name, value in values.items()}
+
+
+def _from_here(value: Any) -> Any:
+    """Return a path, or paths, below the working directory as relative ones, which other machines have as well."""
+    if isinstance(value, tuple):
+        return tuple(_from_here(item) for item in value)
+    if isinstance(value, Path):
+        return Path(_from_here(str(value)))
+    if not isinstance(value, str):
+        return value
+    kind = "hf:" if value.startswith("hf:") else ""
+    return kind + value.removeprefix(kind).removeprefix(f"{Path.cwd()}/")

@@ -1,0 +1,101 @@
+"""Commands that are printed are pasted: those of the help texts and of the messages run as they stand."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import COMMANDS, main
+from tests.cli.runs import SMALL
+
+ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |sweep.*--plot|simulate.*--t|dht|stride")
+LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "diloco watch runs/streaming-tiny")
+
+
+def of_help() -> list[str]:
+    """Return the examples of all help texts that need no other machine and no long training."""
+    texts = [importlib.import_module(f"diloco.cli.{command}") for command in COMMANDS if command != "train"]
+    lines = [
+        line.strip() for text in texts for line in text.DESCRIPTION.splitlines() if re.match(r"  .*diloco \w", line)
+    ]
+    lines += ["diloco train --resume runs/streaming-tiny", "diloco train --preset tiny --data notes --print-config"]
+    commands = [re.split(r" {3,}", line)[0].replace("00300", "00006").replace("300", "6") for line in lines]
+    return [each for each in commands if not ELSEWHERE.search(each) and each not in LONG]
+
+
+@pytest.fixture
+def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working directory, with what the examples name."""
+    for name in ("runs/streaming-tiny", "runs/my $run"):
+        shutil.copytree(files / "run", tmp_path / name)
+    for name in ("books", "texts", "notes"):
+        (tmp_path / name).mkdir()
+        for copy in range(99):
+            (tmp_path / name / f"{copy}.txt").write_text(f"document {copy}: " + "abc " * 9)
+    (tmp_path / "beginning.txt").write_text("document ")
+    (tmp_path / "test.jsonl").write_text('{"body": "abc abc abc abc abc abc abc abc"}\n' * 4)
+    (tmp_path / "data.toml").write_text('[data]\npaths = ["notes"]\n')
+    (tmp_path / "run.toml").write_text(SMALL)
+    (tmp_path / "study.toml").write_text('[base]\npreset = "tiny"\n[axes]\nseed = [1, 2]\n')
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "runs/streaming-tiny", "exported"]) == 0
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", of_help())
+def test_an_example_of_the_help_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = command.rpartition("| ")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"document ")))
+    words = shlex.split(piped[2])
+    words += ["--overwrite"] if "--to hf exported" in command and "--overwrite" not in words else []
+    assert main(words[1:]) == 0
+
+
+def test_enough_examples_are_run() -> None:
+    assert len(of_help()) > 20
+
+
+def refused(arguments: list[str]) -> None:
+    assert main(arguments) == 2
+
+
+def interrupted(arguments: list[str]) -> None:
+    Path("stops.py").write_text(
+        "import os, signal\nfrom diloco.events import StepFinished\n"
+        "class At:\n    def __init__(self, folder): pass\n    def close(self): pass\n"
+        "    def handle(self, event):\n"
+        "        if isinstance(event, StepFinished) and event.step == 2: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    assert main([*arguments, "--monitor.sinks", "stops.py:At"]) == 130
+
+
+MESSAGES: tuple[tuple[Callable[[list[str]], None], str], ...] = (
+    (interrupted, "train run.toml --data notes --out 'my ü run'"),
+    (interrupted, "train run.toml --data notes --out ./-dash"),
+    (refused, "train run.toml --data notes --out 'runs/my $run'"),
+    (refused, "train resumes.toml"),
+    (refused, "finetune 'small run.toml' --data notes"),
+)
+
+
+@pytest.mark.parametrize(("outcome", "words"), MESSAGES)
+def test_the_command_in_a_message_runs(
+    outcome: Callable[[list[str]], None], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SMALL.replace("[checkpoint]\n", "[checkpoint]\nresume = 'runs/my $run'\n")
+    (place / "resumes.toml").write_text(text)
+    (place / "small run.toml").write_text(SMALL.replace("[data]\n", "[data]\npaths = ['notes']\n"))
+    capsys.readouterr()
+    outcome(shlex.split(words))
+    told = capsys.readouterr().err
+    found = re.findall(r"`(diloco .*?)`|To resume: (diloco .*)", told)
+    command = "".join(found[0])
+    assert main(shlex.split(command)[1:]) == 0, command
