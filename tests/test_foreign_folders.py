@@ -23,8 +23,9 @@ from diloco import Codec, OuterOptimizer, plugins
 from diloco.checkpoint.manifest import read_manifest, write_manifest
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
+from diloco.config.commands import resume_command
 from diloco.config.configuration import parse_arguments
-from diloco.config.run_plan import plan_run, resume_command
+from diloco.config.run_plan import plan_run
 from diloco.data.settings import SourceSettings
 from diloco.data.sources import open_source
 from diloco.data.tokenizer_choice import load_hub_tokenizer
@@ -162,7 +163,7 @@ def test_the_model_of_a_checkpoint_is_taken_with_its_settings_if_its_code_is_nam
 def test_the_printed_command_names_the_code_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resumed = [*commands(place / "own")["resume"], "--model", f"{place}/nets.py:build"]
     settings = plan_run(parse_arguments(resumed[1:])).configuration
-    again = shlex.split(resume_command(settings, place / "own"))[1:]
+    again = shlex.split(resume_command("train", settings, place / "own"))[1:]
     capsys.readouterr()
     assert main([*again, "--print-config"]) == 0
 

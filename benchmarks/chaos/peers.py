@@ -61,7 +61,12 @@ class Peers:
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
         joins += [other.address() for other in self._one_training(peer)]
-        where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0", "--join", *filter(None, joins)]
+        known = [*filter(None, joins)]
+        where = [
+            "--swarm.listen",
+            f"/ip4/{self.network.address(peer + 1)}/tcp/0",
+            *(["--join", *known] if known else []),
+        ]
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
         folder = self.folder / f"peer-{peer}-{next(self._generations)}"

@@ -16,7 +16,7 @@ import pytest
 from diloco.cli import COMMANDS, main
 from tests.cli.runs import SMALL
 
-ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |sweep.*--plot|simulate.*--t|dht|stride")
+ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |simulate.*--t|dht|stride")
 LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "diloco watch runs/streaming-tiny")
 
 
@@ -44,7 +44,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "test.jsonl").write_text('{"body": "abc abc abc abc abc abc abc abc"}\n' * 4)
     (tmp_path / "data.toml").write_text('[data]\npaths = ["notes"]\n')
     (tmp_path / "run.toml").write_text(SMALL)
-    (tmp_path / "study.toml").write_text('[base]\npreset = "tiny"\n[axes]\nseed = [1, 2]\n')
+    (tmp_path / "study.toml").write_text("[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [1, 2]\n")
     monkeypatch.chdir(tmp_path)
     assert main(["export", "runs/streaming-tiny", "exported"]) == 0
     return tmp_path

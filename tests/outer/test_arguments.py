@@ -187,7 +187,7 @@ def test_a_process_has_no_endpoint_of_a_replica_that_is_not_there(replica: Any) 
         (lambda: register(int), "must be a subclass of Codec, got <class 'int'>"),
         (lambda: register(make_codec("int8")), "must be a subclass of Codec, got"),
         (lambda: Adam(betas=0.9), "outer betas must be two numbers, got 0.9"),
-        (lambda: Adam(betas=("a", 0.9)), "each of the outer betas must be a number from 0 to 1, got 'a'"),
+        (lambda: Adam(betas=("a", 0.9)), "outer betas must be two numbers from 0 to less than 1, got .'a', 0.9"),
         (lambda: SyncSchedule(inner_steps=4, offsets=3), "offsets must be 1 whole numbers.*got 3"),
         (lambda: partition("model"), "model must be a torch.nn.Module, got 'model'"),
         (lambda: InProcessTransport(2, round_timeout_s="60"), "round_timeout_s must be a number of seconds, got '60'"),

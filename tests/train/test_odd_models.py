@@ -95,9 +95,9 @@ def test_a_parameter_frozen_in_mid_run_is_the_global_one_in_the_final_model(
     trained(run, plan_of(f"{nets}:Freezing", data, train__steps=14))
     agreed = open_checkpoint(run).load("global")
     assert {"wrapped.head.weight", "wrapped.head.bias"} <= agreed.keys()
-    model = load_trained(run).model
+    model = load_trained(run, source=f"{nets}:Freezing").model
     assert all(torch.equal(value, agreed[name]) for name, value in model.named_parameters())
-    resumed = plan_run(command_line(checkpoint__resume=run, train__steps=18))
+    resumed = plan_run(command_line(checkpoint__resume=run, train__steps=18, model__source=f"{nets}:Freezing"))
     whole = trained(tmp_path / "whole", plan_of(f"{nets}:Freezing", data, train__steps=18))
     assert trained(run, resumed)["parameters"] == whole["parameters"]
 
@@ -109,14 +109,15 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
     """Invariant 6. Names in checkpoints are those of the plain model, and buffers are in them."""
     whole = trained(tmp_path / "whole", plan_of(f"{nets}:{source}", data, train__steps=14))
     trained(tmp_path / "run", plan_of(f"{nets}:{source}", data, train__steps=14, train__stop_after=6))
-    resumed = trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run")))
+    again = plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source=f"{nets}:{source}"))
+    resumed = trained(tmp_path / "run", again)
     assert resumed["global_params_digest"] == whole["global_params_digest"]
     one, other = (open_checkpoint(tmp_path / name).load("replica-0")["model"] for name in ("whole", "run"))
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert not any("_checkpoint_wrapped_module" in name for name in one)
     assert ("wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
-    export_safetensors(load_trained(tmp_path / "run"), tmp_path / "net.safetensors")
+    export_safetensors(load_trained(tmp_path / "run", source=f"{nets}:{source}"), tmp_path / "net.safetensors")
     trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
 
 
