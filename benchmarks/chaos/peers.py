@@ -61,12 +61,8 @@ class Peers:
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
         joins += [other.address() for other in self._one_training(peer)]
-        known = [*filter(None, joins)]
-        where = [
-            "--swarm.listen",
-            f"/ip4/{self.network.address(peer + 1)}/tcp/0",
-            *(["--join", *known] if known else []),
-        ]
+        where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0"]
+        where += ["--join", *filter(None, joins)] if any(joins) else []
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
         folder = self.folder / f"peer-{peer}-{next(self._generations)}"

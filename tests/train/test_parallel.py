@@ -164,8 +164,10 @@ class ByShard(Float32):
             self.places[numel] = [torch.cat(shard) for shard in shards]
 
     def encode(self, values: Tensor) -> Tensor:
-        fp4, coarse = make_codec("fp4"), values.clone()
-        for place in self.places.get(values.numel(), []):
+        if values.numel() not in self.places:
+            return super().encode(values)
+        fp4, coarse = make_codec("fp4"), torch.empty_like(values)
+        for place in self.places[values.numel()]:
             coarse[place] = fp4.decode(fp4.encode(values[place]), len(place))
         return super().encode(coarse)
 
