@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.same_bits.cases import CASES, Case, write_text
+from benchmarks.same_bits.cases import CASES, NORMED, Case, write_text
 
 HERE = Path(__file__).parents[2]
 SERVER = """
@@ -78,9 +78,10 @@ class Version:
             self._serve([*arguments, "--out", str(folder)])
         return folder
 
-    def resume(self, folder: Path) -> None:
+    def resume(self, case: Case, folder: Path) -> None:
         """Resume the run in ``folder``."""
-        self._serve(["train", "--resume", str(folder)])
+        own_code = shlex.split(NORMED) if NORMED in case.flags else []  # a folder does not choose the code that runs
+        self._serve(["train", "--resume", str(folder), *own_code])
 
     def _serve(self, arguments: Sequence[str]) -> None:
         assert self.server.stdin
@@ -168,7 +169,7 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
         for name, stopped, version in (("old", theirs, before), ("new", mine, after), ("old by new", theirs, after)):
             folder = runs[1].parent / f"resumed {name}"
             shutil.copytree(stopped, folder)
-            version.resume(folder)
+            version.resume(case, folder)
             if end(folder) == end(runs[name == "new"]):
                 resumed.append(name)
             else:

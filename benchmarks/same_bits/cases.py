@@ -12,7 +12,7 @@ from typing import Literal
 
 from diloco.model.presets import get_preset, preset_names
 
-__all__ = ["CASES", "Case", "write_text"]
+__all__ = ["CASES", "NORMED", "Case", "write_text"]
 
 COMMON = """
 --train.threads 1 --train.device cpu --train.sequence-length 16 --train.batch-size 2 --train.gradient-accumulation 1
