@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,12 +57,12 @@ class Run:
                 return None
 
     def identity(self) -> str:
-        """Return a digest of what decides the result: every setting, this version, and the files that they name."""
-        values = [self.settings, flatten(self.plan.configuration) if self.plan else None, self.varied]
-        about = json.dumps([__version__, sys.version, json_ready(values)], default=repr)
-        files = {text: _content(text) for text in _texts(json.loads(about))}
+        """Return a digest of what decides the result: every setting, the files that they name, and this version."""
+        settings = json_ready(flatten(self.plan.configuration) if self.plan else self.settings)
+        files = {text: _content(text) for text in _texts(settings)}
         code = [_code(key, name) for key, value in own_code(self.settings).items() for name in names_in(value)]
-        return xxhash.xxh3_64_hexdigest(f"{about} {files} {code}".encode())
+        about = json.dumps([__version__, settings, files, code], sort_keys=True)
+        return xxhash.xxh3_64_hexdigest(about.encode())
 
     def folder(self) -> str:
         """Return the name of its folder. A run with other settings or other data has another one."""
@@ -77,13 +77,28 @@ def _texts(values: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _content(text: str) -> str:
-    """Return a digest of the files that the value of a setting names; "" if it names none."""
+def _content(text: str) -> list[str]:
+    """Return digests of the files that the value of a setting names, without hidden ones."""
     place = text.removeprefix("hf:")
     for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
-        if os.path.isabs(each) and (paths := [each] if os.path.exists(each) else sorted(glob.glob(each))):
-            return " ".join(_digest(file) for path in paths for file in _files(Path(path)))
-    return ""
+        pattern = glob.escape(each) if os.path.exists(each) else each
+        if os.path.isabs(each) and (paths := glob.glob(pattern)):
+            return [_digest(path) for path in sorted({*paths, *glob.glob(f"{pattern}/**", recursive=True)})]
+    return []
+
+
+def _digest(path: str) -> str:
+    try:
+        status = os.stat(path)
+        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino) if os.path.isfile(path) else path
+    except OSError as error:  # the run says so
+        return str(error)
+
+
+@cache  # by what changes with the content, since the runs of a study share their data
+def _digest_once(path: str, *_: int) -> str:
+    with open(path, "rb") as file:
+        return f"{path} {hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
 
 
 def _code(key: str, name: str) -> str:
@@ -92,31 +107,6 @@ def _code(key: str, name: str) -> str:
         return code_digest(find(key, name, object)) if is_own(name) else ""
     except ConfigurationError:
         return ""
-
-
-def _files(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder that are not hidden."""
-    if not path.is_dir():
-        return [path]
-    below = ((each, each.relative_to(path).parts) for each in sorted(path.rglob("*")))
-    return [each for each, parts in below if each.is_file() and not any(part.startswith(".") for part in parts)]
-
-
-def _digest(path: Path) -> str:
-    try:
-        status = path.stat()
-        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino)
-    except OSError as error:  # the run says so
-        return str(error)
-
-
-@cache  # by what changes with the content, since the runs of a study share their data
-def _digest_once(path: Path, *_: int) -> str:
-    digest = xxhash.xxh3_64(os.fsencode(path))
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def read_study(path: Path) -> tuple[Run, ...]:
