@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -48,13 +47,10 @@ class Run:
     @cached_property
     def plan(self) -> RunPlan | None:
         """The plan of the run with all of its settings, or None if it can't be run."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "run.toml"
-            file.write_text(self.to_toml(), encoding="utf-8")
-            try:
-                return plan_run(CommandLine(file=file, print_config=False, values={}))
-            except ConfigurationError:
-                return None
+        try:
+            return plan_run(CommandLine(file=None, print_config=False, values={}, defaults=self.settings))
+        except ConfigurationError:
+            return None
 
     def identity(self) -> str:
         """Return a digest of what decides the result: every setting, the files that they name, and this version."""
@@ -129,8 +125,15 @@ def read_study(path: Path) -> tuple[Run, ...]:
     axes: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {}  # keys varied together -> their points
     for names, points in _flat(tables.get("axes", {})).items():
         keys = tuple(name.strip() for name in names.split(","))
-        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
-    _refuse_repeated([*itertools.chain(*axes)], path)
+        if not isinstance(points, list) or not points:
+            raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
+        if len({repr(point) for point in points}) < len(points):
+            raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
+        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in points)
+    varied_keys = [*itertools.chain(*axes)]
+    for key in varied_keys:
+        if varied_keys.count(key) > 1:
+            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
     if not axes:
         raise ConfigurationError(f"{path} has no [axes]. Add at least one key with a list of values.")
     runs = []
@@ -152,14 +155,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _listed(names: str, points: Any, path: Path) -> list[Any]:
-    if not isinstance(points, list) or not points:
-        raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
-    if len({repr(point) for point in points}) < len(points):
-        raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
-    return points
 
 
 def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
@@ -186,12 +181,6 @@ def _checked(values: Mapping[str, Any], where: str) -> Values:
             raise ConfigurationError(f"{where}: {key} can't be given, since the study sets it for each run.")
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
     return parse_toml(text, Configuration, where=where)
-
-
-def _refuse_repeated(keys: list[str], path: Path) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
 
 
 def _name(varied: Values) -> str:
