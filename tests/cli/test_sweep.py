@@ -121,8 +121,13 @@ def test_a_folder_that_somebody_continued_with_other_settings_is_not_resumed(swe
     sweeps.interrupts = False
     (home,) = (path for path in (sweeps.folder / "out" / "runs").iterdir() if path.is_dir())
     assert main(["train", "--resume", str(home), "--steps", "9"]) == 0
+    with lock_folder(home):
+        (row,) = sweeps.sweep()
+        assert (row["status"], row["error"][: len(str(home))]) == ("failed", str(home)), "somebody trains there"
     (row,) = sweeps.sweep()
     assert (row["status"], row["steps"]) == ("done", 8)
+    (kept,) = home.parent.glob(f"{home.name}.*[0-9]")
+    assert json.loads((kept / "summary.json").read_text())["steps"] == 9
 
 
 def test_a_file_that_changes_during_a_run_makes_it_fail(sweeps: Sweeps) -> None:

@@ -83,11 +83,16 @@ def run_all(
     try:
         while waiting or running:
             while waiting and free:
-                run, place = waiting.pop(0), free.pop(0)
-                identity = run.identity()
+                run = waiting.pop(0)
+                identity, home = run.identity(), folder / run.folder()
+                try:
+                    words = _command(run, home)
+                except ConfigurationError as error:  # somebody trains there
+                    yield run, Ended(identity, None, str(error))
+                    continue
+                place = free.pop(0)
                 variables = {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
-                words = _command(run, folder / run.folder())
-                with (folder / f"{run.folder()}.log").open("ab") as log:
+                with home.with_name(f"{home.name}.log").open("ab") as log:
                     process = start_process(words, len(where), lock, variables, log)
                 running[process] = run, identity, place
                 yield run, None
@@ -113,8 +118,11 @@ def _command(run: Run, home: Path) -> list[str]:
             words += [f"--{key}", *names_in(value)]
         return words
     if home.exists():
-        with lock_folder(home):  # fails if somebody trains there
-            shutil.rmtree(home)
+        with lock_folder(home):
+            if (home / "checkpoints" / "latest").exists():  # of somebody who continued it with other settings
+                home.rename(home.with_name(f"{home.name}.{time.time_ns()}"))
+            else:
+                shutil.rmtree(home)
     settings = home.with_name(f"{home.name}.toml")
     write_whole(settings, run.to_toml())
     return ["train", str(settings), "--out", str(home)]
