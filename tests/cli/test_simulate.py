@@ -224,6 +224,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "--overlap-steps 5 has no effect on streaming"),
         (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "Choose 1 to 24"),
         (f"simulate {BY_NUMBERS} --fragments 2 --method diloco", "--fragments 2 has no effect on diloco"),
+        (f"simulate {BY_NUMBERS} --seed 1", "--seed 1 has no effect without --jitter"),
         (f"simulate {BY_NUMBERS} --loss 1%", "--loss has no effect on what the paper assumes. Add --assume trainer"),
         (f"simulate {BY_NUMBERS} --device cuda --transport hivemind", "--transport and --device has no effect"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
@@ -236,6 +237,12 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
         (f"plan --preset 1b --step-time 1s {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
         (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour -1", "at least 0"),
+        (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour nan", "at least 0"),
+        (f"plan --preset 1b --step-time 1s {LINK} --device gpu", "--device must be cpu, cuda, cuda:N or auto"),
+        (f"plan --preset 1b --step-time 1s {LINK} --peers 10.0.0.2:1", "--peers has an effect only with --measure"),
+        (f"plan --preset 1b --measure {LINK} --peers 10.0.0.2:1", "and without --bandwidth"),
+        (f"plan --preset 1b --step-time 1s {LINK} --measure", "--measure has nothing to measure"),
+        (f"plan --finetune llama {LINK}", "--finetune FOLDER can be combined only with --json"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(
@@ -287,6 +294,11 @@ def test_work_that_was_not_measured_is_not_counted_unsaid(capsys: pytest.Capture
     assert on_cpu["choice"]["inner_steps"] > on_gpu["choice"]["inner_steps"]
     assert on_cpu["left_out"] == []
     assert "not measured" in on_gpu["left_out"][0]
+
+
+def test_traffic_has_its_price_where_time_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    choice = read(f"{SMALL_PLAN} --price-per-gb 0.5", capsys)["choice"]
+    assert choice["cost"] == pytest.approx(3 * 0.5 * choice["sent_bytes_per_replica"] / 1e9)
 
 
 def test_a_plan_says_which_settings_it_does_not_know_of(capsys: pytest.CaptureFixture[str]) -> None:

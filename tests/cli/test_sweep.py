@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from diloco.checkpoint.lock import lock_folder, shared_lock
 from diloco.cli import main
 from diloco.sweep import study
-from diloco.sweep.execute import places
+from diloco.sweep.execute import places, run_all
 from diloco.sweep.study import read_study
 from tests.cli.runs import SMALL, refused
 
@@ -78,7 +80,6 @@ CHANGES: dict[str, Callable[[Sweeps], Mapping[str, str]]] = {
     "the preset": lambda _: {"algorithm =": 'preset = "tiny-muon"\nalgorithm ='},
     "the content of a file": change_data,
     "the values of an axis": lambda _: {"seed = [0]": "seed = [1]"},
-    "what was an axis": lambda _: {"seed = [0]": '"codec.name" = ["float32"]'},
 }
 
 
@@ -120,8 +121,13 @@ def test_a_folder_that_somebody_continued_with_other_settings_is_not_resumed(swe
     sweeps.interrupts = False
     (home,) = (path for path in (sweeps.folder / "out" / "runs").iterdir() if path.is_dir())
     assert main(["train", "--resume", str(home), "--steps", "9"]) == 0
+    with lock_folder(home):
+        (row,) = sweeps.sweep()
+        assert (row["status"], row["error"][: len(str(home))]) == ("failed", str(home)), "somebody trains there"
     (row,) = sweeps.sweep()
     assert (row["status"], row["steps"]) == ("done", 8)
+    (kept,) = home.parent.glob(f"{home.name}.*[0-9]")
+    assert json.loads((kept / "summary.json").read_text())["steps"] == 9
 
 
 def test_a_file_that_changes_during_a_run_makes_it_fail(sweeps: Sweeps) -> None:
@@ -131,16 +137,27 @@ def test_a_file_that_changes_during_a_run_makes_it_fail(sweeps: Sweeps) -> None:
     assert "a file that its settings name was changed while it ran" in row["error"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [('"status": "done"', '"status": "failed"'), ('"heldout_loss": ', '"heldout_loss": 1'), ('{"run"', '{"ran"')],
-)
-def test_a_row_that_somebody_changed_is_refused(
-    old: str, new: str, sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
+REWORDED: dict[str, Mapping[str, str]] = {
+    "another order": {"batch_size = 1\nsequence_length = 16": "sequence_length = 16\nbatch_size = 1"},
+    "a default": {"[base.data]": "[base.data]\nskip_bad = false"},
+    "another axis": {"batch_size = 1\n": "", "seed = [0]": '"train.batch_size" = [1]'},
+}
+
+
+@pytest.mark.parametrize("how", REWORDED)
+def test_the_same_settings_in_other_words_are_the_same_run(
+    how: str, sweeps: Sweeps, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (row,) = sweeps.sweep()
+    assert sweeps.sweep(REWORDED[how]) == [row]
+    assert len(sweeps.commands) == 1
+    assert ("| train.batch_size |" in capsys.readouterr().out) == (how == "another axis")
+
+
+def test_a_line_that_is_no_outcome_is_refused(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
     sweeps.sweep()
     results = sweeps.folder / "out" / "results.jsonl"
-    results.write_text(results.read_text().replace(old, new))
+    results.write_text(results.read_text().replace('"identity"', '"id"'))
     capsys.readouterr()
     again = ["sweep", str(sweeps.write({})), "--out", str(sweeps.folder / "out")]
     assert "line 1 of" in (said := refused(again, capsys))
@@ -204,9 +221,31 @@ def test_each_gpu_has_one_run(
     assert places(runs, jobs) == wanted
 
 
-def test_a_run_sees_the_gpu_of_its_place(sweeps: Sweeps) -> None:
-    from diloco.sweep.execute import run_all
+def test_a_run_of_several_processes_has_the_cores_for_itself(sweeps: Sweeps) -> None:
+    study_file = sweeps.write({"seed = [0]": 'seed = [0]\ntransport.name = ["in-process", "torch"]'})
+    assert places(read_study(study_file), None) == [None]
 
+
+def test_ctrl_c_reaches_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to its process group. A second one would end the run before it has saved its state."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Waiting(subprocess.Popen[bytes]):
+        def __init__(self, command: Sequence[str], **how: Any) -> None:
+            super().__init__(["sleep", "60"], **how)
+            started.append(self)
+
+    (tmp_path / "study.toml").write_text("[axes]\nseed = [0]\n")
+    runs = read_study(tmp_path / "study.toml")
+    monkeypatch.setattr(subprocess, "Popen", Waiting)
+    running = run_all(runs, tmp_path, [None])
+    next(running)
+    assert os.getpgid(started[0].pid) != os.getpgrp()
+    running.close()  # type: ignore[attr-defined]
+    assert started[0].returncode == -signal.SIGINT
+
+
+def test_a_run_sees_the_gpu_of_its_place(sweeps: Sweeps) -> None:
     runs = read_study(sweeps.write({"seed = [0]": "seed = [0, 1, 2]"}))
     (sweeps.folder / "runs").mkdir()
     for _ in run_all(runs, sweeps.folder / "runs", ["4", "GPU-8"]):

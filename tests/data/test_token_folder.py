@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diloco.cli import main
+from diloco.data import token_writer
 from diloco.data.corpus import build_corpus
 from diloco.data.heldout import heldout_tokens, split_documents
 from diloco.data.sampler import Sampler
@@ -143,6 +144,22 @@ def test_what_fails_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Fails):
         tokenize(of(text), tmp_path / "new" / "tokens")
     assert not any((tmp_path / "new").iterdir())
+
+
+def test_the_second_of_two_that_make_a_folder_is_told_so(
+    text: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, first = tmp_path / "tokens", [folder]
+
+    def meanwhile(documents: int, size_bytes: int) -> None:
+        if first:
+            shutil.copytree(first.pop(), place)
+
+    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 1)
+    with pytest.raises(ConfigurationError, match="already exists and is not an empty folder"):
+        tokenize(of(text), place, progress=meanwhile)
+    assert is_token_folder(place)
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_a_place_that_is_taken_is_left_alone(text: Path, folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.injected_faults import Fault
+from diloco.transport.replica_group import ReplicaGroup
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 
@@ -159,6 +160,21 @@ def test_with_a_scaler_all_skip_and_stay_alike() -> None:
     assert not torch.equal(first, held)
     states = [loop.scaler.state_dict() for loop in replicas.loops]
     assert states[0] == states[1] == states[2]
+
+
+def test_a_rank_skips_the_step_if_the_round_of_another_rank_of_its_replica_is_void() -> None:
+    """Each rank that holds a shard has a round of its own. With other loss scales, their gradients would not add up."""
+
+    class Other(ReplicaGroup):
+        def any(self, flag: bool) -> bool:
+            return True
+
+    replicas = Replicas(2, precision="float16")
+    for averager in replicas.averagers:
+        averager.group = Other()
+    scale = replicas.loops[0].scaler.get_scale()
+    assert replicas.step(0) == [False] * 2
+    assert replicas.loops[0].scaler.get_scale() == scale / 2
 
 
 def test_where_fewer_suffice_the_replica_left_out_moves_with_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ def run(arguments: Sequence[str]) -> int:
     """Make the plan and print it; return 1 if no setting reaches the target."""
     options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
     if options.finetune is not None:
+        if options != PlanOptions(finetune=options.finetune, json=options.json):
+            raise ConfigurationError("--finetune FOLDER can be combined only with --json.")
         return _plan_finetune(options.finetune, as_json=options.json)
     target = parse_share(options.target_utilization, "--target-utilization")
     _check(options, target)
@@ -103,10 +106,18 @@ def _check(options: PlanOptions, target: float) -> None:
         )
     if options.steps is not None and options.steps < 1:
         raise ConfigurationError(f"--steps must be at least 1, got {options.steps}.")
-    if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
+    if not all(0 <= price < math.inf for price in (options.price_per_hour or 0.0, options.price_per_gb)):
         raise ConfigurationError(
-            f"--price-per-hour and --price-per-gb must be at least 0, got {options.price_per_hour} and "
+            f"--price-per-hour and --price-per-gb must be numbers of at least 0, got {options.price_per_hour} and "
             f"{options.price_per_gb}."
+        )
+    if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(f"--device must be cpu, cuda, cuda:N or auto, got {options.device!r}.")
+    if options.peers and (options.bandwidth or not options.measure):
+        raise ConfigurationError("--peers has an effect only with --measure, and without --bandwidth.")
+    if options.measure and options.step_time and not options.peers:
+        raise ConfigurationError(
+            "--measure has nothing to measure: leave out --step-time to time a step, or --bandwidth and give --peers."
         )
     if not options.step_time and not options.measure:
         raise ConfigurationError("the time of an inner step is required: give --step-time 0.8s or --measure.")

@@ -70,7 +70,7 @@ def _resolved(preset: str, values: Values, steps: int | None) -> Configuration:
 def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
     """Return the site of the run, and the measurements that it is based on."""
     measured: dict[str, Any] = {}
-    on_cpu = options.measure or not options.device.startswith("cuda")
+    on_cpu = not options.step_time or not options.device.startswith("cuda")
     conditions = options.conditions(on_cpu=on_cpu)
     if options.step_time:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
@@ -162,8 +162,8 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
 def _predicted(candidate: Candidate, site: Site, steps: int, options: PlanOptions) -> dict[str, Any]:
     hours = steps * candidate.step_s / 3600
     sent = steps * candidate.sent_bytes_per_step
-    price = options.price_per_hour
-    cost = None if price is None else len(site.links) * (hours * price + sent / 1e9 * options.price_per_gb)
+    prices = [options.price_per_hour or 0.0, options.price_per_gb]
+    cost = len(site.links) * (hours * prices[0] + sent / 1e9 * prices[1]) if any(prices) else None
     return _settings(candidate) | {
         "ideal_compute_utilization": predict(site, candidate, IDEAL),
         "steps": steps,

@@ -60,6 +60,8 @@ def run(options: SimulateOptions) -> int:
             f"--fragments {options.fragments} has no effect on {', '.join(each.name for each in methods)}. Use a "
             "streaming method."
         )
+    if options.seed and not options.jitter:
+        raise ConfigurationError(f"--seed {options.seed} has no effect without --jitter, such as --jitter 0.2.")
     usual, real = type(options)(), ("loss", "congestion_control", "transport", "device")
     unused = [name for name in real if getattr(options, name) != getattr(usual, name)]
     if options.assume == "paper" and unused:

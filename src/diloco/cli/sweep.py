@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.checkpoint.disk import write_whole
-from diloco.checkpoint.lock import lock_folder, shared_lock
+from diloco.checkpoint.lock import lock_folder
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 from diloco.sweep.study import read_study
@@ -56,7 +56,8 @@ class SweepOptions:
     out: Annotated[Path, arg(metavar="DIR", help_behavior_hint="")]
     """Folder for the runs and their results."""
     jobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none."""
+    """Number of runs at a time. Default: one for each visible GPU, or for each core if there is none; one if a run uses
+    several processes or names its GPU."""
     dry_run: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """List the runs and which of them are done, without running any."""
 
@@ -78,14 +79,14 @@ def run(arguments: Sequence[str]) -> int:
             print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
         return 0
 
-    with lock_folder(given.out) as lock, shared_lock(lock) as (inherited, _):
+    with lock_folder(given.out) as lock:
         outcomes = Outcomes(given.out / "results.jsonl")
         rest = [each for each in runs if not outcomes.is_done(each)]
         where = places(rest, given.jobs)
         gpus = sorted({place for place in where if place is not None})
         print(f"{_counted(runs, outcomes)}; {len(where)} at a time{' on GPU ' if gpus else ''}{', '.join(gpus)}")
         (given.out / "runs").mkdir(exist_ok=True)
-        for each, ended in run_all(rest, given.out / "runs", where, inherited):
+        for each, ended in run_all(rest, given.out / "runs", where, lock):
             if ended is None:
                 print(f"  start  {each.name}", flush=True)
                 continue

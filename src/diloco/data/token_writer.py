@@ -100,6 +100,11 @@ def tokenize(
     return TokenFolder(place)
 
 
+def _require_free(place: Path) -> None:
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
+
+
 class TokenWriter:
     """Writes a token folder, a few documents at a time.
 
@@ -113,8 +118,7 @@ class TokenWriter:
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
         place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
+        _require_free(place)
         self.place = self.folder = place  # ``folder`` becomes the temporary folder during writing
         self.tokenizer = tokenizer
         self._dtype = tokenizer.dtype.newbyteorder("<")
@@ -130,6 +134,7 @@ class TokenWriter:
 
         Raises:
             DataError: the folder can't be written, for example because the disk is full.
+            ConfigurationError: another process has made it meanwhile.
         """
         try:
             with new_folder(self.place, last=MANIFEST) as self.folder:
@@ -143,6 +148,7 @@ class TokenWriter:
                     for split in self._splits.values():
                         split.drop()
         except OSError as error:
+            _require_free(self.place)  # another process may have made it meanwhile
             raise DataError(
                 f"{self.place} can't be written: {error}. Give a writable path with enough free space. What was "
                 "written has been removed."

@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.lock import lock_folder
 from diloco.config.configuration import Configuration
-from diloco.config.keys import build, flatten
+from diloco.config.keys import build
 from diloco.config.run_plan import CONFIG_FILE
 from diloco.config.toml import parse_toml, read_toml
-from diloco.cores import set_thread_share, usable_cores
+from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
+from diloco.train.launcher import start_process
 
 __all__ = ["Ended", "places", "run_all"]
 
@@ -43,22 +44,20 @@ def places(runs: Iterable[Run], jobs: int | None) -> list[str | None]:
     """Return a place for each run that may run at a time: the ``CUDA_VISIBLE_DEVICES`` of its process, None: unchanged.
 
     Args:
-        jobs: the number of places. None: one for each visible GPU; one if a run chooses its GPUs by itself, in
-            ``train.device`` or as several processes; one for each core if no run uses a GPU.
+        jobs: the number of places. None: one if a run uses several processes or names its GPU; otherwise one for each
+            visible GPU, or for each core if no run uses a GPU.
     """
     from diloco.devices import choose_device
 
     settings = [run.plan.configuration for run in runs if run.plan]
     kinds = set()
-    for name in {each.train.device for each in settings}:
-        try:
-            kinds.add(choose_device(name).type)
-        except ConfigurationError:  # its runs fail by themselves
-            continue
-    if "cuda" not in kinds:
-        return [None] * (jobs or (usable_cores() if kinds <= {"cpu"} else 1))
+    for each in settings:
+        with suppress(ConfigurationError):  # its runs fail by themselves
+            kinds.add(choose_device(each.train.device).type)
     if any(each.train.device.startswith("cuda:") or each.transport.name == "torch" for each in settings):
         return [None] * (jobs or 1)
+    if "cuda" not in kinds:
+        return [None] * (jobs or (usable_cores() if kinds <= {"cpu"} else 1))
     import torch
 
     count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -67,7 +66,7 @@ def places(runs: Iterable[Run], jobs: int | None) -> list[str | None]:
 
 
 def run_all(
-    runs: Iterable[Run], folder: Path, where: Sequence[str | None], inherited: Sequence[int] = ()
+    runs: Iterable[Run], folder: Path, where: Sequence[str | None], lock: int | None = None
 ) -> Iterator[tuple[Run, Ended | None]]:
     """Execute all runs, one at each place. Yield each run with None when it starts, and with its end when it ends.
 
@@ -77,16 +76,25 @@ def run_all(
     Args:
         folder: the folder for a configuration, a log and a run folder of each run.
         where: the result of `places`.
-        inherited: open files that the processes of the runs inherit.
+        lock: the lock of the study's folder, which the processes share.
     """
     waiting, free = list(runs), list(where)
     running = dict[subprocess.Popen[bytes], tuple[Run, str, str | None]]()
     try:
         while waiting or running:
             while waiting and free:
-                run, place = waiting.pop(0), free.pop(0)
-                identity = run.identity()
-                running[_start(run, folder, place, len(where), inherited)] = run, identity, place
+                run = waiting.pop(0)
+                identity, home = run.identity(), folder / run.folder()
+                try:
+                    words = _command(run, home)
+                except ConfigurationError as error:  # somebody trains there
+                    yield run, Ended(identity, None, str(error))
+                    continue
+                place = free.pop(0)
+                variables = {} if place is None else {"CUDA_VISIBLE_DEVICES": place}
+                with home.with_name(f"{home.name}.log").open("ab") as log:
+                    process = start_process(words, len(where), lock, variables, log)
+                running[process] = run, identity, place
                 yield run, None
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
@@ -102,38 +110,33 @@ def run_all(
             process.wait()
 
 
-def _start(run: Run, folder: Path, place: str | None, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    home = folder / run.folder()
-    environment = dict(os.environ) | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
-    set_thread_share(environment, jobs)
-    if (home / "checkpoints" / "latest").exists() and _has_settings(home, run):
-        words = ["--resume", str(home)]
+def _command(run: Run, home: Path) -> list[str]:
+    """Return the arguments with which ``run`` resumes in its folder, or begins if there is no checkpoint of it."""
+    if _has_checkpoint(run, home):
+        words = ["train", "--resume", str(home)]
         for key, value in own_code(run.settings).items():  # which a folder alone does not choose
             words += [f"--{key}", *names_in(value)]
-    else:
-        if home.exists():
-            with lock_folder(home):  # fails if somebody trains there
+        return words
+    if home.exists():
+        with lock_folder(home):
+            if (home / "checkpoints" / "latest").exists():  # of somebody who continued it with other settings
+                home.rename(home.with_name(f"{home.name}.{time.time_ns()}"))
+            else:
                 shutil.rmtree(home)
-        settings = home.with_name(f"{home.name}.toml")
-        write_whole(settings, run.to_toml())
-        words = [str(settings), "--out", str(home)]
-    with home.with_name(f"{home.name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "diloco", "train", *words]
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=inherited
-        )
+    settings = home.with_name(f"{home.name}.toml")
+    write_whole(settings, run.to_toml())
+    return ["train", str(settings), "--out", str(home)]
 
 
-def _has_settings(home: Path, run: Run) -> bool:
-    """Return whether the run in a folder has the settings of ``run``; it may have been continued with others."""
-    if run.plan is None:
+def _has_checkpoint(run: Run, home: Path) -> bool:
+    """Return whether a folder has a checkpoint of ``run``; somebody may have continued it with other settings."""
+    if run.plan is None or not (home / "checkpoints" / "latest").exists():
         return False
     try:
-        held = read_toml(home / CONFIG_FILE, Configuration)
+        saved = build(Configuration, read_toml(home / CONFIG_FILE, Configuration))
     except ConfigurationError:
         return False
-    wanted = parse_toml(run.plan.record, Configuration, where="")
-    return flatten(build(Configuration, held)) == flatten(build(Configuration, wanted))
+    return saved == build(Configuration, parse_toml(run.plan.record, Configuration, where=""))
 
 
 def _ended(run: Run, identity: str, folder: Path, code: int) -> Ended:

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from diloco.checkpoint.disk import write_whole
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
@@ -22,14 +20,14 @@ SEED = "seed"
 
 Outcome = Mapping[str, Any]
 """``run`` (the name), ``identity`` (see `Run.identity`), ``varied`` and ``settings`` (key -> value), ``status`` ("done"
-or "failed"), ``error``, for a run that is done the entries of its summary, and ``digest`` of all the others."""
+or "failed"), ``error``, and for a run that is done the entries of its summary."""
 
 
 class Outcomes:
     """The file ``results.jsonl`` with the last outcome of everything that was run. It is rewritten after each run.
 
     Raises:
-        ConfigurationError: if a line of the file is not what this class has written.
+        ConfigurationError: if a line of the file is not an outcome.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,31 +37,28 @@ class Outcomes:
         for number, line in enumerate(lines, 1):
             try:
                 outcome = json.loads(line)
-                if outcome["digest"] != _digest(outcome):
-                    raise ValueError("changed")
+                self._rows[outcome["identity"]] = outcome
             except (ValueError, KeyError, TypeError):
                 raise ConfigurationError(
-                    f"line {number} of {path} is not an outcome as this version of `diloco sweep` writes it, or it was "
-                    "changed since. Delete the line, and its run is run again, or move the file away."
+                    f"line {number} of {path} is not an outcome as this version of `diloco sweep` writes it. Delete "
+                    "the line, and its run is run again, or move the file away."
                 ) from None
-            self._rows[outcome["identity"]] = outcome
-
-    def of(self, run: Run) -> Outcome | None:
-        """Return the outcome of ``run``, or None if it has not been run with these settings and these files."""
-        return self._rows.get(run.identity())
 
     def of_all(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Return the outcomes of those of ``runs`` that have one, in their order."""
-        return [outcome for outcome in map(self.of, runs) if outcome is not None]
+        """Return the outcomes of those of ``runs`` that were run with these settings and these files, in their order.
+
+        They name the runs and the varied settings as this study does.
+        """
+        ended = [(run, self._rows[identity]) for run in runs if (identity := run.identity()) in self._rows]
+        return [{**row, "run": run.name, "varied": run.varied} for run, row in ended]
 
     def is_done(self, run: Run) -> bool:
         """Return whether ``run`` has finished successfully."""
-        outcome = self.of(run)
-        return outcome is not None and outcome["status"] == "done"
+        return any(outcome["status"] == "done" for outcome in self.of_all([run]))
 
     def add(self, run: Run, identity: str, summary: Mapping[str, Any] | None, error: str = "") -> None:
         """Store the outcome of what was run: its summary, or the error if it has none."""
-        row = {
+        self._rows[identity] = {
             "run": run.name,
             "identity": identity,
             "varied": json_ready(run.varied),
@@ -72,13 +67,7 @@ class Outcomes:
             "error": error,
             **(summary or {}),
         }
-        self._rows[identity] = row | {"digest": _digest(row)}
         write_whole(self._path, "".join(json.dumps(each) + "\n" for each in self._rows.values()))
-
-
-def _digest(outcome: Outcome) -> str:
-    entries = {name: value for name, value in outcome.items() if name != "digest"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -91,11 +80,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     |---|---|---|---|---|---|
     | fp4 | 1.6000 | 1.5000, 1.7000 | 2 | 2.0 MB | 100 |
     """
-    keys = _shown_keys(outcomes)
+    keys = [key for key in dict.fromkeys(key for each in outcomes for key in each["varied"]) if key != SEED]
     header = [*keys, "held-out loss", "lowest, highest", "runs", "sent by a replica", "tokens/s"]
-    lines = [_row(header), "|" + "---|" * len(header)]
-    lines += [_row([*map(str, point), *_cells(alike)]) for point, alike in _by_point(outcomes, keys).items()]
-    return "\n".join(lines)
+    points: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        points.setdefault(tuple(str(outcome["varied"].get(key, "")) for key in keys), []).append(outcome)
+    rows = [[*point, *_cells(alike)] for point, alike in points.items()]
+    return "\n".join([_row(header), "|" + "---|" * len(header), *map(_row, rows)])
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -113,20 +104,3 @@ def _cells(alike: Sequence[Outcome]) -> list[str]:
     sent = format_bytes(int(statistics.fmean(each["sent_bytes_per_replica"] for each in done)))
     speed = statistics.fmean(each["tokens_per_s"] for each in done)
     return [f"{statistics.fmean(losses):.4f}", spread, runs, sent, f"{speed:,.0f}"]
-
-
-def _shown_keys(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the keys of the axes, except for the seed."""
-    return list(dict.fromkeys(key for each in outcomes for key in each["varied"] if key != SEED))
-
-
-def _by_point(outcomes: Sequence[Outcome], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Outcome]]:
-    points: dict[tuple[Any, ...], list[Outcome]] = {}
-    for outcome in outcomes:
-        point = tuple(_hashable(outcome["varied"].get(key, "")) for key in keys)
-        points.setdefault(point, []).append(outcome)
-    return points
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool) else json.dumps(value)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import itertools
 import json
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -48,21 +47,18 @@ class Run:
     @cached_property
     def plan(self) -> RunPlan | None:
         """The plan of the run with all of its settings, or None if it can't be run."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "run.toml"
-            file.write_text(self.to_toml(), encoding="utf-8")
-            try:
-                return plan_run(CommandLine(file=file, print_config=False, values={}))
-            except ConfigurationError:
-                return None
+        try:
+            return plan_run(CommandLine(file=None, print_config=False, values={}, defaults=self.settings))
+        except ConfigurationError:
+            return None
 
     def identity(self) -> str:
-        """Return a digest of what decides the result: every setting, this version, and the files that they name."""
-        values = [self.settings, flatten(self.plan.configuration) if self.plan else None, self.varied]
-        about = json.dumps([__version__, sys.version, json_ready(values)], default=repr)
-        files = {text: _content(text) for text in _texts(json.loads(about))}
+        """Return a digest of what decides the result: every setting, the files that they name, and this version."""
+        settings = json_ready(flatten(self.plan.configuration) if self.plan else self.settings)
+        files = {text: _content(text) for text in _texts(settings)}
         code = [_code(key, name) for key, value in own_code(self.settings).items() for name in names_in(value)]
-        return xxhash.xxh3_64_hexdigest(f"{about} {files} {code}".encode())
+        about = json.dumps([__version__, settings, files, code], sort_keys=True)
+        return xxhash.xxh3_64_hexdigest(about.encode())
 
     def folder(self) -> str:
         """Return the name of its folder. A run with other settings or other data has another one."""
@@ -77,13 +73,28 @@ def _texts(values: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _content(text: str) -> str:
-    """Return a digest of the files that the value of a setting names; "" if it names none."""
+def _content(text: str) -> list[str]:
+    """Return digests of the files that the value of a setting names, without hidden ones."""
     place = text.removeprefix("hf:")
     for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
-        if os.path.isabs(each) and (paths := [each] if os.path.exists(each) else sorted(glob.glob(each))):
-            return " ".join(_digest(file) for path in paths for file in _files(Path(path)))
-    return ""
+        pattern = glob.escape(each) if os.path.exists(each) else each
+        if os.path.isabs(each) and (paths := glob.glob(pattern)):
+            return [_digest(path) for path in sorted({*paths, *glob.glob(f"{pattern}/**", recursive=True)})]
+    return []
+
+
+def _digest(path: str) -> str:
+    try:
+        status = os.stat(path)
+        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino) if os.path.isfile(path) else path
+    except OSError as error:  # the run says so
+        return str(error)
+
+
+@cache  # by what changes with the content, since the runs of a study share their data
+def _digest_once(path: str, *_: int) -> str:
+    with open(path, "rb") as file:
+        return f"{path} {hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
 
 
 def _code(key: str, name: str) -> str:
@@ -92,31 +103,6 @@ def _code(key: str, name: str) -> str:
         return code_digest(find(key, name, object)) if is_own(name) else ""
     except ConfigurationError:
         return ""
-
-
-def _files(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder that are not hidden."""
-    if not path.is_dir():
-        return [path]
-    below = ((each, each.relative_to(path).parts) for each in sorted(path.rglob("*")))
-    return [each for each, parts in below if each.is_file() and not any(part.startswith(".") for part in parts)]
-
-
-def _digest(path: Path) -> str:
-    try:
-        status = path.stat()
-        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino)
-    except OSError as error:  # the run says so
-        return str(error)
-
-
-@cache  # by what changes with the content, since the runs of a study share their data
-def _digest_once(path: Path, *_: int) -> str:
-    digest = xxhash.xxh3_64(os.fsencode(path))
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def read_study(path: Path) -> tuple[Run, ...]:
@@ -139,8 +125,15 @@ def read_study(path: Path) -> tuple[Run, ...]:
     axes: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {}  # keys varied together -> their points
     for names, points in _flat(tables.get("axes", {})).items():
         keys = tuple(name.strip() for name in names.split(","))
-        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
-    _refuse_repeated([*itertools.chain(*axes)], path)
+        if not isinstance(points, list) or not points:
+            raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
+        if len({repr(point) for point in points}) < len(points):
+            raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
+        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in points)
+    varied_keys = [*itertools.chain(*axes)]
+    for key in varied_keys:
+        if varied_keys.count(key) > 1:
+            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
     if not axes:
         raise ConfigurationError(f"{path} has no [axes]. Add at least one key with a list of values.")
     runs = []
@@ -162,14 +155,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _listed(names: str, points: Any, path: Path) -> list[Any]:
-    if not isinstance(points, list) or not points:
-        raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
-    if len({repr(point) for point in points}) < len(points):
-        raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
-    return points
 
 
 def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
@@ -196,12 +181,6 @@ def _checked(values: Mapping[str, Any], where: str) -> Values:
             raise ConfigurationError(f"{where}: {key} can't be given, since the study sets it for each run.")
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
     return parse_toml(text, Configuration, where=where)
-
-
-def _refuse_repeated(keys: list[str], path: Path) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
 
 
 def _name(varied: Values) -> str:

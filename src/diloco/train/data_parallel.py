@@ -140,7 +140,7 @@ def average_gradients(
     try:
         while void := [error for averager in averagers if (error := averager.finish())]:
             if may_skip:
-                return False
+                break
             if tried == _ATTEMPTS:
                 raise RoundVoidError(
                     f"{void[0]} It was tried {tried} times, and data-parallel training can't continue without it. "
@@ -161,4 +161,5 @@ def average_gradients(
     finally:
         for averager in averagers:
             averager.forget()
-    return True
+    # ranks that hold shards have rounds of their own, and skip the step together
+    return not (may_skip and any(averager.group.any(bool(void)) for averager in averagers))

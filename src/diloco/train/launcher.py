@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import IO, Any
 
 from diloco.checkpoint.lock import shared_lock
 from diloco.cores import set_thread_share
@@ -27,7 +27,7 @@ from diloco.transport.secret import read_secret
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 
-__all__ = ["exit_code", "insisted", "launch"]
+__all__ = ["exit_code", "insisted", "launch", "start_process"]
 
 _KILL_S = 10.0  # processes that have not ended this long after a second signal are killed
 
@@ -73,7 +73,7 @@ def launch(
                 inner = Address(host, stores[replica].port)
             commands = {(replica, each): command(replica, each, address, inner) for each in range(size)}
             shared = lock if replica == 0 else None
-            return {rank: _start(words, settings.num_ranks, shared) for rank, words in commands.items()}
+            return {rank: start_process(words, settings.num_ranks, shared) for rank, words in commands.items()}
 
         return _watch(settings, registry, start, say)
     finally:
@@ -196,18 +196,32 @@ def _inner_store(host: str) -> Any:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def _start(arguments: Sequence[str], processes: int, lock: int | None) -> subprocess.Popen[bytes]:
-    """Start one of ``processes`` processes with its share of the cores. On Linux, it ends with the launcher.
+def start_process(
+    arguments: Sequence[str],
+    processes: int,
+    lock: int | None,
+    variables: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start ``diloco`` as one of ``processes`` processes with its share of the cores. On Linux, it ends with this one.
 
-    It runs in its own session, so that Ctrl-C reaches it only once, through the launcher.
+    It runs in its own session, so that Ctrl-C reaches it only once, through this process.
+
+    Args:
+        lock: the lock that the process shares; see `diloco.checkpoint.lock`.
+        variables: changes of the environment.
+        output: where it writes, with nothing to read. None: where this process does.
     """
-    environment = dict(os.environ)
+    environment = {**os.environ, **(variables or {})}
     set_thread_share(environment, processes)
     try:
-        with shared_lock(lock) as (files, variables):
+        with shared_lock(lock) as (files, shared):
             return subprocess.Popen(
                 [sys.executable, "-m", "diloco", *arguments],
-                env=environment | variables,
+                env=environment | shared,
+                stdin=None if output is None else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=files,
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
