@@ -175,7 +175,7 @@ MALFORMED = (
     ({"messages": [{"role": "user"}]}, "must be a list of messages"),
     ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
     ({"messages": "hello"}, "must be a list of messages"),
-    ({"prompt": "a", "completion": []}, "must both be text"),
+    ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
     ({"conversations": ["a"]}, "must be a list of messages"),
     ({"text": 3}, "holds int, not text"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),

@@ -105,6 +105,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "messages": (said("q", "a"), BOTH),
     "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
     "ShareGPT of a model": (share(("User", "q"), ("Model", "a")), BOTH),
+    "LangChain's roles": (share(("human", "q"), ("ai", "a")), BOTH),
     "conversation": ({"conversation": said("q", "a")["messages"]}, BOTH),
     "conversations with OpenAI's names": ({"conversations": said("q", "a")["messages"]}, BOTH),
     "messages as JSON": ({"messages": json.dumps(said("q", "a")["messages"])}, BOTH),
@@ -112,6 +113,19 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "prompt and messages": ({"prompt": "q", "completion": [answer("a")]}, BOTH),
     "chosen": ({"prompt": "q", "chosen": "a", "rejected": "b"}, BOTH),
     "chosen with its prompt": ({"prompt": "q", "chosen": said("q", "a")["messages"]}, BOTH),
+    "chosen with its prompt, as ShareGPT": (
+        {"prompt": "q", **{"chosen": share(("human", "q"), ("gpt", "a"))["conversations"]}},
+        BOTH,
+    ),
+    "chosen with its prompt and a system": (
+        {"prompt": "q", "chosen": [{"role": "system", "content": "s"}, *said("q ", "a", name=None)["messages"]]},
+        "<system:s><user:q ><assistant:«a>»",
+    ),
+    "prompt and completion as JSON": (
+        {"prompt": json.dumps(said("q")["messages"]), "completion": json.dumps([answer("a")])},
+        BOTH,
+    ),
+    "a prompt about JSON": ({"prompt": '[{"a": 1}]', "completion": "a"}, '<user:[{"a": 1}]><assistant:«a>»'),
     "chosen alone": ({"chosen": said("q", "a")["messages"], "rejected": said("q", "b")["messages"]}, BOTH),
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
     "Alpaca without input": ({"instruction": "q", "input": "", "output": "a"}, BOTH),
@@ -152,6 +166,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
     "weight 0.0": (said("p", answer("b", weight=0.0), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "train": (said("p", answer("b", train=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
+    "training": (said("p", answer("b", training=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "loss": (said("p", answer("b", loss=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "loss_weight": (said("p", answer("b", loss_weight=0), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "masked": (said("p", answer("b", masked=True), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
@@ -175,6 +190,10 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "schema with nulls": (
         said("q", "a", tools=[{**TOOL, "function": {**TOOL["function"], "description": None}}]),
         f"{TOOL_TEXT}{BOTH}",
+    ),
+    "schema with nulls of a property called default": (
+        said("q", "a", tools=[{"name": "f", "parameters": {"properties": {"default": {"type": "x", "title": None}}}}]),
+        f'[{{"name": "f", "parameters": {{"properties": {{"default": {{"type": "x"}}}}}}}}]{BOTH}',
     ),
     "default of null": (
         said("q", "a", tools=[{"name": "f", "parameters": {"properties": {"a": {"default": None, "enum": [None]}}}}]),
@@ -289,6 +308,70 @@ def test_a_developer_speaks_as_the_system_where_the_template_knows_only_that(tok
     assert rows_of(tokenizers(KNOWN_ROLES), write_records(tmp_path / "a.jsonl", [record])) == [f"<system:s>{BOTH}"]
 
 
+def test_a_role_that_is_only_the_name_of_a_field_in_the_template_is_not_known(tokenizers: Any, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ m.role }}", "{{ m.role if m.role != 'tool' else m['function'] or 'tool' }}")
+    record = said("q", called({}), {"role": "function", "content": "o"}, "a")
+    data = write_records(tmp_path / "a.jsonl", [record])
+    assert rows_of(tokenizers(template), data) == ["<user:q><assistant:«f{}>»<tool:o><assistant:«a>»"]
+
+
+HIDES_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["a", "<a", "<think>t</think>a"])
+def test_answers_that_lack_the_end_of_their_prompt_are_learned_and_that_is_told(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=HIDES_THOUGHTS)))
+    data = write_records(tmp_path / "a.jsonl", [said("p", "b", "q", text)])
+    shown = text.removeprefix("<think>t</think>")
+    assert rows_of(tokenizer, data) == [f"<user:p><assistant:«b>»<user:q><assistant:«{shown}>»"]
+    assert "asks for an answer with '<|im_start|>assistant:<think>' but shows it after" in caplog.text
+    assert ("does not show the whole text of all answers" in caplog.text) == (shown != text)
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path / "t")
+    library = AutoTokenizer.from_pretrained(str(folder))
+    library.chat_template = {"default": KNOWN_ROLES, "tool_use": TEMPLATE}
+    library.save_pretrained(folder)
+    data = write_records(tmp_path / "a.jsonl", [said("q", "a"), said("q", called({"a": 1}), tools=[TOOL])])
+    with_tools = TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»'
+    assert rows_of(ChatTokenizer(str(folder)), data) == [BOTH, with_tools]
+
+
+def test_examples_do_not_depend_on_the_day(tokenizers: Any, tmp_path: Path) -> None:
+    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %f') }}{% endif %}" + TEMPLATE
+    data = write_records(tmp_path / "a.jsonl", [said("q", "a")])
+    assert rows_of(tokenizers(template), data) == [f"26 Jul 2024 000000{BOTH}"]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (share(("human", "p"), ("gpt", "b"), ("human", "q"), ("gpt", "a")), None),
+        ({"prompt": said("p", "b", "q")["messages"], "completion": "a"}, None),
+        ({"instruction": "q", "output": "a", "history": [["p", "b"]]}, None),
+        (share(("human", "q"), ("gpt", "a")), "q«a»"),
+        ({"system": "s", "prompt": "q", "completion": "a"}, "s\n\nq«a»"),
+    ],
+    ids=["ShareGPT", "prompt", "history", "one answer", "system"],
+)
+def test_several_answers_need_a_template(tmp_path: Path, record: dict[str, Any], text: str | None) -> None:
+    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=None)))
+    data = write_records(tmp_path / "a.jsonl", [record])
+    if text is not None:
+        assert rows_of(tokenizer, data) == [text]
+        return
+    with pytest.raises(DataError, match="has no chat template, which messages need"):
+        rows_of(tokenizer, data)
+
+
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", weight=0.5)), r"weight is 0\.5"),
     (said("q", answer("a", train="no")), "train is 'no'"),
@@ -305,6 +388,9 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("", tool_calls=[{"type": "function"}])), "needs a function with a name"),
     (said("q", "a", tools="f(x)"), "tools must be a list of objects"),
     (said("q", "a", system=["s"]), "system must be text"),
+    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs can't set 'chat_template'"),
+    (said("q", "a", chat_template_kwargs={"messages": []}), "chat_template_kwargs can't set 'messages'"),
+    (said("q", "a", chat_template_kwargs={"return_dict": True}), "chat_template_kwargs can't set 'return_dict'"),
     ({"instruction": "q", "input": ["x"], "output": "a"}, "instruction and input must both be text"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history must be a list of pairs"),
     ({"messages": None, "id": 1}, "has the fields 'id', 'messages'"),
@@ -347,9 +433,10 @@ UNUSED = (
     (said("q", "a", weight=0.3), "the field 'weight' is not used"),
     ({"text": "a text", "title": "b"}, "the field 'title' is not used"),
     (said("q", answer("a", name="n")), "leaves out the field 'name' of messages"),
+    (said("q", answer("a", learn=False)), "leaves out the field 'learn' of messages"),
     (said("q", called({}), {"role": "tool", "content": "o", "tool_call_id": "1"}, "a"), "the field 'tool_call_id' of"),
     (said("q", "a", documents=[{"text": "d"}]), "leaves out the field 'documents'"),
-    (said("q", "a", chat_template_kwargs={"deep": True}), "leaves out the field 'deep'"),
+    (said("q", "a", chat_template_kwargs='{"learned": true}'), "leaves out the field 'learned'"),
     (said({"role": "user", "content": "q", "weight": 1}, "a"), "messages with the role 'user' to be learned"),
 )
 
@@ -382,8 +469,13 @@ def test_what_a_template_leaves_out_is_named(
     assert f"a.jsonl:1: the chat template leaves out {part}." in caplog.text
 
 
-def test_a_special_token_in_an_argument_leaves_the_conversation_out(tokenizers: Any, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": SPECIAL[2]})), said("q", "a")])
+@pytest.mark.parametrize(
+    "arguments", [{"a": SPECIAL[2]}, {SPECIAL[2]: 1}, '{"a": "\\u003c|im_end|>"}'], ids=["value", "name", "escape"]
+)
+def test_a_special_token_in_an_argument_leaves_the_conversation_out(
+    tokenizers: Any, tmp_path: Path, arguments: Any
+) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("q", called(arguments)), said("q", "a")])
     assert rows_of(tokenizers(TEMPLATE), data) == [BOTH]
 
 

@@ -30,12 +30,13 @@ class Question:
     messages: tuple[Message, ...]  # all messages before the answer
     answer: str  # the text of the answer
     more: Mapping[str, Any]  # further arguments of the chat template, such as ``tools``
+    needs_template: bool  # False: without a template, the texts of the messages are joined
 
     def prompt(self, tokenizer: ChatTokenizer) -> list[int]:
         """Return the tokens of the prompt for the answer."""
-        if tokenizer.template is None and len(self.messages) == 1:
-            return tokenizer.plain_prompt(str(self.messages[0]["content"]))
-        return tokenizer.prompt(self.messages, **self.more)
+        if tokenizer.template is None and not self.needs_template:
+            return tokenizer.plain_prompt(_joined(self.messages))
+        return tokenizer.prompt(self.messages, self.more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,9 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
                 f"{place} has no answer to compare with. Give records with messages, of which the last is the "
                 "assistant's, or with prompt and completion."
             )
-        return Question(tuple(before), str(answer.get("content", "")), conversation.arguments)
+        return Question(
+            tuple(before), str(answer.get("content", "")), conversation.arguments, conversation.needs_template
+        )
 
     questions: Iterator[Question | None] = usable(read_records(paths), question, None, skip_bad=False)
     yield from (each for each in questions if each is not None)
@@ -222,11 +225,10 @@ class _Reader:
         if tokenizer.template is None and not conversation.needs_template:
             for name in sorted(more):
                 self._name(place, f"the field {name!r}", "needs a chat template and is not used")
-            *before, answer = (str(message.get("content", "")) for message in messages)
-            return tokenizer.completion("".join(before), answer)
+            return tokenizer.completion(_joined(messages[:-1]), _joined(messages[-1:]))
         try:
-            example, all_count = tokenizer.conversation(messages, learned, **more)
-            for part, is_unused in tokenizer.unused(messages, self._known, **more):
+            example, all_count = tokenizer.conversation(messages, learned, more)
+            for part, is_unused in tokenizer.unused(messages, self._known, more):
                 self._known.add(part)
                 if is_unused:
                     warn_once(f"{place}: the chat template leaves out {part}.")
@@ -241,6 +243,10 @@ class _Reader:
         if part not in self._known:
             self._known.add(part)
             warn_once(f"{place}: {part} {how}.")
+
+
+def _joined(messages: Iterable[Message]) -> str:
+    return "\n\n".join(str(message.get("content", "")) for message in messages)
 
 
 def _text_of(record: Any) -> str:

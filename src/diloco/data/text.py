@@ -71,29 +71,32 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
     """Yield ``use(place, content)`` of each row.
 
     Args:
-        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged at the end.
+        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged when reading ends.
 
     Raises:
         RowError: a row can't be used, and ``skip_bad`` is False.
     """
     bad: list[str] = []  # the first few
     count = bad_count = 0
-    for place, content in rows:
-        count += 1
-        try:
-            if isinstance(content, RowError):
-                raise content
-            value = use(place, content)
-        except RowError as error:
-            if not skip_bad:
-                raise RowError(f"{error} Mend it, or leave such rows out of training with --data.skip-bad.") from error
-            bad_count += 1
-            bad += [str(error)] if bad_count <= 5 else []
-            value = instead
-        yield value
-    if bad:
-        words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
-        warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
+    try:
+        for place, content in rows:
+            count += 1
+            try:
+                if isinstance(content, RowError):
+                    raise content
+                value = use(place, content)
+            except RowError as error:
+                if not skip_bad:
+                    way = "Mend it, or leave such rows out of training with --data.skip-bad."
+                    raise RowError(f"{error} {way}") from error
+                bad_count += 1
+                bad += [str(error)] if bad_count <= 5 else []
+                value = instead
+            yield value
+    finally:  # also where the reader needs no more
+        if bad:
+            words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
+            warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
 
 
 def read_documents(
@@ -206,6 +209,8 @@ def _rows(path: Path, text_field: str | None, separator: str | None) -> Iterator
             yield from _parquet_rows(path, text_field)
         case _ if separator is None:
             content, offset = read_bytes(path)
+            if content[:1] == b"{" and _is_record(content.partition(b"\n")[0]):
+                warn_once(f"{path} is read as one text, but looks like JSON Lines. Give such files the suffix .jsonl.")
             yield _text_row(path, offset, content)
         case _:
             with opened(path) as file:
