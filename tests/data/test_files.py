@@ -234,11 +234,12 @@ def test_bad_rows_are_counted_where_not_all_is_read(tmp_path: Path, caplog: pyte
     assert "1 of 2 rows can't be used and are left out" in caplog.text
 
 
-def test_a_key_that_is_there_twice_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "text": "two"}\n' * 2)
-    assert list(read_documents([tmp_path / "a.jsonl"])) == ["two", "two"]
+@pytest.mark.parametrize("form", [b"%s\n%s", b"[%s, %s]"])
+def test_a_key_that_is_there_twice_is_named_once(tmp_path: Path, form: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.json").write_bytes(form % (2 * (b'{"text": "one", "text": "two"}',)))
+    assert list(read_documents([tmp_path / "a.json"])) == ["two", "two"]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "a.jsonl: an object has the field 'text' twice; the last one is used" in told
+    assert "a.json: an object has the field 'text' twice; the last one is used" in told
 
 
 BAD_ROWS: dict[str, tuple[str, bytes]] = {

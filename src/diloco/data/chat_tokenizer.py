@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -136,7 +136,8 @@ class ChatTokenizer(Tokenizer):
             )
         marked = np.ones(len(tokens), dtype=np.bool_)
         if _MARKS_ANSWERS.search(self._template_for(more) or ""):
-            marked = self._marked(messages, more)
+            masks = self._applied(messages, more, return_assistant_tokens_mask=True, return_dict=True)
+            marked = np.array(masks["assistant_masks"], dtype=np.bool_)
             stretch = np.cumsum(marked & np.diff(marked, prepend=False)) - 1  # of marked tokens, in which a token is
             if wanted == answers:
                 return self._example(tokens, marked), True
@@ -190,11 +191,6 @@ class ChatTokenizer(Tokenizer):
             except DataError:
                 yield part, False
 
-    def _marked(self, messages: Sequence[Message], more: Mapping[str, Any]) -> NDArray[np.bool_]:
-        """Return which tokens the template marks as answers."""
-        marked = self._applied(messages, more, return_assistant_tokens_mask=True, return_dict=True)
-        return np.array(marked["assistant_masks"], dtype=np.bool_)
-
     def _span(
         self, messages: Sequence[Message], number: int, whole: str, more: Mapping[str, Any]
     ) -> tuple[int, int] | None:
@@ -234,20 +230,23 @@ class ChatTokenizer(Tokenizer):
         Python dictionary. Some also refuse calls without content.
         """
         renamed = [self._renamed(message, self._template_for(more) or "") for message in messages]
-        if self.template is None or not any(message.get("tool_calls") for message in renamed):
+        given = [call["function"]["arguments"] for message in renamed for call in message.get("tool_calls", ())]
+        if self.template is None or not given:
             return renamed
+        wrong = [text for each in given if each for text in (repr(each), _written(_written(each)))]
         printed: list[list[dict[str, Any]]] = []
         refusals: list[DataError] = []
-        forms: tuple[Callable[[Any], Any], ...] = (dict, _written)
-        for content, form in itertools.product(({}, {"content": ""}), forms):
-            candidate = _with_arguments([content | message for message in renamed], form)
+        for content, write in itertools.product(({}, {"content": ""}), (False, True)):
+            candidate = copy.deepcopy([content | message for message in renamed])
+            for call in [call for message in candidate for call in message.get("tool_calls", ()) if write]:
+                call["function"]["arguments"] = _written(call["function"]["arguments"])
             try:
                 text = self._render(candidate, more)
             except DataError as error:
                 refusals.append(error)
                 continue
             printed.append(candidate)
-            if not any(wrong in text for wrong in _misprints(candidate)):
+            if not any(each in text for each in wrong):
                 return candidate
         if not printed:
             raise refusals[0]
@@ -316,30 +315,6 @@ def _squeezed(text: str) -> str:
 
 def _written(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
-
-
-def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return messages with the arguments of calls in another form."""
-
-    def formed(call: Message) -> Message:
-        return {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
-
-    return [
-        {**message, "tool_calls": [formed(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _misprints(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the arguments of calls as a template shows them that does not expect their form."""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
-            wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else repr(arguments)
-            if wrong != "{}":
-                yield wrong
 
 
 def has_template(folder: Path) -> bool:

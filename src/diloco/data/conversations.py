@@ -183,9 +183,9 @@ class _Reading:
         if isinstance(content, list):
             parts = [{"text": part} if isinstance(part, str) else part for part in content]
             for part in parts:
-                kind = part.get("type", "text") if isinstance(part, dict) else part
+                kind = part.get("type", "text") if isinstance(part, dict) else None
                 if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-                    raise self.error(f"{name} has content of the type {kind!r}, but only text can be learned from")
+                    raise self.error(f"{name} has the part {repr(part)[:80]}, but only text can be learned from")
             content = "".join(part["text"] for part in parts)
         if not isinstance(content, str):
             raise self._no_messages(name, [turn])
@@ -264,11 +264,16 @@ class _Reading:
         return more | {name: value for name, value in added.items() if value}
 
     def _tools(self, tools: Any) -> list[Any]:
-        tools = _listed(tools)
-        for tool in tools:
+        """Return tools as objects, without the nulls in their schemas, which are no schemas."""
+        objects = []
+        for tool in _listed(tools):
             if not isinstance(tool, dict):
                 raise self.error(f"tools must be a list of objects, or the same as JSON, got {repr(tool)[:80]}")
-        return [_schema(tool) for tool in tools]
+            function = tool.get("function", tool)
+            if isinstance(function, dict) and "parameters" in function:
+                function = {**function, "parameters": _from_json(function["parameters"])}
+            objects.append(_without_nulls({**tool, "function": function} if "function" in tool else function, _VALUES))
+        return objects
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -280,14 +285,14 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(each)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the nulls of its structs; those in lists stay."""
+def _without_nulls(value: Any, keep: tuple[str, ...] = ()) -> Any:
+    """Return a value without the nulls of its structs, except those called as ``keep``; those in lists stay."""
     if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):  # a map
-        return {key: _without_nulls(each) for key, each in value}
+        value = dict(value)
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(each, keep) for each in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(each, keep) for key, each in value.items() if each is not None or key in keep}
     return value
 
 
@@ -309,25 +314,6 @@ def _listed(value: Any) -> list[Any]:
     """Return the elements of a list, or a value alone; both, and each element, may be written as JSON."""
     value = _from_json(value) or []
     return [_from_json(each) for each in (value if isinstance(value, list) else [value])]
-
-
-def _schema(value: Any, *, names: bool = False) -> Any:
-    """Return a JSON schema without nulls, which are no schemas; values such as a default may be null.
-
-    Args:
-        names: the keys are names of properties, not keywords.
-    """
-    if isinstance(value, list):
-        return [_schema(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    parts = {}
-    for key, each in value.items():
-        if key in _VALUES and not names:
-            parts[key] = each
-        elif each is not None:
-            parts[key] = _schema(_from_json(each) if key == "parameters" else each, names=key == "properties")
-    return parts
 
 
 def _known(arguments: Any, schema: Any) -> Any:

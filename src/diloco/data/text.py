@@ -225,7 +225,6 @@ def _text_row(path: Path, offset: int, content: bytes) -> Row:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    parse = _json_parser(path)
     with opened(path) as file:
         # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its
         # tokens.
@@ -235,7 +234,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
             if isinstance(text, RowError):
                 yield place, text
             elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
-                yield parse(place, text)
+                yield place, _record(path, place, text)
 
 
 def _json_file(path: Path) -> Iterator[Row]:
@@ -246,17 +245,16 @@ def _json_file(path: Path) -> Iterator[Row]:
         yield from _json_lines(path)
         return
     text = decode(content, path, offset).strip()
-    if not text.startswith("["):
-        if text:
-            yield _json_parser(path)(str(path), text)
-        return
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
-    for number, record in enumerate(records):
-        place = f"{path}, record {number}"
-        yield place, record if isinstance(record, dict) else _no_object(place, record)
+    if text.startswith("["):
+        try:
+            records = _parsed(path, text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not JSON: {error}.") from error
+        for number, record in enumerate(records):
+            place = f"{path}, record {number}"
+            yield place, record if isinstance(record, dict) else _no_object(place, record)
+    elif text:
+        yield str(path), _record(path, str(path), text)
 
 
 def _is_record(text: bytes) -> bool:
@@ -266,30 +264,25 @@ def _is_record(text: bytes) -> bool:
         return False
 
 
-def _json_parser(path: Path) -> Callable[[str, str], Row]:
-    """Return a function that turns the text of a record into a row."""
-    repeated: set[str] = set()
+def _record(path: Path, place: str, text: str) -> Any:
+    """Return the record that a text holds, or the `RowError` that says why it holds none."""
+    try:
+        record = _parsed(path, text)
+    except (ValueError, RecursionError) as error:
+        return RowError(f"{place} is not JSON: {error}.")
+    return record if isinstance(record, dict) else _no_object(place, record)
 
+
+def _parsed(path: Path, text: str) -> Any:
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        collected = dict(pairs)
-        if len(collected) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             names = [name for name, _ in pairs]
-            repeated.update(name for name in collected if names.count(name) > 1)
-        return collected
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
+        return fields
 
-    decoder = json.JSONDecoder(object_pairs_hook=collect)
-
-    def parse(place: str, text: str) -> Row:
-        try:
-            record = decoder.decode(text)
-        except (ValueError, RecursionError) as error:
-            return place, RowError(f"{place} is not JSON: {error}.")
-        for name in sorted(repeated):
-            warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
-        repeated.clear()
-        return place, record if isinstance(record, dict) else _no_object(place, record)
-
-    return parse
+    return json.loads(text, object_pairs_hook=collect)
 
 
 def _no_object(place: str, record: Any) -> RowError:
