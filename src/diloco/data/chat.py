@@ -99,8 +99,8 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
             why = "; ".join(reader.notes(sequence_length))
             raise DataError(
                 f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
-                f"none to {'evaluate' if heldout else 'train'} on{f' ({why})' if why else ''}. Give more conversations, "
-                "or change the fraction."
+                f"none to {'evaluate' if heldout else 'train'} on{f' ({why})' if why else ''}. Give more "
+                "conversations, or change the fraction."
             )
         packed[heldout] = PackedRows(
             kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -113,7 +114,6 @@ class ChatTokenizer(Tokenizer):
         with it, runs from where its own text begins.
 
         Args:
-            messages: with objects as the arguments of calls.
             learned: for each message whether it counts, if it is an answer. Default: all.
             more: further arguments of the template, such as ``tools``.
 
@@ -233,13 +233,14 @@ class ChatTokenizer(Tokenizer):
         given = [call["function"]["arguments"] for message in renamed for call in message.get("tool_calls", ())]
         if self.template is None or not given:
             return renamed
-        wrong = [text for each in given if each for text in (repr(each), _written(_written(each)))]
+        forms: tuple[Callable[[Any], Any], ...] = (_as_object, _as_json)
+        wrong = [text for each in given if each for text in (repr(_as_object(each)), _dumped(_as_json(each)))]
         printed: list[list[dict[str, Any]]] = []
         refusals: list[DataError] = []
-        for content, write in itertools.product(({}, {"content": ""}), (False, True)):
+        for content, form in itertools.product(({}, {"content": ""}), forms):
             candidate = copy.deepcopy([content | message for message in renamed])
-            for call in [call for message in candidate for call in message.get("tool_calls", ()) if write]:
-                call["function"]["arguments"] = _written(call["function"]["arguments"])
+            for call in [call for message in candidate for call in message.get("tool_calls", ())]:
+                call["function"]["arguments"] = form(call["function"]["arguments"])
             try:
                 text = self._render(candidate, more)
             except DataError as error:
@@ -313,8 +314,15 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _written(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+_dumped = functools.partial(json.dumps, ensure_ascii=False)
+
+
+def _as_object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _dumped(arguments)
 
 
 def has_template(folder: Path) -> bool:

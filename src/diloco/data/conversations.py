@@ -53,7 +53,7 @@ _VALUES = ("default", "const", "example", "examples", "enum")  # keywords of JSO
 class Conversation:
     """A record in the form that chat templates take."""
 
-    messages: tuple[dict[str, Any], ...] = ()  # arguments of calls are objects
+    messages: tuple[dict[str, Any], ...] = ()  # arguments of calls are objects, or the same as JSON
     learned: tuple[bool, ...] = ()  # of each message; only the assistant's are learned
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the template, such as ``tools``
     text: str | None = None  # the text of a record without messages
@@ -206,8 +206,9 @@ class _Reading:
                     raise ValueError(repr(arguments)[:80])
             except (TypeError, ValueError) as error:
                 raise self.error(f"the arguments of {name} are not a JSON object ({error})") from error
-            if parsed is arguments:  # written out as JSON, it may have the columns of other rows
-                parsed = _known(parsed, self._schemas.get(name))
+            # text stays as it is, for templates that show it; an object may have the columns of other rows
+            is_text = bool(parsed) and isinstance(arguments, str)
+            parsed = arguments if is_text else _known(parsed, self._schemas.get(name))
             function = {**function, "arguments": parsed}
             normal.append((call if "function" in call else {"type": "function"}) | {"function": function})
         return normal
@@ -247,9 +248,10 @@ class _Reading:
             if content := self.fields.pop(name, None):
                 if not isinstance(content, str):
                     raise self.error(f"{name} must be text, got {repr(content)[:80]}")
-                message = {"role": "system", "content": checked_text(content, self.place, name)}
-                if self.messages[:1] != [message]:
-                    self.messages.insert(0, message)
+                content = checked_text(content, self.place, name)
+                first = self.messages[0]
+                if first["role"] != "system" or first["content"].strip() != content.strip():
+                    self.messages.insert(0, {"role": "system", "content": content})
                     self.learned.insert(0, False)
 
     def template_arguments(self) -> dict[str, Any]:
@@ -277,9 +279,11 @@ class _Reading:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, also the names of fields."""
+    """Yield every string in a JSON value, also the names of fields, and those in a text that is itself JSON."""
     if isinstance(value, str):
         yield value
+        if value[:1] in ("{", "[") and (parsed := _from_json(value)) is not value:
+            yield from texts_of(parsed)
     elif isinstance(value, Mapping | list | tuple):
         for each in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
             yield from texts_of(each)
