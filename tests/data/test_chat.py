@@ -105,24 +105,6 @@ def test_a_template_that_hides_its_answers_is_refused(tmp_path: Path) -> None:
         tokenizer.conversation(asked("a", "b")["messages"])
 
 
-RECORDS = (
-    (asked("1", "2"), "2<|im_end|>\n"),
-    ({"prompt": "1", "completion": "2"}, "2<|im_end|>\n"),
-    ({"prompt": asked("1", "2")["messages"][:1], "completion": asked("1", "2")["messages"][1:]}, "2<|im_end|>\n"),
-    ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, "2<|im_end|>\n"),
-    ({"messages": [*asked("1", "2")["messages"], {"role": "user", "content": "3"}]}, "2<|im_end|>\n"),
-    ({"text": "plain"}, "lain<|endoftext|>"),  # the first token is not predicted
-)
-
-
-@pytest.mark.parametrize(("record", "learned"), RECORDS, ids=lambda each: str(each)[:20])
-def test_every_way_to_write_a_conversation(folder: Path, tmp_path: Path, record: dict[str, Any], learned: str) -> None:
-    corpus = corpus_of(folder, tmp_path, [record])
-    tokens = corpus.train[0 : len(corpus.train)].astype("int64")
-    corpus.train.mark(1, targets := tokens[1:].copy())
-    assert spelled(targets[targets >= 0].tolist()) == learned
-
-
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
     """Return the corpus of these training records and a held-out one; an unused field decides the split."""
 

@@ -102,6 +102,7 @@ TOOL_TEXT = json.dumps([TOOL])
 BOTH = "<user:q>" + "<assistant:«a>»"
 
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
     "messages": (said("q", "a"), BOTH),
     "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
     "ShareGPT of a model": (share(("User", "q"), ("Model", "a")), BOTH),

@@ -85,17 +85,8 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "parquet, zstd": ("a.parquet.zst", b"", READ),
     **{
         f"{name}{suffix}": (f"{name}{suffix}", pack(content), documents)
-        for suffix, pack in (
-            (".gz", gzip.compress),
-            (".bz2", bz2.compress),
-            (".xz", lzma.compress),
-            (".zst", in_zstandard),
-        )
-        for name, content, documents in (
-            ("a.jsonl", BOM + LINES, READ),
-            ("a.json", INDENTED, READ),
-            ("a.txt", b"one", ["one"]),
-        )
+        for suffix, pack in COMPRESSIONS.items()
+        for name, content, documents in PACKED
     },
     "gzip by its long name": ("a.jsonl.gzip", gzip.compress(LINES), READ),
     "zstd by its long name": ("a.jsonl.zstd", in_zstandard(LINES), READ),

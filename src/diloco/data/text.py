@@ -131,16 +131,11 @@ def read_documents(
 
     for path in paths:
         rows = (row for file in files_of(path) for row in _rows(file, text_field, document_separator))
-        found = False
-        for document in usable(rows, text_of, "", skip_bad=skip_bad):
-            if document:
-                found = True
-                yield document
-        if not found:
-            raise NoDataError(
-                f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
-                f"{' '.join(sorted(FOLDER_SUFFIXES))}."
-            )
+        yield from _some(
+            filter(None, usable(rows, text_of, "", skip_bad=skip_bad)),
+            f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
+            f"{' '.join(sorted(FOLDER_SUFFIXES))}.",
+        )
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Row]:
@@ -151,15 +146,22 @@ def read_records(paths: Sequence[Path]) -> Iterator[Row]:
         ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
     """
     for path in paths:
-        found = False
-        for file in files_of(path, records_only=True):
+        files = files_of(path, records_only=True)
+        for file in files:
             if kind_of(file) == "text":
                 raise DataError(f"{file} can't be read as records. Give files that end in {' '.join(RECORDS)}.")
-            for row in _rows(file, None, None):
-                found = True
-                yield row
-        if not found:
-            raise NoDataError(f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
+        rows = (row for file in files for row in _rows(file, None, None))
+        yield from _some(rows, f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
+
+
+def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
+    """Yield values; raise `NoDataError` with the message ``nothing`` if there are none."""
+    nothing_yet = True
+    for value in values:
+        nothing_yet = False
+        yield value
+    if nothing_yet:
+        raise NoDataError(nothing)
 
 
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
