@@ -334,6 +334,20 @@ def test_answers_that_lack_the_end_of_their_prompt_are_learned_and_that_is_told(
     assert ("does not show the whole text of all answers" in caplog.text) == (shown != text)
 
 
+def test_a_call_that_lacks_the_end_of_its_prompt_is_learned_whole(tokenizers: Any, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ c.function.name }}", "<{{ c.function.name }}>")
+    template = template.replace("_prompt %}<|im_start|>assistant:", "_prompt %}<|im_start|>assistant:<t>")
+    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
+    assert rows_of(tokenizers(template), data) == ['<user:q><assistant:«<f>{"a": 1}>»']
+
+
+def test_a_template_that_changes_the_text_of_answers_is_followed(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")
+    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=template)))
+    data = write_records(tmp_path / "a.jsonl", [said("q", "abc")])
+    assert rows_of(tokenizer, data) == ["<user:Q><assistant:«ABC>»"]
+
+
 def test_of_several_templates_the_one_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

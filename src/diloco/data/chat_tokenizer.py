@@ -207,7 +207,8 @@ class ChatTokenizer(Tokenizer):
             prompt = self._render(messages[:number], more, answer_next=True) if number else ""
             if number and after.startswith(prompt):
                 return len(prompt), len(after)
-            other = self._render([*messages[:number], {**messages[number], "content": _OTHER}], more)
+            others = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
+            other = self._render([*messages[:number], *others], more)  # an earlier answer, without its thoughts
             before = self._render(messages[:number], more) if number else ""
         except DataError:
             if is_last:
@@ -306,7 +307,9 @@ class ChatTokenizer(Tokenizer):
         answer = "answer"
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
         rendered = self._render(messages, _NOTHING)
-        rest = rendered[rendered.rindex(answer) + len(answer) :]
+        _, shown, rest = rendered.rpartition(answer)
+        if not shown:  # each conversation is refused later, or learned as it is shown
+            return self.eos_id
         return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
 
 
