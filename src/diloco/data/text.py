@@ -211,7 +211,7 @@ def _rows(path: Path, text_field: str | None, separator: str | None) -> Iterator
             yield from _parquet_rows(path, text_field)
         case _ if separator is None:
             content, offset = read_bytes(path)
-            if content[:1] == b"{" and _is_record(content.partition(b"\n")[0]):
+            if content[:1] == b"{" and isinstance(_record(path, str(path), content.partition(b"\n")[0]), dict):
                 warn_once(f"{path} is read as one text, but looks like JSON Lines. Give such files the suffix .jsonl.")
             yield _text_row(path, offset, content)
         case _:
@@ -243,7 +243,8 @@ def _json_file(path: Path) -> Iterator[Row]:
     """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
     content, offset = read_bytes(path)
     first = list(islice((line for line in content.split(b"\n") if line.strip()), 2))
-    if len(first) > 1 and not first[0].lstrip().startswith(b"[") and any(map(_is_record, first)):
+    in_lines = any(isinstance(_record(path, str(path), line), dict) for line in first)
+    if len(first) > 1 and in_lines and not first[0].lstrip().startswith(b"["):
         yield from _json_lines(path)
         return
     text = decode(content, path, offset).strip()
@@ -259,14 +260,7 @@ def _json_file(path: Path) -> Iterator[Row]:
         yield str(path), _record(path, str(path), text)
 
 
-def _is_record(text: bytes) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _record(path: Path, place: str, text: str) -> Any:
+def _record(path: Path, place: str, text: str | bytes) -> Any:
     """Return the record that a text holds, or the `RowError` that says why it holds none."""
     try:
         record = _parsed(path, text)
@@ -275,7 +269,7 @@ def _record(path: Path, place: str, text: str) -> Any:
     return record if isinstance(record, dict) else _no_object(place, record)
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parsed(path: Path, text: str | bytes) -> Any:
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
