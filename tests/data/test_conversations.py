@@ -9,40 +9,29 @@ from typing import Any
 
 import pytest
 
-from diloco.data.chat import build_chat_corpus, heldout_rows, read_questions
+from diloco.data.chat import build_chat_corpus, read_questions
 from diloco.data.chat_tokenizer import ChatTokenizer
 from diloco.data.settings import DataSettings
 from diloco.errors import DataError
+from tests.data.conversations import (
+    ALTERNATING,
+    BOTH,
+    JOINED_ARGUMENTS,
+    KNOWN_ROLES,
+    RAW_ARGUMENTS,
+    TEMPLATE,
+    TOOL,
+    TOOL_TEXT,
+    answer,
+    called,
+    rows_of,
+    said,
+    share,
+)
 from tests.finetuning import SPECIAL, asked, write_records, write_tokenizer
 from tests.lazy import Lazy
 
 pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
-
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
-    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}" + CALLS
-)
-RAW_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
-JOINED_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "'=' + c.function.arguments")
-ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('must alternate') }}{% endif %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) %}<|im_start|>{{ m.role }}:"
-    "{{ m.content }}<|im_end|>{% elif m.role == 'assistant' %}<|im_start|>assistant:{{ m.content }}<|im_end|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,50 +45,6 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     return make
 
-
-def rows_of(tokenizer: ChatTokenizer, data: Path, **changes: Any) -> list[str]:
-    """Return each conversation of a file as text: what is learned in «», and < and > around a message."""
-    settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing=False, **changes)
-    length = 1024
-    rows = heldout_rows(settings, tokenizer, length, [data])
-    tokens = rows[0 : len(rows)].astype("int64")
-    rows.mark(1, targets := tokens[1:].copy())
-    learned = [False, *(targets >= 0).tolist()]
-    text = b""
-    for place, token in enumerate(tokens.tolist()):
-        if place % length == 0:
-            text += b"\0"
-        elif learned[place] != learned[place - 1]:
-            text += ("«" if learned[place] else "»").encode()
-        text += bytes([token]) if token < 256 else {256: b"", 257: b"<", 258: b">"}[token]
-    return text.decode().split("\0")[1:-1]
-
-
-def said(*turns: Any, **more: Any) -> dict[str, Any]:
-    """Return a record with messages of alternating roles; a turn may be a dictionary of its own."""
-    roles = ("user", "assistant")
-    messages = [
-        {"role": roles[number % 2], "content": turn} if isinstance(turn, str) else turn
-        for number, turn in enumerate(turns)
-    ]
-    return {"messages": messages, **more}
-
-
-def answer(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def called(arguments: Any, content: Any = "", name: str = "f") -> dict[str, Any]:
-    return answer(content, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
-
-
-def share(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
-TOOL_TEXT = json.dumps([TOOL])
-BOTH = "<user:q>" + "<assistant:«a>»"
 
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
@@ -284,26 +229,6 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(tokenizers: Any, 
     assert rows_of(tokenizers(TEMPLATE), data) == plain
 
 
-@pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])
-def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tokenizers: Any, tmp_path: Path, prompt: str) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a", "r", "c")])
-    template = MARKED.replace("%}<|im_start|>assistant:{%", f"%}}{prompt}{{%")
-    assert rows_of(tokenizers(template), data) == [f"<user:p><assistant:b>{BOTH}<user:r><assistant:«c>»"]
-
-
-def test_what_a_template_needs_before_an_answer_costs_only_that_answer(tokenizers: Any, tmp_path: Path) -> None:
-    needs_user = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-    data = write_records(tmp_path / "a.jsonl", [said(answer("w"), *said("q", "a")["messages"])])
-    template = needs_user + "{{ raise_exception('No user query') }}{% endif %}" + TEMPLATE
-    assert rows_of(tokenizers(template), data) == [f"<assistant:w>{BOTH}"]
-
-
-def test_a_template_that_needs_content_gets_it(tokenizers: Any, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m['content'] + '' }}")
-    assert rows_of(tokenizers(template), data) == ['<user:q><assistant:«f{"a": 1}>»']
-
-
 def test_a_developer_speaks_as_the_system_where_the_template_knows_only_that(tokenizers: Any, tmp_path: Path) -> None:
     record = said({"role": "developer", "content": "s"}, *said("q", "a")["messages"])
     assert rows_of(tokenizers(KNOWN_ROLES), write_records(tmp_path / "a.jsonl", [record])) == [f"<system:s>{BOTH}"]
@@ -314,77 +239,6 @@ def test_a_role_that_is_only_the_name_of_a_field_in_the_template_is_not_known(to
     record = said("q", called({}), {"role": "function", "content": "o"}, "a")
     data = write_records(tmp_path / "a.jsonl", [record])
     assert rows_of(tokenizers(template), data) == ["<user:q><assistant:«f{}>»<tool:o><assistant:«a>»"]
-
-
-HIDES_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"
-)
-
-
-@pytest.mark.parametrize("text", ["a", "<a", "<think>t</think>a"])
-def test_answers_that_lack_the_end_of_their_prompt_are_learned_and_that_is_told(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=HIDES_THOUGHTS)))
-    data = write_records(tmp_path / "a.jsonl", [said("p", "b", "q", text)])
-    shown = text.removeprefix("<think>t</think>")
-    assert rows_of(tokenizer, data) == [f"<user:p><assistant:«b>»<user:q><assistant:«{shown}>»"]
-    assert "asks for an answer with '<|im_start|>assistant:<think>' but shows it after" in caplog.text
-    assert ("does not show the whole text of all answers" in caplog.text) == (shown != text)
-
-
-def test_a_call_that_lacks_the_end_of_its_prompt_is_learned_whole(tokenizers: Any, tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{{ c.function.name }}", "<{{ c.function.name }}>")
-    template = template.replace("_prompt %}<|im_start|>assistant:", "_prompt %}<|im_start|>assistant:<t>")
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
-    assert rows_of(tokenizers(template), data) == ['<user:q><assistant:«<f>{"a": 1}>»']
-
-
-def test_a_template_that_changes_the_text_of_answers_is_followed(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")
-    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=template)))
-    data = write_records(tmp_path / "a.jsonl", [said("q", "abc")])
-    assert rows_of(tokenizer, data) == ["<user:Q><assistant:«ABC>»"]
-
-
-def test_of_several_templates_the_one_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    folder = write_tokenizer(tmp_path / "t")
-    library = AutoTokenizer.from_pretrained(str(folder))
-    library.chat_template = {"default": KNOWN_ROLES, "tool_use": TEMPLATE}
-    library.save_pretrained(folder)
-    data = write_records(tmp_path / "a.jsonl", [said("q", "a"), said("q", called({"a": 1}), tools=[TOOL])])
-    with_tools = TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»'
-    assert rows_of(ChatTokenizer(str(folder)), data) == [BOTH, with_tools]
-
-
-def test_examples_do_not_depend_on_the_day(tokenizers: Any, tmp_path: Path) -> None:
-    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %f') }}{% endif %}" + TEMPLATE
-    data = write_records(tmp_path / "a.jsonl", [said("q", "a")])
-    assert rows_of(tokenizers(template), data) == [f"26 Jul 2024 000000{BOTH}"]
-
-
-@pytest.mark.parametrize(
-    ("record", "text"),
-    [
-        (share(("human", "p"), ("gpt", "b"), ("human", "q"), ("gpt", "a")), None),
-        ({"prompt": said("p", "b", "q")["messages"], "completion": "a"}, None),
-        ({"instruction": "q", "output": "a", "history": [["p", "b"]]}, None),
-        (share(("human", "q"), ("gpt", "a")), "q«a»"),
-        ({"system": "s", "prompt": "q", "completion": "a"}, "s\n\nq«a»"),
-    ],
-    ids=["ShareGPT", "prompt", "history", "one answer", "system"],
-)
-def test_several_answers_need_a_template(tmp_path: Path, record: dict[str, Any], text: str | None) -> None:
-    tokenizer = ChatTokenizer(str(write_tokenizer(tmp_path / "t", template=None)))
-    data = write_records(tmp_path / "a.jsonl", [record])
-    if text is not None:
-        assert rows_of(tokenizer, data) == [text]
-        return
-    with pytest.raises(DataError, match="has no chat template, which messages need"):
-        rows_of(tokenizer, data)
 
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
@@ -410,6 +264,14 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"instruction": "q", "input": ["x"], "output": "a"}, "instruction and input must both be text"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history must be a list of pairs"),
     ({"messages": None, "id": 1}, "has the fields 'id', 'messages'"),
+    ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
+    ({"messages": []}, "must be a list of messages"),
+    ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
+    ({"messages": "hello"}, "must be a list of messages"),
+    ({"conversations": ["a"]}, "must be a list of messages"),
+    ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
+    ({"text": 3}, "holds int, not text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
 )
 
 
