@@ -364,6 +364,9 @@ def test_questions_have_the_tools_and_the_system_of_their_record(tokenizers: Any
     assert [message["content"] for message in question.messages] == ["s", "q"]
     with pytest.raises(DataError, match="has no answer to compare with"):
         list(read_questions([write_records(tmp_path / "b.jsonl", [said(answer("a"))])]))
+    (tmp_path / "c.jsonl").write_text("null")
+    with pytest.raises(DataError, match=r"got a NoneType\.$"):  # no flag that is one of training alone
+        list(read_questions([tmp_path / "c.jsonl"]))
 
 
 def test_the_split_of_parquet_rows_with_dates_depends_on_their_text(tokenizers: Any, tmp_path: Path) -> None:

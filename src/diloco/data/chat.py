@@ -140,7 +140,9 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
         DataError: the records can't be read, or a conversation does not end with an answer, as records of plain text.
     """
 
-    def question(place: str, record: Any) -> Question:
+    for place, record in read_records(paths):
+        if isinstance(record, RowError):
+            raise record
         conversation = read_conversation(place, record)
         *before, answer = conversation.messages or ({"role": ""},)
         if not before or answer["role"] != "assistant":
@@ -148,12 +150,8 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
                 f"{place} has no answer to compare with. Give records with messages, of which the last is the "
                 "assistant's, or with prompt and completion."
             )
-        return Question(
-            tuple(before), str(answer.get("content", "")), conversation.arguments, conversation.needs_template
-        )
-
-    questions: Iterator[Question | None] = usable(read_records(paths), question, None, skip_bad=False)
-    yield from (each for each in questions if each is not None)
+        text = str(answer.get("content", ""))
+        yield Question(tuple(before), text, conversation.arguments, conversation.needs_template)
 
 
 _NOTES = {
