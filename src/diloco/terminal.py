@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
+from diloco.errors import ConfigurationError
 from diloco.units import visible_lines
 
-__all__ = ["StandardOutput", "VisibleStream", "make_streams_safe", "plain", "show_visibly"]
+__all__ = ["StandardOutput", "VisibleStream", "as_typed", "make_streams_safe", "plain", "show_visibly"]
 
 _BAR = re.compile(r"(?:\x1b\[A)*\r?")  # how a progress bar of a library (tqdm) begins what it writes
 
@@ -62,6 +63,22 @@ def show_visibly() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, VisibleStream):
             setattr(sys, name, VisibleStream(stream, bars=name == "stderr"))
+
+
+def as_typed(text: str) -> str:
+    """Return a text of the command line, whose bytes Python can't decode in an ASCII locale.
+
+    Raises:
+        ConfigurationError: it is not UTF-8.
+
+    >>> as_typed("caf\udcc3\udca9")
+    'café'
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        raise ConfigurationError(f"'{shown}' is not text in UTF-8, which it must be.") from error
 
 
 class StandardOutput(io.FileIO):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli import main
+from diloco.terminal import as_typed
+
 SMALL = {
     "--steps": "2",
     "--inner-steps": "2",
@@ -97,6 +100,13 @@ def test_characters_that_a_stream_lacks_are_escaped(environment: dict[str, str],
         )
         assert (done.returncode, done.stdout) == expected
         assert b"Traceback" not in done.stderr
+
+
+def test_a_prompt_is_what_was_typed_in_any_locale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert as_typed("caf\udcc3\udca9 \u6771") == "café 東"
+    for option in ("--prompt", "--system", "--stop"):
+        assert main(["generate", str(tmp_path), option, "\udcff", *(["--chat"] if option == "--system" else [])]) == 2
+        assert "'\\udcff' is not text in UTF-8" in capfd.readouterr().err
 
 
 def test_a_name_that_no_settings_file_can_hold_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from diloco.data.heldout import is_heldout
 from diloco.data.rows import Example
 from diloco.data.settings import DataSettings
 from diloco.errors import ConfigurationError, DataError, DiLoCoError
+from tests.data.conversations import BOTH, KNOWN_ROLES, TEMPLATE, TOOL, TOOL_TEXT, answer, called, rows_of, said, share
+from tests.data.conversations import MARKED as MARKED_ROLES
 from tests.finetuning import SPECIAL, asked, write_records, write_sums, write_tokenizer
 
 THINKING = (
@@ -105,24 +107,6 @@ def test_a_template_that_hides_its_answers_is_refused(tmp_path: Path) -> None:
         tokenizer.conversation(asked("a", "b")["messages"])
 
 
-RECORDS = (
-    (asked("1", "2"), "2<|im_end|>\n"),
-    ({"prompt": "1", "completion": "2"}, "2<|im_end|>\n"),
-    ({"prompt": asked("1", "2")["messages"][:1], "completion": asked("1", "2")["messages"][1:]}, "2<|im_end|>\n"),
-    ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, "2<|im_end|>\n"),
-    ({"messages": [*asked("1", "2")["messages"], {"role": "user", "content": "3"}]}, "2<|im_end|>\n"),
-    ({"text": "plain"}, "lain<|endoftext|>"),  # the first token is not predicted
-)
-
-
-@pytest.mark.parametrize(("record", "learned"), RECORDS, ids=lambda each: str(each)[:20])
-def test_every_way_to_write_a_conversation(folder: Path, tmp_path: Path, record: dict[str, Any], learned: str) -> None:
-    corpus = corpus_of(folder, tmp_path, [record])
-    tokens = corpus.train[0 : len(corpus.train)].astype("int64")
-    corpus.train.mark(1, targets := tokens[1:].copy())
-    assert spelled(targets[targets >= 0].tolist()) == learned
-
-
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
     """Return the corpus of these training records and a held-out one; an unused field decides the split."""
 
@@ -169,28 +153,6 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     assert "1 left out because their text contains a special token" in told
 
 
-MALFORMED = (
-    ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
-    ({"messages": []}, "must be a list of messages"),
-    ({"messages": [{"role": "user"}]}, "must be a list of messages"),
-    ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
-    ({"messages": "hello"}, "must be a list of messages"),
-    ({"prompt": "a", "completion": []}, "must both be text"),
-    ({"conversations": ["a"]}, "must be a list of messages"),
-    ({"text": 3}, "holds int, not text"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
-)
-
-
-@pytest.mark.parametrize(("record", "said"), MALFORMED, ids=lambda each: str(each)[:30])
-def test_what_is_no_conversation_is_refused_by_its_line(
-    folder: Path, tmp_path: Path, record: dict[str, Any], said: str
-) -> None:
-    data = write_records(tmp_path / "data.jsonl", [asked("1", "2"), record])
-    with pytest.raises(DataError, match=f"data.jsonl:2.*{said}"):
-        build_chat_corpus(settings_of(folder, data), 64)
-
-
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"streaming": True}, "data.streaming can't be combined with data.format='chat'"),
     ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources can't be combined"),
@@ -230,3 +192,96 @@ def test_questions_are_the_last_answers_with_what_comes_before(chatml: ChatToken
     assert questions[0].prompt(chatml) == chatml.prompt(asked("2+2?", "4")["messages"][:1])
     with pytest.raises(DataError, match=r"q.jsonl:1 has no answer"):
         list(read_questions([write_records(tmp_path / "q.jsonl", [{"text": "a"}])]))
+
+
+@pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])
+def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tmp_path: Path, prompt: str) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a", "r", "c")])
+    template = MARKED_ROLES.replace("%}<|im_start|>assistant:{%", f"%}}{prompt}{{%")
+    assert rows_of(with_template(tmp_path / "t", template), data) == [
+        f"<user:p><assistant:b>{BOTH}<user:r><assistant:«c>»"
+    ]
+
+
+def test_what_a_template_needs_before_an_answer_costs_only_that_answer(tmp_path: Path) -> None:
+    needs_user = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    data = write_records(tmp_path / "a.jsonl", [said(answer("w"), *said("q", "a")["messages"])])
+    template = needs_user + "{{ raise_exception('No user query') }}{% endif %}" + TEMPLATE
+    assert rows_of(with_template(tmp_path / "t", template), data) == [f"<assistant:w>{BOTH}"]
+
+
+def test_a_template_that_needs_content_gets_it(tmp_path: Path) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m['content'] + '' }}")
+    assert rows_of(with_template(tmp_path / "t", template), data) == ['<user:q><assistant:«f{"a": 1}>»']
+
+
+HIDES_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["a", "<a", "<think>t</think>a"])
+def test_answers_that_lack_the_end_of_their_prompt_are_learned_and_that_is_told(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = with_template(tmp_path / "t", HIDES_THOUGHTS)
+    data = write_records(tmp_path / "a.jsonl", [said("p", "b", "q", text)])
+    shown = text.removeprefix("<think>t</think>")
+    assert rows_of(tokenizer, data) == [f"<user:p><assistant:«b>»<user:q><assistant:«{shown}>»"]
+    assert "asks for an answer with '<|im_start|>assistant:<think>' but shows it after" in caplog.text
+    assert ("does not show the whole text of all answers" in caplog.text) == (shown != text)
+
+
+def test_a_call_that_lacks_the_end_of_its_prompt_is_learned_whole(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ c.function.name }}", "<{{ c.function.name }}>")
+    template = template.replace("_prompt %}<|im_start|>assistant:", "_prompt %}<|im_start|>assistant:<t>")
+    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
+    assert rows_of(with_template(tmp_path / "t", template), data) == ['<user:q><assistant:«<f>{"a": 1}>»']
+
+
+def test_a_template_that_changes_the_text_of_answers_is_followed(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")
+    tokenizer = with_template(tmp_path / "t", template)
+    data = write_records(tmp_path / "a.jsonl", [said("q", "abc")])
+    assert rows_of(tokenizer, data) == ["<user:Q><assistant:«ABC>»"]
+
+
+def test_of_several_templates_the_one_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path / "t")
+    library = AutoTokenizer.from_pretrained(str(folder))
+    library.chat_template = {"default": KNOWN_ROLES, "tool_use": TEMPLATE}
+    library.save_pretrained(folder)
+    data = write_records(tmp_path / "a.jsonl", [said("q", "a"), said("q", called({"a": 1}), tools=[TOOL])])
+    with_tools = TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»'
+    assert rows_of(ChatTokenizer(str(folder)), data) == [BOTH, with_tools]
+
+
+def test_examples_do_not_depend_on_the_day(tmp_path: Path) -> None:
+    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %f') }}{% endif %}" + TEMPLATE
+    data = write_records(tmp_path / "a.jsonl", [said("q", "a")])
+    assert rows_of(with_template(tmp_path / "t", template), data) == [f"26 Jul 2024 000000{BOTH}"]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (share(("human", "p"), ("gpt", "b"), ("human", "q"), ("gpt", "a")), None),
+        ({"prompt": said("p", "b", "q")["messages"], "completion": "a"}, None),
+        ({"instruction": "q", "output": "a", "history": [["p", "b"]]}, None),
+        (share(("human", "q"), ("gpt", "a")), "q«a»"),
+        ({"system": "s", "prompt": "q", "completion": "a"}, "s\n\nq«a»"),
+    ],
+    ids=["ShareGPT", "prompt", "history", "one answer", "system"],
+)
+def test_several_answers_need_a_template(tmp_path: Path, record: dict[str, Any], text: str | None) -> None:
+    tokenizer = with_template(tmp_path / "t", None)
+    data = write_records(tmp_path / "a.jsonl", [record])
+    if text is not None:
+        assert rows_of(tokenizer, data) == [text]
+        return
+    with pytest.raises(DataError, match="has no chat template, which messages need"):
+        rows_of(tokenizer, data)

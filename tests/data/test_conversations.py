@@ -9,40 +9,29 @@ from typing import Any
 
 import pytest
 
-from diloco.data.chat import build_chat_corpus, heldout_rows, read_questions
+from diloco.data.chat import build_chat_corpus, read_questions
 from diloco.data.chat_tokenizer import ChatTokenizer
 from diloco.data.settings import DataSettings
 from diloco.errors import DataError
+from tests.data.conversations import (
+    ALTERNATING,
+    BOTH,
+    JOINED_ARGUMENTS,
+    KNOWN_ROLES,
+    RAW_ARGUMENTS,
+    TEMPLATE,
+    TOOL,
+    TOOL_TEXT,
+    answer,
+    called,
+    rows_of,
+    said,
+    share,
+)
 from tests.finetuning import SPECIAL, asked, write_records, write_tokenizer
 from tests.lazy import Lazy
 
 pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
-
-CALLS = (
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
-    "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}" + CALLS
-)
-RAW_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
-JOINED_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "'=' + c.function.arguments")
-ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('must alternate') }}{% endif %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) %}<|im_start|>{{ m.role }}:"
-    "{{ m.content }}<|im_end|>{% elif m.role == 'assistant' %}<|im_start|>assistant:{{ m.content }}<|im_end|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -57,54 +46,12 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def rows_of(tokenizer: ChatTokenizer, data: Path, **changes: Any) -> list[str]:
-    """Return each conversation of a file as text: what is learned in «», and < and > around a message."""
-    settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing=False, **changes)
-    length = 1024
-    rows = heldout_rows(settings, tokenizer, length, [data])
-    tokens = rows[0 : len(rows)].astype("int64")
-    rows.mark(1, targets := tokens[1:].copy())
-    learned = [False, *(targets >= 0).tolist()]
-    text = b""
-    for place, token in enumerate(tokens.tolist()):
-        if place % length == 0:
-            text += b"\0"
-        elif learned[place] != learned[place - 1]:
-            text += ("«" if learned[place] else "»").encode()
-        text += bytes([token]) if token < 256 else {256: b"", 257: b"<", 258: b">"}[token]
-    return text.decode().split("\0")[1:-1]
-
-
-def said(*turns: Any, **more: Any) -> dict[str, Any]:
-    """Return a record with messages of alternating roles; a turn may be a dictionary of its own."""
-    roles = ("user", "assistant")
-    messages = [
-        {"role": roles[number % 2], "content": turn} if isinstance(turn, str) else turn
-        for number, turn in enumerate(turns)
-    ]
-    return {"messages": messages, **more}
-
-
-def answer(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def called(arguments: Any, content: Any = "", name: str = "f") -> dict[str, Any]:
-    return answer(content, tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}])
-
-
-def share(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
-
-
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
-TOOL_TEXT = json.dumps([TOOL])
-BOTH = "<user:q>" + "<assistant:«a>»"
-
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"text": "plain"}, "p«lain»"),  # the first token is not predicted
     "messages": (said("q", "a"), BOTH),
     "ShareGPT": (share(("human", "q"), ("gpt", "a")), BOTH),
     "ShareGPT of a model": (share(("User", "q"), ("Model", "a")), BOTH),
+    "LangChain's roles": (share(("human", "q"), ("ai", "a")), BOTH),
     "conversation": ({"conversation": said("q", "a")["messages"]}, BOTH),
     "conversations with OpenAI's names": ({"conversations": said("q", "a")["messages"]}, BOTH),
     "messages as JSON": ({"messages": json.dumps(said("q", "a")["messages"])}, BOTH),
@@ -112,6 +59,19 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "prompt and messages": ({"prompt": "q", "completion": [answer("a")]}, BOTH),
     "chosen": ({"prompt": "q", "chosen": "a", "rejected": "b"}, BOTH),
     "chosen with its prompt": ({"prompt": "q", "chosen": said("q", "a")["messages"]}, BOTH),
+    "chosen with its prompt, as ShareGPT": (
+        {"prompt": "q", **{"chosen": share(("human", "q"), ("gpt", "a"))["conversations"]}},
+        BOTH,
+    ),
+    "chosen with its prompt and a system": (
+        {"prompt": "q", "chosen": [{"role": "system", "content": "s"}, *said("q ", "a", name=None)["messages"]]},
+        "<system:s><user:q ><assistant:«a>»",
+    ),
+    "prompt and completion as JSON": (
+        {"prompt": json.dumps(said("q")["messages"]), "completion": json.dumps([answer("a")])},
+        BOTH,
+    ),
+    "a prompt about JSON": ({"prompt": '[{"a": 1}]', "completion": "a"}, '<user:[{"a": 1}]><assistant:«a>»'),
     "chosen alone": ({"chosen": said("q", "a")["messages"], "rejected": said("q", "b")["messages"]}, BOTH),
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "3"}, "<user:add\n\n1 2><assistant:«3>»"),
     "Alpaca without input": ({"instruction": "q", "input": "", "output": "a"}, BOTH),
@@ -152,6 +112,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "weight 0": (said("p", answer("b", weight=0), "q", answer("a", weight=1)), f"<user:p><assistant:b>{BOTH}"),
     "weight 0.0": (said("p", answer("b", weight=0.0), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "train": (said("p", answer("b", train=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
+    "training": (said("p", answer("b", training=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "loss": (said("p", answer("b", loss=False), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "loss_weight": (said("p", answer("b", loss_weight=0), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
     "masked": (said("p", answer("b", masked=True), "q", "a"), f"<user:p><assistant:b>{BOTH}"),
@@ -175,6 +136,10 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
     "schema with nulls": (
         said("q", "a", tools=[{**TOOL, "function": {**TOOL["function"], "description": None}}]),
         f"{TOOL_TEXT}{BOTH}",
+    ),
+    "schema with nulls of a property called default": (
+        said("q", "a", tools=[{"name": "f", "parameters": {"properties": {"default": {"type": "x", "title": None}}}}]),
+        f'[{{"name": "f", "parameters": {{"properties": {{"default": {{"type": "x"}}}}}}}}]{BOTH}',
     ),
     "default of null": (
         said("q", "a", tools=[{"name": "f", "parameters": {"properties": {"a": {"default": None, "enum": [None]}}}}]),
@@ -264,29 +229,16 @@ def test_columns_of_other_rows_enter_neither_tools_nor_answers(tokenizers: Any, 
     assert rows_of(tokenizers(TEMPLATE), data) == plain
 
 
-@pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])
-def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tokenizers: Any, tmp_path: Path, prompt: str) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a", "r", "c")])
-    template = MARKED.replace("%}<|im_start|>assistant:{%", f"%}}{prompt}{{%")
-    assert rows_of(tokenizers(template), data) == [f"<user:p><assistant:b>{BOTH}<user:r><assistant:«c>»"]
-
-
-def test_what_a_template_needs_before_an_answer_costs_only_that_answer(tokenizers: Any, tmp_path: Path) -> None:
-    needs_user = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-    data = write_records(tmp_path / "a.jsonl", [said(answer("w"), *said("q", "a")["messages"])])
-    template = needs_user + "{{ raise_exception('No user query') }}{% endif %}" + TEMPLATE
-    assert rows_of(tokenizers(template), data) == [f"<assistant:w>{BOTH}"]
-
-
-def test_a_template_that_needs_content_gets_it(tokenizers: Any, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m['content'] + '' }}")
-    assert rows_of(tokenizers(template), data) == ['<user:q><assistant:«f{"a": 1}>»']
-
-
 def test_a_developer_speaks_as_the_system_where_the_template_knows_only_that(tokenizers: Any, tmp_path: Path) -> None:
     record = said({"role": "developer", "content": "s"}, *said("q", "a")["messages"])
     assert rows_of(tokenizers(KNOWN_ROLES), write_records(tmp_path / "a.jsonl", [record])) == [f"<system:s>{BOTH}"]
+
+
+def test_a_role_that_is_only_the_name_of_a_field_in_the_template_is_not_known(tokenizers: Any, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("{{ m.role }}", "{{ m.role if m.role != 'tool' else m['function'] or 'tool' }}")
+    record = said("q", called({}), {"role": "function", "content": "o"}, "a")
+    data = write_records(tmp_path / "a.jsonl", [record])
+    assert rows_of(tokenizers(template), data) == ["<user:q><assistant:«f{}>»<tool:o><assistant:«a>»"]
 
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
@@ -295,7 +247,8 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("a", mask=1)), "mask = 1 can't be followed"),
     (said("q", answer("a", train_detail=[{"begin_offset": 0}])), "train_detail = .* can't be followed"),
     (said("q", "a", completion_mask=[0, 1, 1]), "3 marks, but there are 2 messages with 1 answers"),
-    (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the type 'image_url'"),
+    (said({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "a"), "the part .*image_url"),
+    (said({"role": "user", "content": [{"type": "text", "text": None}]}, "a"), "the part .*None"),
     (said("q", answer(None)), "must be a list of messages"),
     (share(("human", "q"), ("gpt", None)), "must be a list of messages"),
     ({"messages": [{"content": "q"}]}, "must be a list of messages"),
@@ -305,9 +258,20 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (said("q", answer("", tool_calls=[{"type": "function"}])), "needs a function with a name"),
     (said("q", "a", tools="f(x)"), "tools must be a list of objects"),
     (said("q", "a", system=["s"]), "system must be text"),
+    (said("q", "a", chat_template_kwargs={"chat_template": "x"}), "chat_template_kwargs can't set 'chat_template'"),
+    (said("q", "a", chat_template_kwargs={"messages": []}), "chat_template_kwargs can't set 'messages'"),
+    (said("q", "a", chat_template_kwargs={"return_dict": True}), "chat_template_kwargs can't set 'return_dict'"),
     ({"instruction": "q", "input": ["x"], "output": "a"}, "instruction and input must both be text"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history must be a list of pairs"),
     ({"messages": None, "id": 1}, "has the fields 'id', 'messages'"),
+    ({"question": "a"}, "has the fields 'question'. A conversation needs 'messages'"),
+    ({"messages": []}, "must be a list of messages"),
+    ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
+    ({"messages": "hello"}, "must be a list of messages"),
+    ({"conversations": ["a"]}, "must be a list of messages"),
+    ({"prompt": "a", "completion": []}, "completion must be text or a list of messages"),
+    ({"text": 3}, "holds int, not text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
 )
 
 
@@ -347,9 +311,10 @@ UNUSED = (
     (said("q", "a", weight=0.3), "the field 'weight' is not used"),
     ({"text": "a text", "title": "b"}, "the field 'title' is not used"),
     (said("q", answer("a", name="n")), "leaves out the field 'name' of messages"),
+    (said("q", answer("a", learn=False)), "leaves out the field 'learn' of messages"),
     (said("q", called({}), {"role": "tool", "content": "o", "tool_call_id": "1"}, "a"), "the field 'tool_call_id' of"),
     (said("q", "a", documents=[{"text": "d"}]), "leaves out the field 'documents'"),
-    (said("q", "a", chat_template_kwargs={"deep": True}), "leaves out the field 'deep'"),
+    (said("q", "a", chat_template_kwargs='{"learned": true}'), "leaves out the field 'learned'"),
     (said({"role": "user", "content": "q", "weight": 1}, "a"), "messages with the role 'user' to be learned"),
 )
 
@@ -382,8 +347,13 @@ def test_what_a_template_leaves_out_is_named(
     assert f"a.jsonl:1: the chat template leaves out {part}." in caplog.text
 
 
-def test_a_special_token_in_an_argument_leaves_the_conversation_out(tokenizers: Any, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": SPECIAL[2]})), said("q", "a")])
+@pytest.mark.parametrize(
+    "arguments", [{"a": SPECIAL[2]}, {SPECIAL[2]: 1}, '{"a": "\\u003c|im_end|>"}'], ids=["value", "name", "escape"]
+)
+def test_a_special_token_in_an_argument_leaves_the_conversation_out(
+    tokenizers: Any, tmp_path: Path, arguments: Any
+) -> None:
+    data = write_records(tmp_path / "a.jsonl", [said("q", called(arguments)), said("q", "a")])
     assert rows_of(tokenizers(TEMPLATE), data) == [BOTH]
 
 
@@ -394,6 +364,9 @@ def test_questions_have_the_tools_and_the_system_of_their_record(tokenizers: Any
     assert [message["content"] for message in question.messages] == ["s", "q"]
     with pytest.raises(DataError, match="has no answer to compare with"):
         list(read_questions([write_records(tmp_path / "b.jsonl", [said(answer("a"))])]))
+    (tmp_path / "c.jsonl").write_text("null")
+    with pytest.raises(DataError, match=r"got a NoneType\.$"):  # no flag that is one of training alone
+        list(read_questions([tmp_path / "c.jsonl"]))
 
 
 def test_the_split_of_parquet_rows_with_dates_depends_on_their_text(tokenizers: Any, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "lines in upper case": ("A.JSONL", LINES, READ),
     "ndjson": ("a.ndjson", LINES, READ),
     "lines with a mark": ("a.jsonl", BOM + LINES, READ),
+    "jsonlines": ("a.jsonlines", LINES, READ),
     "joined files with marks": ("a.jsonl", (BOM + LINES.splitlines()[0] + b"\n") * 2, ["one", "one"]),
     "lines of Windows": ("a.jsonl", LINES.replace(b"\n", b"\r\n"), READ),
     "no last line end": ("a.jsonl", LINES[:-1], READ),
@@ -84,18 +85,12 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
     "parquet, zstd": ("a.parquet.zst", b"", READ),
     **{
         f"{name}{suffix}": (f"{name}{suffix}", pack(content), documents)
-        for suffix, pack in (
-            (".gz", gzip.compress),
-            (".bz2", bz2.compress),
-            (".xz", lzma.compress),
-            (".zst", in_zstandard),
-        )
-        for name, content, documents in (
-            ("a.jsonl", BOM + LINES, READ),
-            ("a.json", INDENTED, READ),
-            ("a.txt", b"one", ["one"]),
-        )
+        for suffix, pack in COMPRESSIONS.items()
+        for name, content, documents in PACKED
     },
+    "gzip by its long name": ("a.jsonl.gzip", gzip.compress(LINES), READ),
+    "zstd by its long name": ("a.jsonl.zstd", in_zstandard(LINES), READ),
+    "zstd after a frame to skip": ("a.jsonl.zst", b"\x50\x2a\x4d\x18\4\0\0\0size" + in_zstandard(LINES), READ),
     "two members": ("a.jsonl.gz", gzip.compress(LINES[:16]) + gzip.compress(LINES[16:]), READ),
     "two frames": ("a.jsonl.zst", in_zstandard(LINES[:16]) + in_zstandard(LINES[16:]), READ),
     "compressed without a suffix": ("a.jsonl", gzip.compress(LINES), READ),
@@ -215,11 +210,27 @@ def test_a_broken_link_with_the_name_of_data_is_no_file_to_leave_out(tmp_path: P
         list(read_documents([tmp_path]))
 
 
-def test_a_key_that_is_there_twice_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one", "text": "two"}\n' * 2)
-    assert list(read_documents([tmp_path / "a.jsonl"])) == ["two", "two"]
+@pytest.mark.parametrize("name", ["data", "a.jsonl.txt", "a.jsonl.1"])
+def test_records_that_are_read_as_text_are_named(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / name).write_bytes(LINES)
+    assert list(read_documents([tmp_path / name])) == [LINES.decode()]
+    assert f"{name} is read as one text, but looks like JSON Lines" in caplog.text
+
+
+def test_bad_rows_are_counted_where_not_all_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n' + LINES)
+    documents = read_documents([tmp_path / "a.jsonl"], skip_bad=True)
+    assert next(documents) == "one"
+    documents.close()  # type: ignore[attr-defined]
+    assert "1 of 2 rows can't be used and are left out" in caplog.text
+
+
+@pytest.mark.parametrize("form", [b"%s\n%s", b"[%s, %s]"])
+def test_a_key_that_is_there_twice_is_named_once(tmp_path: Path, form: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.json").write_bytes(form % (2 * (b'{"text": "one", "text": "two"}',)))
+    assert list(read_documents([tmp_path / "a.json"])) == ["two", "two"]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "a.jsonl: an object has the field 'text' twice; the last one is used" in told
+    assert "a.json: an object has the field 'text' twice; the last one is used" in told
 
 
 BAD_ROWS: dict[str, tuple[str, bytes]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
-from diloco.terminal import plain
+from diloco.terminal import as_typed, plain
 from diloco.trained.sampling import Sampling
 from diloco.units import unescape
 
@@ -101,6 +101,8 @@ class GenerateOptions:
 def run(arguments: Sequence[str]) -> int:
     """Generate text and print it as it is generated."""
     given = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
+    stop = tuple(map(as_typed, given.stop))
+    given = replace(given, prompt=as_typed(given.prompt), system=as_typed(given.system), stop=stop)
     prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file)
 
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,13 @@ class Question:
     messages: tuple[Message, ...]  # all messages before the answer
     answer: str  # the text of the answer
     more: Mapping[str, Any]  # further arguments of the chat template, such as ``tools``
+    needs_template: bool  # False: without a template, the texts of the messages are joined
 
     def prompt(self, tokenizer: ChatTokenizer) -> list[int]:
         """Return the tokens of the prompt for the answer."""
-        if tokenizer.template is None and len(self.messages) == 1:
-            return tokenizer.plain_prompt(str(self.messages[0]["content"]))
-        return tokenizer.prompt(self.messages, **self.more)
+        if tokenizer.template is None and not self.needs_template:
+            return tokenizer.plain_prompt(_joined(self.messages))
+        return tokenizer.prompt(self.messages, self.more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,6 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
     split: dict[bool, list[Example]] = {False: [], True: []}
     num_bytes = {False: 0, True: 0}
     reader = _Reader(tokenizer)
-    counts = reader.counts
     for example, heldout in reader.examples(rows, settings):
         if example is not None:
             split[heldout].append(example)
@@ -92,16 +93,14 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
     packed, documents = {}, {}
     for heldout, examples in split.items():
         kept, cut, unfit = fitting(examples, sequence_length)
-        counts.cut += cut
-        counts.unanswered += unfit
+        reader.counts.update(cut=cut, unanswered=unfit)
         documents[heldout] = len(kept)
         if not kept:
-            left_out = counts.unanswered + counts.special + counts.bad
-            why = f" ({'; '.join(counts.notes(sequence_length))})"
+            why = "; ".join(reader.notes(sequence_length))
             raise DataError(
-                f"Of {counts.read} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
-                f"{'evaluate' if heldout else 'train'} on{why if left_out else ''}. Give more conversations, or change "
-                "the fraction."
+                f"Of {reader.counts['read']} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves "
+                f"none to {'evaluate' if heldout else 'train'} on{f' ({why})' if why else ''}. Give more "
+                "conversations, or change the fraction."
             )
         packed[heldout] = PackedRows(
             kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype
@@ -116,7 +115,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         train_bytes=num_bytes[False],
         heldout_bytes=num_bytes[True],
         fingerprint=xxhash.xxh3_128_hexdigest(fingerprint.encode()),
-        notes=counts.notes(sequence_length),
+        notes=reader.notes(sequence_length),
     )
 
 
@@ -141,7 +140,9 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
         DataError: the records can't be read, or a conversation does not end with an answer, as records of plain text.
     """
 
-    def question(place: str, record: Any) -> Question:
+    for place, record in read_records(paths):
+        if isinstance(record, RowError):
+            raise record
         conversation = read_conversation(place, record)
         *before, answer = conversation.messages or ({"role": ""},)
         if not before or answer["role"] != "assistant":
@@ -149,41 +150,31 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
                 f"{place} has no answer to compare with. Give records with messages, of which the last is the "
                 "assistant's, or with prompt and completion."
             )
-        return Question(tuple(before), str(answer.get("content", "")), conversation.arguments)
-
-    questions: Iterator[Question | None] = usable(read_records(paths), question, None, skip_bad=False)
-    yield from (each for each in questions if each is not None)
+        text = str(answer.get("content", ""))
+        yield Question(tuple(before), text, conversation.arguments, conversation.needs_template)
 
 
-@dataclass
-class _Counts:
-    """How many conversations were changed or left out while reading."""
-
-    read: int = 0
-    bad: int = 0
-    cut: int = 0
-    unanswered: int = 0
-    special: int = 0
-    partial: int = 0
-
-    def notes(self, length: int) -> tuple[str, ...]:
-        noted = (
-            (self.bad, "left out because they can't be used (data.skip_bad)"),
-            (self.cut, f"cut at {length} tokens"),
-            (self.unanswered, "left out because they have no answer to learn, or none before the cut"),
-            (self.special, "left out because their text contains a special token of the tokenizer"),
-            (self.partial, "in which not every answer counts, because the template renders earlier ones differently"),
-        )
-        return tuple(f"{count:,} {what}" for count, what in noted if count)
+_NOTES = {
+    "bad": "left out because they can't be used (data.skip_bad)",
+    "cut": "cut at {length} tokens",
+    "unanswered": "left out because they have no answer to learn, or none before the cut",
+    "special": "left out because their text contains a special token of the tokenizer",
+    "partial": "in which not every answer counts, because the template renders earlier ones differently",
+}
+"""How conversations are changed or left out."""
 
 
 class _Reader:
     """Turns records into examples, and counts and names what it leaves out."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self.counts = _Counts()
+        self.counts: Counter[str] = Counter()  # of `_NOTES`, and how many were read
         self._tokenizer = tokenizer
         self._known: set[str] = set()  # parts of conversations that the template uses, or that were named
+
+    def notes(self, length: int) -> tuple[str, ...]:
+        counted = ((self.counts[name], what.format(length=length)) for name, what in _NOTES.items())
+        return tuple(f"{count:,} {what}" for count, what in counted if count)
 
     def examples(self, rows: Iterable[Row], settings: DataSettings) -> Iterator[tuple[Example | None, bool]]:
         """Yield what is learned from each record, or None, and whether it is held out.
@@ -197,8 +188,8 @@ class _Reader:
 
         used: Iterator[tuple[Example | None, bool] | None] = usable(rows, read, None, skip_bad=settings.skip_bad)
         for each in used:
-            self.counts.read += 1
-            self.counts.bad += each is None
+            self.counts["read"] += 1
+            self.counts["bad"] += each is None
             yield each or (None, False)
 
     def _example(self, place: str, record: Any) -> Example | None:
@@ -208,25 +199,24 @@ class _Reader:
             self._name(place, part, "is not used")
         if conversation.text is not None:
             if tokenizer.holds_special(conversation.text):
-                self.counts.special += 1
+                self.counts["special"] += 1
                 return None
             return tokenizer.completion("", conversation.text)
         if any(map(tokenizer.holds_special, texts_of([list(conversation.messages), conversation.arguments]))):
-            self.counts.special += 1
+            self.counts["special"] += 1
             return None
         size = max((number + 1 for number, learned in enumerate(conversation.learned) if learned), default=0)
         messages, learned, more = conversation.messages[:size], conversation.learned[:size], conversation.arguments
         if not messages:
-            self.counts.unanswered += 1
+            self.counts["unanswered"] += 1
             return None
         if tokenizer.template is None and not conversation.needs_template:
             for name in sorted(more):
                 self._name(place, f"the field {name!r}", "needs a chat template and is not used")
-            *before, answer = (str(message.get("content", "")) for message in messages)
-            return tokenizer.completion("".join(before), answer)
+            return tokenizer.completion(_joined(messages[:-1]), _joined(messages[-1:]))
         try:
-            example, all_count = tokenizer.conversation(messages, learned, **more)
-            for part, is_unused in tokenizer.unused(messages, self._known, **more):
+            example, all_count = tokenizer.conversation(messages, learned, more)
+            for part, is_unused in tokenizer.unused(messages, self._known, more):
                 self._known.add(part)
                 if is_unused:
                     warn_once(f"{place}: the chat template leaves out {part}.")
@@ -234,13 +224,17 @@ class _Reader:
             if tokenizer.template is None:
                 raise
             raise RowError(f"{place}: {error}") from error
-        self.counts.partial += not all_count
+        self.counts["partial"] += not all_count
         return example
 
     def _name(self, place: str, part: str, how: str) -> None:
         if part not in self._known:
             self._known.add(part)
             warn_once(f"{place}: {part} {how}.")
+
+
+def _joined(messages: Iterable[Message]) -> str:
+    return "\n\n".join(str(message.get("content", "")) for message in messages)
 
 
 def _text_of(record: Any) -> str:

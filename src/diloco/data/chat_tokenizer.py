@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.conversations import parsed_arguments
+from diloco.data.files import warn_once
 from diloco.data.rows import Example
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import library_tokenizer
@@ -25,6 +30,10 @@ Message = Mapping[str, Any]  # ``role``, ``content``, and whatever else the temp
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_OTHER = "\1"  # a text that no answer begins with
+_NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
+_DATE = datetime(2024, 7, 26)  # instead of the current date, on which no example may depend
 _ROLE_NAMES = (("developer", "system"), ("function", "tool"))  # a later name of a role, and what templates call it
 
 
@@ -51,7 +60,10 @@ class ChatTokenizer(Tokenizer):
         self._library = library
         self._place = place
         # the template; None: there is none, so only prompts, completions and plain text can be read
-        self.template: str | None = library.chat_template
+        named = library.chat_template
+        self.template: str | None = "\n".join(map(str, named.values())) if isinstance(named, dict) else named
+        self._taken = {*inspect.signature(library.apply_chat_template).parameters, "messages", "self"}
+        self._taken -= {"tools", "documents"}
         added = library.added_tokens_decoder.values()
         special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
         self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
@@ -69,14 +81,14 @@ class ChatTokenizer(Tokenizer):
         """Return whether a text spells out a special token, which would end its own part of a conversation."""
         return self._special.search(text) is not None
 
-    def prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
-        """Return the tokens of the prompt for the answer to ``messages``.
+    def prompt(self, messages: Sequence[Message], more: Mapping[str, Any] = _NOTHING) -> list[int]:
+        """Return the tokens of the prompt for the answer to ``messages``, as `conversation` tokenises them.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
         """
-        adapted = self._adapted(messages, **more)
-        return [int(token) for token in self._tokens(self._render(adapted, answer_next=True, **more))[0]]
+        text = self._render(self._adapted(messages, more), more, answer_next=True)
+        return [int(token) for token in self._tokens(text)[0]]
 
     def plain_prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt without a template."""
@@ -92,13 +104,14 @@ class ChatTokenizer(Tokenizer):
         return Example(tokens, counted)
 
     def conversation(
-        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, **more: Any
+        self, messages: Sequence[Message], learned: Sequence[bool] | None = None, more: Mapping[str, Any] = _NOTHING
     ) -> tuple[Example, bool]:
         """Tokenise a conversation. Its answers count, each with the tokens that end it.
 
         The template decides which tokens are answers: an answer runs from the end of the prompt for it to the end of
         the conversation up to it. If the template marks the answers itself (``{% generation %}``), those marks are
-        used.
+        used. An answer that lacks the end of the prompt (``<think>``), or has no prompt because the conversation begins
+        with it, runs from where its own text begins.
 
         Args:
             learned: for each message whether it counts, if it is an answer. Default: all.
@@ -109,27 +122,32 @@ class ChatTokenizer(Tokenizer):
             another message follows (without their reasoning), or refuse what precedes them; these don't count.
 
         Raises:
-            DataError: the template refuses the conversation, or does not render the last answer right after the prompt
-                for it.
+            DataError: the template refuses the conversation, or does not render the last answer after its prompt.
         """
-        messages = self._adapted(messages, **more)
-        whole = self._render(messages, **more)
+        messages = self._adapted(messages, more)
+        whole = self._render(messages, more)
         tokens, spans = self._tokens(whole)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [number for number in answers if learned is None or learned[number]]
+        if wanted and _squeezed(messages[wanted[-1]].get("content", "")) not in _squeezed(whole):
+            warn_once(
+                f"The chat template of {self._place} does not show the whole text of all answers (often not their "
+                "reasoning). What it leaves out is not learned."
+            )
         marked = np.ones(len(tokens), dtype=np.bool_)
-        if _MARKS_ANSWERS.search(self.template or ""):
-            marked = self._marked(messages, **more)
-            spot = (
-                np.cumsum(marked & np.diff(marked, prepend=False)) - 1
-            )  # which stretch of marked tokens a token is in
-            if wanted == answers or spot[-1] + 1 == len(answers):
+        if _MARKS_ANSWERS.search(self._template_for(more) or ""):
+            masks = self._applied(messages, more, return_assistant_tokens_mask=True, return_dict=True)
+            marked = np.array(masks["assistant_masks"], dtype=np.bool_)
+            stretch = np.cumsum(marked & np.diff(marked, prepend=False)) - 1  # of marked tokens, in which a token is
+            if wanted == answers:
+                return self._example(tokens, marked), True
+            if stretch[-1] + 1 == len(answers):
                 kept = [place for place, number in enumerate(answers) if number in wanted]
-                return self._example(tokens, marked & (np.isin(spot, kept) | (wanted == answers))), True
+                return self._example(tokens, marked & np.isin(stretch, kept)), True
         counted = np.zeros(len(tokens), dtype=np.bool_)
         all_count = True
         for number in wanted:
-            span = self._span(messages, number, whole, **more)
+            span = self._span(messages, number, whole, more)
             if span is not None:
                 counted |= (spans[:, 1] > span[0]) & (spans[:, 0] < span[1])
             elif number == answers[-1]:
@@ -142,7 +160,9 @@ class ChatTokenizer(Tokenizer):
                 all_count = False
         return self._example(tokens, counted & marked), all_count
 
-    def unused(self, messages: Sequence[Message], known: Set[str], **more: Any) -> Iterator[tuple[str, bool]]:
+    def unused(
+        self, messages: Sequence[Message], known: Set[str], more: Mapping[str, Any] = _NOTHING
+    ) -> Iterator[tuple[str, bool]]:
         """Yield each part of a conversation, as a phrase, and whether the template leaves it out.
 
         The template leaves a part out if it renders the same without it.
@@ -150,9 +170,9 @@ class ChatTokenizer(Tokenizer):
         Args:
             known: the parts that need not be looked at.
         """
-        messages = self._adapted(messages, **more)
-        parts: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
-        for name in {name for message in messages for name, value in message.items() if value} - {"role"}:
+        messages = self._adapted(messages, more)
+        parts: dict[str, tuple[list[dict[str, Any]], Mapping[str, Any]]] = {}
+        for name in {name for each in messages for name in each if each[name] not in (None, "")} - {"role"}:
             without = {"content": ""} if name == "content" else {}
             others = [{key: m[key] for key in m if key != name} | without for m in messages]
             parts[f"the field {name!r} of messages"] = others, more
@@ -164,21 +184,16 @@ class ChatTokenizer(Tokenizer):
         for name in more:
             parts[f"the field {name!r}"] = messages, {key: more[key] for key in more if key != name}
         new = sorted(parts.keys() - known)
-        text = self._render(messages, **more) if new else ""
+        text = self._render(messages, more) if new else ""
         for part in new:
             try:
-                yield part, self._render(parts[part][0], **parts[part][1]) == text
+                yield part, self._render(*parts[part]) == text
             except DataError:
                 yield part, False
 
-    def _marked(self, messages: Sequence[Message], **more: Any) -> NDArray[np.bool_]:
-        """Return which tokens the template marks as answers."""
-        marked = self._library.apply_chat_template(
-            [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True, **more
-        )
-        return np.array(marked["assistant_masks"], dtype=np.bool_)
-
-    def _span(self, messages: Sequence[Message], number: int, whole: str, **more: Any) -> tuple[int, int] | None:
+    def _span(
+        self, messages: Sequence[Message], number: int, whole: str, more: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
         """Return where an answer begins and ends in the text of its conversation, ``whole``; None if that isn't clear.
 
         Raises:
@@ -186,61 +201,65 @@ class ChatTokenizer(Tokenizer):
         """
         is_last = number == len(messages) - 1
         try:
-            before = (
-                self._render(messages[:number], answer_next=True, **more) if number else self._opening(messages, whole)
-            )
-            after = whole if is_last else self._render(messages[: number + 1], **more)
+            after = whole if is_last else self._render(messages[: number + 1], more)
+            if not whole.startswith(after):
+                return None
+            prompt = self._render(messages[:number], more, answer_next=True) if number else ""
+            if number and after.startswith(prompt):
+                return len(prompt), len(after)
+            others = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
+            other = self._render([*messages[:number], *others], more)  # an earlier answer, without its thoughts
+            before = self._render(messages[:number], more) if number else ""
         except DataError:
             if is_last:
                 raise
             return None
-        if before is None or not after.startswith(before) or not whole.startswith(after):
+        begin = os.path.commonprefix([after, other, *([prompt] if number else [])])  # noqa: RUF071
+        if number and len(begin) <= len(before):
             return None
-        return len(before), len(after)
+        if number:
+            warn_once(
+                f"The chat template of {self._place} asks for an answer with {prompt[len(before) :]!r} but shows it "
+                f"after {begin[len(before) :]!r}: it is learned after the latter."
+            )
+        return len(begin), len(after)
 
-    def _opening(self, messages: Sequence[Message], whole: str) -> str | None:
-        """Return what precedes an answer with which a conversation begins: templates render no prompt for it alone."""
-        question = [{"role": "user", "content": "question"}]
-        asked, prompt = self._render(question), self._render(question, answer_next=True)
-        begin = prompt[len(asked) :] if prompt.startswith(asked) else ""
-        place = whole.find(begin or str(messages[0].get("content", "")))
-        return whole[: place + len(begin)] if place >= 0 else None
-
-    def _adapted(self, messages: Sequence[Message], **more: Any) -> list[dict[str, Any]]:
+    def _adapted(self, messages: Sequence[Message], more: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return messages with the roles that the template knows, and arguments of calls in the form that it prints.
 
-        Arguments are an object, or the same as JSON. Templates print one of these rightly. They refuse the other, or
-        show it as a string in quotes or as a Python dictionary. Some also refuse calls without content.
+        Some templates expect objects, others JSON; they refuse the other, or show it as a string in quotes or as a
+        Python dictionary. Some also refuse calls without content.
         """
-        renamed = [self._renamed(message) for message in messages]
-        if self.template is None or not any(message.get("tool_calls") for message in renamed):
+        renamed = [self._renamed(message, self._template_for(more) or "") for message in messages]
+        given = [call["function"]["arguments"] for message in renamed for call in message.get("tool_calls", ())]
+        if self.template is None or not given:
             return renamed
+        forms: tuple[Callable[[Any], Any], ...] = (_as_object, _as_json)
+        wrong = [text for each in given if each for text in (repr(_as_object(each)), _dumped(_as_json(each)))]
         printed: list[list[dict[str, Any]]] = []
         refusals: list[DataError] = []
-        forms = (lambda given: given, parsed_arguments, _written)
         for content, form in itertools.product(({}, {"content": ""}), forms):
-            candidate = _with_arguments([content | message for message in renamed], form)
+            candidate = copy.deepcopy([content | message for message in renamed])
+            for call in [call for message in candidate for call in message.get("tool_calls", ())]:
+                call["function"]["arguments"] = form(call["function"]["arguments"])
             try:
-                text = self._render(candidate, **more)
+                text = self._render(candidate, more)
             except DataError as error:
                 refusals.append(error)
                 continue
             printed.append(candidate)
-            if not any(wrong in text for wrong in _misprints(candidate)):
+            if not any(each in text for each in wrong):
                 return candidate
         if not printed:
             raise refusals[0]
         return printed[0]
 
-    def _renamed(self, message: Message) -> dict[str, Any]:
+    def _renamed(self, message: Message, template: str) -> dict[str, Any]:
         renamed = dict(message)
         for role, other in _ROLE_NAMES:
-            if message["role"] == role and not self._mentions(f"['\"]{role}['\"]") and self._mentions(other):
+            if message["role"] == role and not re.search(rf"[=,(] *['\"]{role}['\"]", template) and other in template:
                 renamed["role"] = other
         return renamed
-
-    def _mentions(self, pattern: str) -> bool:
-        return re.search(pattern, self.template or "") is not None
 
     def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
         counted[:1] = False
@@ -252,58 +271,61 @@ class ChatTokenizer(Tokenizer):
         spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], dtype=self.dtype), spans
 
-    def _render(self, messages: Sequence[Message], *, answer_next: bool = False, **more: Any) -> str:
+    def _template_for(self, more: Mapping[str, Any]) -> str | None:
+        """Return the template, of several the one that the library takes; it shows one date, whatever the day is."""
+        template = self.template
+        if isinstance(self._library.chat_template, dict):
+            try:
+                template = self._library.get_chat_template(tools=more.get("tools"))
+            except ValueError as error:
+                raise DataError(f"The chat template of {self._place} can't be chosen: {error}") from error
+        return template and _NOW.sub(lambda now: repr(_DATE.strftime(now[2])), template)
+
+    def _render(self, messages: Sequence[Message], more: Mapping[str, Any], *, answer_next: bool = False) -> str:
         if self.template is None:
             raise DataError(
                 f"{self._place} has no chat template, which messages need. Give a template (--data.chat-template "
                 "FILE.jinja), the folder of a chat model, or records with prompt and completion."
             )
-        given = [copy.deepcopy(dict(message)) for message in messages]
+        return str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))
+
+    def _applied(self, messages: Sequence[Message], more: Mapping[str, Any], **how: Any) -> Any:
+        if taken := sorted(self._taken.intersection(more)):
+            raise DataError(f"chat_template_kwargs can't set {', '.join(map(repr, taken))}. Leave it out.")
+        template = self._template_for(more)
+        copies = [copy.deepcopy(dict(message)) for message in messages]
         try:
-            rendered: str = self._library.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=answer_next, **more
-            )
+            return self._library.apply_chat_template(copies, chat_template=template, **how, **more)
         except Exception as error:  # Jinja's errors, and whatever a template raises
             raise DataError(
                 f"The chat template of {self._place} refused a conversation with the roles "
-                f"{', '.join(str(message['role']) for message in messages)}: {error}"
+                f"{', '.join(str(message['role']) for message in messages)}: {str(error).rstrip('.')}."
             ) from error
-        return rendered
 
     def _find_answer_end(self) -> int:
         """Return the first special token after an answer."""
         answer = "answer"
-        rendered = self._render([{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}])
-        rest = rendered[rendered.rindex(answer) + len(answer) :]
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+        rendered = self._render(messages, _NOTHING)
+        _, shown, rest = rendered.rpartition(answer)
+        if not shown:  # each conversation is refused later, or learned as it is shown
+            return self.eos_id
         return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
 
 
-def _written(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
-def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return messages with the arguments of calls in another form."""
-
-    def formed(call: Message) -> Message:
-        return {**call, "function": {**call["function"], "arguments": form(call["function"]["arguments"])}}
-
-    return [
-        {**message, "tool_calls": [formed(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else dict(message)
-        for message in messages
-    ]
+_dumped = functools.partial(json.dumps, ensure_ascii=False)
 
 
-def _misprints(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the arguments of calls as a template shows them that does not expect their form."""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
-            wrong = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else repr(arguments)
-            if wrong != "{}":
-                yield wrong
+def _as_object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _dumped(arguments)
 
 
 def has_template(folder: Path) -> bool:

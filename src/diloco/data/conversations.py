@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.data.text import ArrowRow, RowError, checked_text
 
-__all__ = ["Conversation", "parsed_arguments", "read_conversation", "texts_of"]
+__all__ = ["Conversation", "read_conversation", "texts_of"]
 
 _TURNS = ("messages", "conversations", "conversation")
 _PAIRS = (
@@ -31,16 +31,20 @@ _PAIRS = (
 _SYSTEM = ("system", "system_prompt")
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "bot", "chatgpt", "ai", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "tool", "tool_response", "function_response"), "tool"),
     "system": "system",
 }
 """What ShareGPT and others call the roles; other names are passed on to the template."""
 
-_LEARNED = ("weight", "loss_weight", "loss_scale", "train", "trainable", "loss", "loss_mask")  # 0: not learned
-_MASKS = ("completion_mask", "assistant_mask", "assistant_masks")  # the same, of a whole record
-_HIDDEN = ("masked",)  # 1: not learned
-_UNCLEAR = ("mask", "train_detail")  # 1 means either in different formats; parts of an answer can't be told apart
+_MARKS: dict[str, bool | None] = {
+    **dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask"), True),
+    **dict.fromkeys(("train", "training", "trainable"), True),
+    **dict.fromkeys(("completion_mask", "assistant_mask", "assistant_masks"), True),
+    "masked": False,
+    **dict.fromkeys(("mask", "train_detail"), None),
+}
+"""Fields that say what is learned, and with which value it is; None: formats differ, or mark parts of an answer."""
 
 _VALUES = ("default", "const", "example", "examples", "enum")  # keywords of JSON Schema whose values may be null
 
@@ -49,11 +53,11 @@ _VALUES = ("default", "const", "example", "examples", "enum")  # keywords of JSO
 class Conversation:
     """A record in the form that chat templates take."""
 
-    messages: tuple[dict[str, Any], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()  # arguments of calls are objects, or the same as JSON
     learned: tuple[bool, ...] = ()  # of each message; only the assistant's are learned
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the template, such as ``tools``
     text: str | None = None  # the text of a record without messages
-    needs_template: bool = False  # False: without a template, the texts are joined
+    needs_template: bool = False  # False: without a template, the texts of its question and answer are joined
     unused: frozenset[str] = frozenset()  # what is not used, as phrases
 
 
@@ -68,20 +72,30 @@ def read_conversation(place: str, record: Mapping[str, Any]) -> Conversation:
             followed.
     """
     given = _without_nulls(record) if isinstance(record, ArrowRow) else record
-    reading = _Reading(place, {name: value for name, value in given.items() if value is not None})
-    source = reading.turns() or reading.pair()
-    if source:
+    fields = {name: value for name, value in given.items() if value is not None}
+    reading = _Reading(place, fields)
+    turns = next((name for name in _TURNS if name in fields), "")
+    pair = next((names for names in _PAIRS if names[0] in fields and names[2] in fields), None)
+    if not turns and pair is None and isinstance(fields.get("chosen"), list):
+        turns = "chosen"
+    if turns or pair is not None:
+        arguments = reading.template_arguments()
+        if turns:
+            reading.add(turns, fields.pop(turns))
+        elif pair is not None:
+            reading.pair(*pair)
         reading.record_marks()
         reading.system()
+        roles = [message["role"] for message in reading.messages if message["role"] != "system"]
         return Conversation(
             messages=tuple(reading.messages),
             learned=tuple(reading.learned),
-            arguments=reading.template_arguments(),
-            needs_template=source == "messages",
+            arguments=arguments,
+            needs_template=turns == "messages" or roles != ["user", "assistant"],
             unused=reading.unused(),
         )
     if "text" in record:
-        text = checked_text(reading.fields.pop("text", None), place, "text")
+        text = checked_text(fields.pop("text", None), place, "text")
         return Conversation(text=text, unused=reading.unused())
     raise RowError(
         f"{place} has the fields {', '.join(map(repr, sorted(record)))}. A conversation needs 'messages', 'prompt' "
@@ -97,6 +111,7 @@ class _Reading:
         self.fields = fields
         self.messages: list[dict[str, Any]] = []
         self.learned: list[bool] = []
+        self._schemas: dict[str, Any] = {}  # name of a tool -> the schema of its arguments
         self._ignored: set[str] = set()
 
     def unused(self) -> frozenset[str]:
@@ -105,56 +120,51 @@ class _Reading:
     def error(self, problem: str) -> RowError:
         return RowError(f"{self.place}: {problem}.")
 
-    def turns(self) -> str:
-        """Read the first field that holds a list of messages, and return its name; "" if there is none."""
-        alone = "chosen" if "prompt" not in self.fields and isinstance(self.fields.get("chosen"), list) else ""
-        name = next((name for name in _TURNS if name in self.fields), alone)
-        if name:
-            self.add(name, _from_json(self.fields.pop(name)))
-        return name
-
-    def pair(self) -> str:
-        """Read a question and its answer, each a text or messages, and return their names; "" if there are none."""
-        names = next((pair for pair in _PAIRS if pair[0] in self.fields and pair[2] in self.fields), None)
-        if names is None:
-            return ""
-        question, more, answer = (self.fields.pop(name, None) for name in names)
-        together = f"{names[0]} and {names[2]}"
-        if more:
-            if not isinstance(question, str) or not isinstance(more, str):
-                raise self.error(f"{names[0]} and {names[1]} must both be text")
-            question = f"{question}\n\n{more}"
+    def pair(self, question: str, more: str, answer: str) -> None:
+        """Read the fields of a question, of more of it, and of its answer, each a text or messages."""
+        asked, rest, answered = (self.fields.pop(name, None) for name in (question, more, answer))
+        if rest:
+            if not isinstance(asked, str) or not isinstance(rest, str):
+                raise self.error(f"{question} and {more} must both be text")
+            asked = f"{asked}\n\n{rest}"
         before = self.fields.pop("history", [])  # earlier questions and answers, in Alpaca's format
         if not isinstance(before, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in before):
             raise self.error("history must be a list of pairs of a question and its answer")
-        asked, answered = _messages("user", question), _messages("assistant", answer)
-        if not asked or not answered:
-            raise self.error(f"{together} must both be text, or lists of messages")
-        for earlier, reply in before:
-            self.add("history", [*_messages("user", earlier), *_messages("assistant", reply)])
-        self.add(together, answered if answered[: len(asked)] == asked else [*asked, *answered])
-        return together
+        for turn in before:
+            for role, text in zip(("user", "assistant"), turn, strict=True):
+                if text is not None:
+                    self.add("history", text, role)
+        begin = len(self.messages)
+        self.add(question, asked, "user")
+        end = len(self.messages)
+        self.add(answer, answered, "assistant")
+        said = [(message["role"], str(message.get("content")).strip()) for message in self.messages]
+        if said[end][0] != "assistant" and said[end - 1] in said[end:]:  # the answer's field repeats the question
+            del self.messages[begin:end], self.learned[begin:end]
 
-    def add(self, name: str, turns: Any) -> None:
-        """Append the messages of a field."""
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-            raise self._no_messages(name, turns)
+    def add(self, name: str, value: Any, role: str = "") -> None:
+        """Append the messages of a field; with a role, it may be the text of one message instead."""
+        turns = _from_json(value)
+        if role and isinstance(value, str) and not (isinstance(turns, list) and turns and all(map(_has_role, turns))):
+            turns = [{"role": role, "content": value}]
+        if not isinstance(turns, list) or not turns or not all(map(_has_role, turns)):
+            raise self._no_messages(name, turns, "text or " if role else "")
         for turn in turns:
             message, learned = self._turn(name, turn)
             self.messages.append(message)
             self.learned.append(learned)
 
-    def _no_messages(self, name: str, given: Any) -> RowError:
-        return self.error(f"{name} must be a list of messages whose role and content are text, got {repr(given)[:80]}")
+    def _no_messages(self, name: str, given: Any, also: str = "") -> RowError:
+        return self.error(
+            f"{name} must be {also}a list of messages whose role and content are text, got {repr(given)[:80]}"
+        )
 
     def _turn(self, name: str, turn: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return a message in the form that templates take, and whether it is learned."""
         rest = {key: value for key, value in turn.items() if value is not None}
-        role = rest.pop("role" if "role" in rest else "from", None)
+        role = rest.pop("role" if "role" in rest else "from")
         content = rest.pop("content" if "content" in rest else "value", None)
-        if not isinstance(role, str):
-            raise self._no_messages(name, [turn])
-        marks = [self._mark(key, rest.pop(key)) for key in (*_LEARNED, *_HIDDEN, *_UNCLEAR) if key in rest]
+        marks = [self._mark(key, rest.pop(key)) for key in _MARKS if key in rest]
         if role == "function_call":  # of ShareGPT: the content is the call
             rest["tool_calls"], content = _from_json(content), ""
         if legacy := rest.pop("function_call", None):
@@ -173,61 +183,64 @@ class _Reading:
         if isinstance(content, list):
             parts = [{"text": part} if isinstance(part, str) else part for part in content]
             for part in parts:
-                kind = part.get("type", "text") if isinstance(part, dict) else part
+                kind = part.get("type", "text") if isinstance(part, dict) else None
                 if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-                    raise self.error(f"{name} has content of the type {kind!r}, but only text can be learned from")
+                    raise self.error(f"{name} has the part {repr(part)[:80]}, but only text can be learned from")
             content = "".join(part["text"] for part in parts)
         if not isinstance(content, str):
             raise self._no_messages(name, [turn])
         return checked_text(content, self.place, "content")
 
     def _tool_calls(self, calls: Any) -> list[dict[str, Any]]:
-        calls = _from_json(calls) or []
         normal = []
-        for call in calls if isinstance(calls, list) else [calls]:
-            call = _from_json(call)
+        for call in _listed(calls):
             function = call.get("function", call) if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise self.error(f"a call of a tool needs a function with a name, got {repr(call)[:80]}")
-            if function.get("arguments") is None:
-                function = {**function, "arguments": {}}
+            name, arguments = function["name"], function.get("arguments")
+            parsed = _from_json(arguments)
+            parsed = {} if parsed is None else parsed
             try:
-                json.dumps(parsed_arguments(function["arguments"]), allow_nan=False)
+                json.dumps(parsed, allow_nan=False)
+                if not isinstance(parsed, dict):
+                    raise ValueError(repr(arguments)[:80])
             except (TypeError, ValueError) as error:
-                raise self.error(f"the arguments of {function['name']} are not a JSON object ({error})") from error
+                raise self.error(f"the arguments of {name} are not a JSON object ({error})") from error
+            # text stays as it is, for templates that show it; an object may have the columns of other rows
+            is_text = bool(parsed) and isinstance(arguments, str)
+            parsed = arguments if is_text else _known(parsed, self._schemas.get(name))
+            function = {**function, "arguments": parsed}
             normal.append((call if "function" in call else {"type": "function"}) | {"function": function})
         return normal
 
     def record_marks(self) -> None:
         """Follow a field that says for the whole record, for each message or for each answer what is learned."""
         answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
-        for name in (*_LEARNED, *_MASKS, *_HIDDEN, *_UNCLEAR):
-            marks = self.fields.get(name)
+        for name in _MARKS.keys() & self.fields.keys():
+            marks = self.fields[name]
             if isinstance(marks, str) and _ROLES.get(marks.lower()) == "user":
-                marks = True  # NeMo's ``mask`` names who is not learned
-            elif isinstance(marks, list):
-                if len(marks) not in (len(self.messages), len(answers)):
-                    raise self.error(
-                        f"{name} has {len(marks)} marks, but there are {len(self.messages)} messages with "
-                        f"{len(answers)} answers"
-                    )
-                marks = [self._mark(name, mark) for mark in marks]
-            elif marks in (0, 1) or (name in _UNCLEAR and marks is not None):
-                marks = self._mark(name, marks)
-            else:
-                continue  # a weight of the record or another number, which is not used
+                marks = []  # NeMo's ``mask`` names who is not learned
+            elif not isinstance(marks, list):
+                if marks not in (0, 1) and _MARKS[name] is not None:
+                    continue  # a weight of the record or another number, which is not used
+                marks = [marks] * len(self.messages)
+            elif len(marks) not in (len(self.messages), len(answers)):
+                raise self.error(
+                    f"{name} has {len(marks)} marks, but there are {len(self.messages)} messages with "
+                    f"{len(answers)} answers"
+                )
             del self.fields[name]
-            numbers = answers if isinstance(marks, list) and len(marks) == len(answers) else range(len(self.messages))
-            for place, number in enumerate(numbers):
-                self.learned[number] &= marks[place] if isinstance(marks, list) else marks
+            numbers = answers if len(marks) == len(answers) else range(len(self.messages))
+            for number, mark in zip(numbers, marks, strict=False):
+                self.learned[number] &= self._mark(name, mark)
 
     def _mark(self, name: str, mark: Any) -> bool:
         """Return whether a mark says that an answer is learned."""
-        if name in _UNCLEAR:
+        if _MARKS[name] is None:
             raise self.error(f"{name} = {repr(mark)[:80]} can't be followed. Mark answers not to learn with weight = 0")
         if not isinstance(mark, bool | int | float) or mark not in (0, 1):
             raise self.error(f"{name} is {repr(mark)[:80]}, but an answer is learned (1) or not (0)")
-        return bool(mark) != (name in _HIDDEN)
+        return bool(mark) == _MARKS[name]
 
     def system(self) -> None:
         """Put the system texts that stand beside the messages before them."""
@@ -235,76 +248,60 @@ class _Reading:
             if content := self.fields.pop(name, None):
                 if not isinstance(content, str):
                     raise self.error(f"{name} must be text, got {repr(content)[:80]}")
-                message = {"role": "system", "content": checked_text(content, self.place, name)}
-                if self.messages[:1] != [message]:
-                    self.messages.insert(0, message)
+                content = checked_text(content, self.place, name)
+                first = self.messages[0]
+                if first["role"] != "system" or first["content"].strip() != content.strip():
+                    self.messages.insert(0, {"role": "system", "content": content})
                     self.learned.insert(0, False)
 
     def template_arguments(self) -> dict[str, Any]:
-        more = self.fields.pop("chat_template_kwargs", None) or {}
+        more = _from_json(self.fields.pop("chat_template_kwargs", None)) or {}
         if not isinstance(more, dict):
             raise self.error(f"chat_template_kwargs must be an object, got {repr(more)[:80]}")
-        tools = self._tools(self.fields.pop("tools", None))
+        tools = self._tools(self.fields.pop("tools", more.get("tools")))
         tools += [{"type": "function", "function": each} for each in self._tools(self.fields.pop("functions", None))]
-        documents = self.fields.pop("documents", None)
-        if tools:
-            self._drop_foreign(tools)
-        return more | ({"tools": tools} if tools else {}) | ({"documents": documents} if documents else {})
+        functions = [tool.get("function", tool) for tool in tools]
+        self._schemas = {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, dict)}
+        added = {"tools": tools, "documents": self.fields.pop("documents", None)}
+        return more | {name: value for name, value in added.items() if value}
 
-    def _tools(self, tools: Any) -> list[dict[str, Any]]:
-        tools = _from_json(tools) or []
-        tools = [_from_json(tool) for tool in (tools if isinstance(tools, list) else [tools])]
-        for tool in tools:
+    def _tools(self, tools: Any) -> list[Any]:
+        """Return tools as objects, without the nulls in their schemas, which are no schemas."""
+        objects = []
+        for tool in _listed(tools):
             if not isinstance(tool, dict):
                 raise self.error(f"tools must be a list of objects, or the same as JSON, got {repr(tool)[:80]}")
             function = tool.get("function", tool)
-            if isinstance(function, dict) and isinstance(function.get("parameters"), str):
-                function["parameters"] = _from_json(function["parameters"])
-        return [_schema(tool) for tool in tools]
-
-    def _drop_foreign(self, tools: list[dict[str, Any]]) -> None:
-        """Drop null arguments that the called tool does not have: other rows' columns, written out as JSON."""
-        functions = [tool.get("function", tool) for tool in tools]
-        schemas = {each.get("name"): each.get("parameters") for each in functions if isinstance(each, dict)}
-        for message in self.messages:
-            for call in message.get("tool_calls", ()):
-                function = call["function"]
-                function["arguments"] = _known(function["arguments"], schemas.get(function["name"]))
-
-
-def parsed_arguments(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call, which may be written as JSON; raise `ValueError` if they are no object."""
-    parsed = (json.loads(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else arguments
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{repr(arguments)[:80]}")
-    return parsed
+            if isinstance(function, dict) and "parameters" in function:
+                function = {**function, "parameters": _from_json(function["parameters"])}
+            objects.append(_without_nulls({**tool, "function": function} if "function" in tool else function, _VALUES))
+        return objects
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, without the names of fields."""
+    """Yield every string in a JSON value, also the names of fields, and those in a text that is itself JSON."""
     if isinstance(value, str):
         yield value
+        if value[:1] in ("{", "[") and (parsed := _from_json(value)) is not value:
+            yield from texts_of(parsed)
     elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
+        for each in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
             yield from texts_of(each)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the nulls of its structs; those in lists stay."""
+def _without_nulls(value: Any, keep: tuple[str, ...] = ()) -> Any:
+    """Return a value without the nulls of its structs, except those called as ``keep``; those in lists stay."""
     if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):  # a map
-        return {key: _without_nulls(each) for key, each in value}
+        value = dict(value)
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(each, keep) for each in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(each, keep) for key, each in value.items() if each is not None or key in keep}
     return value
 
 
-def _messages(role: str, value: Any) -> list[Any]:
-    """Return a question or an answer as messages; none if it is neither text nor messages."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    return value if isinstance(value, list) else []
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role") or turn.get("from"), str)
 
 
 def _from_json(value: Any) -> Any:
@@ -317,17 +314,10 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def _schema(value: Any) -> Any:
-    """Return a JSON schema without nulls, which are no schemas; values such as a default may be null."""
-    if isinstance(value, list):
-        return [_schema(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: each if key in _VALUES else _schema(each)
-        for key, each in value.items()
-        if each is not None or key in _VALUES
-    }
+def _listed(value: Any) -> list[Any]:
+    """Return the elements of a list, or a value alone; both, and each element, may be written as JSON."""
+    value = _from_json(value) or []
+    return [_from_json(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def _known(arguments: Any, schema: Any) -> Any:

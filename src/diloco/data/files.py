@@ -47,15 +47,15 @@ LOGGER = logging.getLogger("diloco.data")
 FOLDER_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex",
     ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
-    ".jsonl", ".ndjson", ".parquet",
+    ".jsonl", ".jsonlines", ".ndjson", ".parquet",
 })
 """The files of a folder that are read, also compressed. A file that is named explicitly is read whatever its suffix."""
 
 # fmt: on
-RECORDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
+RECORDS = {".jsonl": "lines", ".jsonlines": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
 """Suffix -> how the records of a file are stored. Every other file is text."""
 
-_COMPRESSIONS = frozenset({".gz", ".bz2", ".xz", ".zst"})
+_COMPRESSIONS = frozenset({".gz", ".gzip", ".bz2", ".bz", ".xz", ".zst", ".zstd"})
 _CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 512
 
@@ -263,7 +263,7 @@ _COMPRESSED: tuple[tuple[re.Pattern[bytes], Callable[[BinaryIO], Any]], ...] = (
     (re.compile(rb"\x1f\x8b\x08"), lambda file: gzip.GzipFile(fileobj=file)),
     (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), bz2.BZ2File),
     (re.compile(rb"\xfd7zXZ\0"), lzma.LZMAFile),
-    (re.compile(rb"\x28\xb5\x2f\xfd"), _Zstandard),
+    (re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), _Zstandard),  # pzstd begins with a frame to skip
 )
 """How compressed files begin, and what decompresses them."""
 

@@ -71,29 +71,32 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
     """Yield ``use(place, content)`` of each row.
 
     Args:
-        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged at the end.
+        skip_bad: yield ``instead`` for a row that can't be used; how many and which ones is logged when reading ends.
 
     Raises:
         RowError: a row can't be used, and ``skip_bad`` is False.
     """
     bad: list[str] = []  # the first few
     count = bad_count = 0
-    for place, content in rows:
-        count += 1
-        try:
-            if isinstance(content, RowError):
-                raise content
-            value = use(place, content)
-        except RowError as error:
-            if not skip_bad:
-                raise RowError(f"{error} Mend it, or leave such rows out of training with --data.skip-bad.") from error
-            bad_count += 1
-            bad += [str(error)] if bad_count <= 5 else []
-            value = instead
-        yield value
-    if bad:
-        words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
-        warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
+    try:
+        for place, content in rows:
+            count += 1
+            try:
+                if isinstance(content, RowError):
+                    raise content
+                value = use(place, content)
+            except RowError as error:
+                if not skip_bad:
+                    way = "Mend it, or leave such rows out of training with --data.skip-bad."
+                    raise RowError(f"{error} {way}") from error
+                bad_count += 1
+                bad += [str(error)] if bad_count <= 5 else []
+                value = instead
+            yield value
+    finally:  # also where the reader needs no more
+        if bad:
+            words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
+            warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
 
 
 def read_documents(
@@ -128,16 +131,11 @@ def read_documents(
 
     for path in paths:
         rows = (row for file in files_of(path) for row in _rows(file, text_field, document_separator))
-        found = False
-        for document in usable(rows, text_of, "", skip_bad=skip_bad):
-            if document:
-                found = True
-                yield document
-        if not found:
-            raise NoDataError(
-                f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
-                f"{' '.join(sorted(FOLDER_SUFFIXES))}."
-            )
+        yield from _some(
+            filter(None, usable(rows, text_of, "", skip_bad=skip_bad)),
+            f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
+            f"{' '.join(sorted(FOLDER_SUFFIXES))}.",
+        )
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Row]:
@@ -148,15 +146,22 @@ def read_records(paths: Sequence[Path]) -> Iterator[Row]:
         ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
     """
     for path in paths:
-        found = False
-        for file in files_of(path, records_only=True):
+        files = files_of(path, records_only=True)
+        for file in files:
             if kind_of(file) == "text":
                 raise DataError(f"{file} can't be read as records. Give files that end in {' '.join(RECORDS)}.")
-            for row in _rows(file, None, None):
-                found = True
-                yield row
-        if not found:
-            raise NoDataError(f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
+        rows = (row for file in files for row in _rows(file, None, None))
+        yield from _some(rows, f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
+
+
+def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
+    """Yield values; raise `NoDataError` with the message ``nothing`` if there are none."""
+    nothing_yet = True
+    for value in values:
+        nothing_yet = False
+        yield value
+    if nothing_yet:
+        raise NoDataError(nothing)
 
 
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
@@ -206,6 +211,8 @@ def _rows(path: Path, text_field: str | None, separator: str | None) -> Iterator
             yield from _parquet_rows(path, text_field)
         case _ if separator is None:
             content, offset = read_bytes(path)
+            if content[:1] == b"{" and isinstance(_record(path, str(path), content.partition(b"\n")[0]), dict):
+                warn_once(f"{path} is read as one text, but looks like JSON Lines. Give such files the suffix .jsonl.")
             yield _text_row(path, offset, content)
         case _:
             with opened(path) as file:
@@ -220,7 +227,6 @@ def _text_row(path: Path, offset: int, content: bytes) -> Row:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    parse = _json_parser(path)
     with opened(path) as file:
         # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its
         # tokens.
@@ -230,61 +236,49 @@ def _json_lines(path: Path) -> Iterator[Row]:
             if isinstance(text, RowError):
                 yield place, text
             elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
-                yield parse(place, text)
+                yield place, _record(path, place, text)
 
 
 def _json_file(path: Path) -> Iterator[Row]:
     """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
     content, offset = read_bytes(path)
     first = list(islice((line for line in content.split(b"\n") if line.strip()), 2))
-    if len(first) > 1 and not first[0].lstrip().startswith(b"[") and any(map(_is_record, first)):
+    in_lines = any(isinstance(_record(path, str(path), line), dict) for line in first)
+    if len(first) > 1 and in_lines and not first[0].lstrip().startswith(b"["):
         yield from _json_lines(path)
         return
     text = decode(content, path, offset).strip()
-    if not text.startswith("["):
-        if text:
-            yield _json_parser(path)(str(path), text)
-        return
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
-    for number, record in enumerate(records):
-        place = f"{path}, record {number}"
-        yield place, record if isinstance(record, dict) else _no_object(place, record)
-
-
-def _is_record(text: bytes) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _json_parser(path: Path) -> Callable[[str, str], Row]:
-    """Return a function that turns the text of a record into a row."""
-    repeated: set[str] = set()
-
-    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        collected = dict(pairs)
-        if len(collected) < len(pairs):
-            names = [name for name, _ in pairs]
-            repeated.update(name for name in collected if names.count(name) > 1)
-        return collected
-
-    decoder = json.JSONDecoder(object_pairs_hook=collect)
-
-    def parse(place: str, text: str) -> Row:
+    if text.startswith("["):
         try:
-            record = decoder.decode(text)
+            records = _parsed(path, text)
         except (ValueError, RecursionError) as error:
-            return place, RowError(f"{place} is not JSON: {error}.")
-        for name in sorted(repeated):
-            warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
-        repeated.clear()
-        return place, record if isinstance(record, dict) else _no_object(place, record)
+            raise DataError(f"{path} is not JSON: {error}.") from error
+        for number, record in enumerate(records):
+            place = f"{path}, record {number}"
+            yield place, record if isinstance(record, dict) else _no_object(place, record)
+    elif text:
+        yield str(path), _record(path, str(path), text)
 
-    return parse
+
+def _record(path: Path, place: str, text: str | bytes) -> Any:
+    """Return the record that a text holds, or the `RowError` that says why it holds none."""
+    try:
+        record = _parsed(path, text)
+    except (ValueError, RecursionError) as error:
+        return RowError(f"{place} is not JSON: {error}.")
+    return record if isinstance(record, dict) else _no_object(place, record)
+
+
+def _parsed(path: Path, text: str | bytes) -> Any:
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
+        return fields
+
+    return json.loads(text, object_pairs_hook=collect)
 
 
 def _no_object(place: str, record: Any) -> RowError:
