@@ -221,6 +221,14 @@ def test_a_path_that_does_not_exist_is_told_the_nearest_name(
     assert "bytes'. Give a model" not in told
 
 
+def test_a_number_that_is_refused_is_not_taken_for_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a1").mkdir()
+    assert "Did you mean" not in refused(["train", "--transport", "torch", "--replica", "1"], capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "prompt"),
     [
