@@ -276,6 +276,12 @@ def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixt
     assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
 
 
+@pytest.mark.parametrize("command", ["watch", "train"])
+def test_a_shell_gets_completions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--tyro-print-completion", "bash"]) == 0
+    assert f"completion for diloco {command}" in capsys.readouterr().out
+
+
 def test_help_of_finetune_shows_what_finetune_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

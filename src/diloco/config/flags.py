@@ -83,10 +83,10 @@ def parse_flags(
     known = keys_of(settings_type)
     named = {word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("-")}
     leaves = {name.rpartition(".")[2].lstrip("-").removeprefix("no-").replace("-", "_") for name in named}
-    if named.isdisjoint(("-h", "--help")):
-        keys = [key for key in known.values() if key.leaf in leaves or named.intersection(key.aliases)]
-    else:
+    if any(map(_shows, named)):
         keys = [key for key in known.values() if key.name not in hidden]
+    else:
+        keys = [key for key in known.values() if key.leaf in leaves or named.intersection(key.aliases)]
     flags = _flags_of(_kind(known.values(), shown, place))
     parsed = parse_options(_kind(keys, shown, place), command, description, arguments, flags)
     values: Values = {}
@@ -222,7 +222,7 @@ def parse_options(
     program, box = f"diloco {command}", io.StringIO()
     try:
         words = _with_values(arguments, _flags_of(kind) if flags is None else flags)
-        shows = not {"-h", "--help"}.isdisjoint(words)
+        shows = any(map(_shows, words))
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stderr(box))
             # tyro colours its help, and on a terminal also its error box, of which it writes a part here
@@ -236,6 +236,11 @@ def parse_options(
             raise
         sentence = _as_sentence(box.getvalue())
     raise ConfigurationError(f"{sentence} See `{program} --help`.")
+
+
+def _shows(word: str) -> bool:
+    """Return whether a word asks for the help, or tyro for the completions of a shell (``--tyro-print-completion``)."""
+    return word in ("-h", "--help") or word.startswith("--tyro-")
 
 
 class _MisuseError(Exception):
@@ -284,7 +289,7 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
     for word in words:
         name, equals, value = word.partition("=")
         flag, (before, _, after) = name.replace("_", "-"), typed[-1]
-        is_flag, hint = flag in flags or flag in ("-h", "--help"), None if after else flags.get(before)
+        is_flag, hint = flag in flags or _shows(flag), None if after else flags.get(before)
         if _takes_text(hint) and not (is_flag and _is_list(hint)):
             if is_flag:
                 raise _MisuseError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
@@ -382,7 +387,8 @@ def _as_sentence(box: str) -> str:
     if match := re.match(r"Missing value for argument '([^'/]*)", words):
         return f"{_named(match[1])} needs a value."
     if match := re.match(r"invalid choice '(.*)' for argument '([^'/]*).*Expected one of \((.*?),?\)\.$", words):
-        return f"{_named(match[2])} {match[1]} is unknown; choose one of {match[3].replace(chr(39), '')}."
+        choices = match[3].replace("'", "").replace("None", UNSET)
+        return f"{_named(match[2])} {match[1]} is unknown; choose one of {choices}."
     if match := re.match(r"Error parsing (--[^/: ]*)[^:]*: (.*)", words):
         unset = f" or {UNSET}" if "{None}|" in match[2] else ""
         for reason, works in _NUMBERS.items():
