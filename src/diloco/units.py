@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from diloco.errors import ConfigurationError
 
 __all__ = [
+    "escape",
     "format_bytes",
     "format_count",
     "format_duration",
@@ -66,6 +67,15 @@ def unescape(text: str) -> str:
         return chr(int(number, 16)) if number else _ESCAPES[found[1]]
 
     return re.sub(r"\\([nrt\\]|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))", replaced, text)
+
+
+def escape(text: str) -> str:
+    r"""Write a text so that `unescape` returns it, with escapes for what is not shown.
+
+    >>> escape("a\n\\n") == r"a\n\\n"
+    True
+    """
+    return _escaped(text.replace("\\", r"\\"))
 
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}

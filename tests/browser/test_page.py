@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -113,8 +114,10 @@ def test_when_the_server_ends_the_page_says_so_and_comes_back(tmp_path: Path, pa
     page = pages.open(first.address)
     first.end()
     until(page, "document.querySelector('#live').textContent.startsWith('Connection lost')")
-    port = first.address.rstrip("/").rpartition(":")[2]
-    watch(*quiet(folder)[:-2], "--port", port)
+    port = urlsplit(first.address).port
+    second = watch(*quiet(folder)[:-2], "--port", port)
+    until(page, "document.querySelector('#live').textContent.includes('Open the address')")
+    page.context.new_page().goto(second.address)
     until(page, "document.querySelector('#live').textContent === 'live'")
     pages.complaints.clear()  # the browser's messages about the lost connection
 

@@ -221,6 +221,14 @@ def test_a_path_that_does_not_exist_is_told_the_nearest_name(
     assert "bytes'. Give a model" not in told
 
 
+def test_a_number_that_is_refused_is_not_taken_for_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a1").mkdir()
+    assert "Did you mean" not in refused(["train", "--transport", "torch", "--replica", "1"], capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "prompt"),
     [
@@ -266,6 +274,12 @@ def test_help_names_values_as_people_do(command: str, capsys: pytest.CaptureFixt
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert not re.search(r"\{None\}|\[(STR|PATH|INT)\b|\bSTR\|", shown)
+
+
+@pytest.mark.parametrize("command", ["watch", "train"])
+def test_a_shell_gets_completions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--tyro-print-completion", "bash"]) == 0
+    assert f"completion for diloco {command}" in capsys.readouterr().out
 
 
 def test_help_of_finetune_shows_what_finetune_does(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.config.commands import join_command, resume_command
-from diloco.config.configuration import load_configuration, parse_arguments
+from diloco.config.configuration import compose, load_configuration, parse_arguments
 from diloco.config.flags import command_text
 from diloco.config.keys import flatten
 from diloco.config.run_plan import plan_run
@@ -140,6 +140,17 @@ def test_an_empty_value_is_refused(words: str) -> None:
         ("--warmup", "--inner.warmup-steps"),
         ("--output-dir", "--out"),
         ("--schedule.iner-steps", "--schedule.inner-steps"),
+        ("--step", "--steps"),
+        ("--num-steps", "--steps"),
+        ("--num-replicas", "--replicas"),
+        ("--train.step", "--train.steps"),
+        ("--batchsize", "--train.batch-size"),
+        ("--seq-len", "--train.sequence-length"),
+        ("--outer-lr", "--outer.learning-rate"),
+        ("--bandwith", "--transport.bandwidth-bits-per-s"),
+        ("--save-every", "--checkpoint.every-steps"),
+        ("--local-rank", "--replica"),
+        ("--no-relay", "--swarm.no-relay"),
     ],
 )
 def test_a_flag_of_other_programs_is_told_ours(flag: str, near: str) -> None:
@@ -152,7 +163,37 @@ def test_a_flag_like_no_other_has_no_suggestion() -> None:
         parse_arguments(["--frobnicate"])
 
 
-@pytest.mark.parametrize("words", ["--train.compile=False", "--train.compile=x"])
+@pytest.mark.parametrize("words", ["--swarm.relay=False", "--swarm.relay=x", "--swarm.relay no", "--swarm.relay True"])
 def test_a_switch_with_a_value_is_refused(words: str) -> None:
-    with pytest.raises(ConfigurationError, match="takes no value"):
-        parse_arguments([words])
+    with pytest.raises(ConfigurationError, match=r"takes no value, .* Use --swarm\.relay or --swarm\.no-relay"):
+        parse_arguments(words.split())
+
+
+@pytest.mark.parametrize("value", ["none", "None", "NONE"])
+def test_a_setting_is_taken_out_by_none_as_in_a_file(value: str) -> None:
+    assert parse_arguments(["--fragments", value, "--inner.clip-norm", value]).values == {
+        "fragments.num_fragments": None,
+        "inner.clip_norm": None,
+    }
+    assert parse_arguments(["--run", "none"]).values == {"swarm.run": "none"}
+
+
+@pytest.mark.parametrize(("flag", "works"), [("--fragments", "a whole number or none"), ("--merge.alpha", "a number")])
+def test_a_word_for_an_optional_number_is_refused_in_a_sentence(flag: str, works: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{flag} takes {works}( or none)?, not many\. See"):
+        parse_arguments([flag, "many"])
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\\n", "a\tb", "\\", "--", "\u2028", "é"])
+def test_a_separator_has_escapes_and_a_printed_command_repeats_it(separator: str) -> None:
+    printed = command_text("train", flags={"--data.document-separator": separator})
+    assert printed.isprintable()
+    assert parse_arguments(shlex.split(printed)[2:]).values == {"data.document_separator": separator}
+    assert parse_arguments(["--data.document-separator", r"\n\n"]).values == {"data.document_separator": "\n\n"}
+
+
+def test_the_optimizer_of_the_preset_keeps_its_arguments_when_it_is_typed() -> None:
+    by_preset, typed = (compose(parse_arguments(["--preset", "tiny-muon", *words])).inner
+                        for words in ([], ["--inner.name", "Muon"]))  # fmt: skip
+    assert by_preset.arguments
+    assert typed == by_preset

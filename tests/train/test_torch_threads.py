@@ -178,6 +178,20 @@ def test_the_processes_of_a_replica_are_started_again_together(monkeypatch: pyte
     ]
 
 
+def test_a_rank_that_trained_to_the_end_in_vain_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    STARTED.clear()
+
+    def poll(process: Started) -> int | None:
+        process.looks += 1
+        return launcher.IN_VAIN if process is STARTED[0] or process.looks == 3 else None
+
+    monkeypatch.setattr(Started, "poll", poll)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    settings = TransportSettings(name="torch", replicas=2, on_failure="continue", restarts=1)
+    assert launch(settings, lambda *_: ["train"], print) == 1
+    assert len(STARTED) == 2
+
+
 @pytest.mark.parametrize(("rank", "threads"), [(0, 2), (1, 4), (2, 2)])
 def test_ranks_that_are_started_one_by_one_count_those_at_their_own_address(
     rank: int, threads: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import itertools
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -90,8 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _near_paths(message: str, given: Sequence[str]) -> str:
     """Return a hint with the nearest name for each path in a message that was given and does not exist."""
-    hints = []
-    for word in given[1:]:
+    hints: list[str] = []
+    for word in (
+        given[1:] if re.search("not exist|No such file|there is no f|not a local|nor an existing", message) else ()
+    ):
         place = (word.partition("=")[2] if word.startswith("-") else word).removeprefix("hf:").rstrip("/")
         path = Path(place).expanduser()
         with contextlib.suppress(OSError, ValueError):  # a text that can't be a path

@@ -71,7 +71,7 @@ class EvaluateOptions:
     text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """Field of records that holds the text. Default: as in the run."""
     document_separator: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """Text at which files are split into documents. Default: as in the run."""
+    r"""Text at which files are split into documents; it may have escapes such as \n. Default: as in the run."""
     sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
     sequence_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None

@@ -16,7 +16,6 @@ from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.terminal import as_typed, plain
 from diloco.trained.sampling import Sampling
-from diloco.units import unescape
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
@@ -115,11 +114,10 @@ def run(arguments: Sequence[str]) -> int:
         return _chat(trained, given, prompt)
     tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
     device = next(trained.model.parameters()).device
-    stops = [unescape(text) for text in given.stop]
     samples = []
     for number in range(1, given.num_samples + 1):
         heading = f"--- sample {number} of {given.num_samples}\n" if given.num_samples > 1 else ""
-        samples.append(_Sample(TextStream(tokenizer, stops), given.tokens, heading + prompt))
+        samples.append(_Sample(TextStream(tokenizer, given.stop), given.tokens, heading + prompt))
     shown = () if given.json else samples
     _show(shown)
     for first in range(0, given.num_samples, given.batch_size):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco.cli import INTERRUPTED
+from diloco.cli import FAILED, INTERRUPTED
 from diloco.cli.run_folder import claimed_folder
 from diloco.config.commands import resume_command
 from diloco.config.configuration import Configuration, parse_arguments
@@ -52,8 +52,13 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
 
         code = train_rank(plan, role, quiet="monitor.console" not in line.values)
         folder = plan.configuration.out or plan.source
-        if torchrun is not None or "transport.position" in line.values:
+        launched = "transport.position" in line.values
+        if torchrun is not None or launched:
             folder = None  # the launcher of this process prints how to resume
+        if launched and code == FAILED:
+            from diloco.train.launcher import IN_VAIN
+
+            code = IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
     else:
         with claimed_folder(plan) as (folder, lock):
             code = _train_in(folder, plan, role, line, typed, lock)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,13 +99,13 @@ def compose(line: CommandLine) -> Configuration:
             "--data. To train on it as text, put it in a folder and give the folder."
         )
     in_file: Values = line.defaults | ({} if line.file is None else read_toml(line.file, Configuration))
-    values = overlay(in_file, line.values)
-    steps = values.get("train.steps")
+    asked = in_file | line.values
+    steps = asked.get("train.steps")
     # a number of steps that is invalid is left to the checks of the settings
     preset = preset_values(
-        values.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
+        asked.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
     )
-    values |= filled_tables(overlay(preset, in_file), line.values)
+    values = overlay(in_file, line.values, preset) | filled_tables(overlay(preset, in_file), line.values)
     init_from = values.get("train.init_from")
     named = {name for name in values if name.startswith("model.")}
     if init_from is not None and "preset" not in values and named <= {"model.source"}:
@@ -124,8 +124,8 @@ def compose(line: CommandLine) -> Configuration:
     return build(Configuration, overlay(preset, values))
 
 
-def overlay(below: Values, above: Values) -> Values:
-    """Return the values of both layers; those of ``above`` win.
+def overlay(below: Values, above: Values, beneath: Mapping[str, Any] = {}) -> Values:
+    """Return the values of both layers, which lie on those of ``beneath``; those of ``above`` win.
 
     If ``above`` selects another inner optimizer, codec or the like, it does not inherit the arguments of the one below.
     An outer learning rate and an outer gain replace each other, since both set the same quantity.
@@ -134,7 +134,7 @@ def overlay(below: Values, above: Values) -> Values:
     for given, other in (("outer.gain", "outer.learning_rate"), ("outer.learning_rate", "outer.gain")):
         if given in above and other not in above:
             values.pop(other, None)
-    before = flatten(RunSettings()) | below
+    before = flatten(RunSettings()) | dict(beneath) | below
     for table, name in _TABLES.items():
         if above.get(name, before[name]) != before[name] and table not in above:
             values[table] = {}

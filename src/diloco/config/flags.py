@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import os
@@ -15,7 +14,7 @@ import re
 import shlex
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
@@ -34,10 +33,11 @@ from typing import (
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseCounterAction, arg
 
-from diloco.config.keys import Key, Values, keys_of
-from diloco.config.toml import MAY_BE_EMPTY, in_toml, parse_toml
+from diloco.config.keys import Key, Values, keys_of, nearest_flags
+from diloco.config.toml import ESCAPED, MAY_BE_EMPTY, UNSET, in_toml, parse_toml
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
+from diloco.units import escape, unescape
 
 __all__ = ["CommandLine", "command_text", "parse_flags", "parse_options"]
 
@@ -69,7 +69,7 @@ def parse_flags(
 
     The result holds only what was typed, since tyro fills a `TypedDict` without defaults. Defaults, presets, a TOML
     file and flags can thus be layered, and a resumed run knows which settings to change. Tyro is slow for each flag,
-    so it first gets only the keys that may have been typed, and gets all keys for --help or after an error.
+    so it gets only the keys that may have been typed, except for --help.
 
     Args:
         shown: the values that the help shows as defaults.
@@ -81,15 +81,14 @@ def parse_flags(
         SystemExit: with code 0, for --help.
     """
     known = keys_of(settings_type)
-    flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
-    leaves = {flag.rpartition(".")[2].lstrip("-").removeprefix("no-").replace("-", "_") for flag in flags}
-    typed = [key for key in known.values() if key.leaf in leaves or flags.intersection(key.aliases)]
-    shows = "-h" in flags or any(flag.startswith(("--help", "--tyro")) for flag in flags)
-    try:
-        some = [key for key in known.values() if key.name not in hidden] if shows else typed
-        parsed = parse_options(_kind(some, shown, place), command, description, arguments)
-    except ConfigurationError:
-        parsed = parse_options(_kind(known.values(), shown, place), command, description, arguments)
+    named = {word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("-")}
+    leaves = {name.rpartition(".")[2].lstrip("-").removeprefix("no-").replace("-", "_") for name in named}
+    if any(map(_shows, named)):
+        keys = [key for key in known.values() if key.name not in hidden]
+    else:
+        keys = [key for key in known.values() if key.leaf in leaves or named.intersection(key.aliases)]
+    flags = _flags_of(_kind(known.values(), shown, place))
+    parsed = parse_options(_kind(keys, shown, place), command, description, arguments, flags)
     values: Values = {}
     for name, value in parsed.items():
         if name in known:
@@ -141,16 +140,14 @@ def _argument(key: Key, default: Any) -> Any:
     return arg(help=key.help, aliases=key.aliases, metavar=_metavar(key.annotation), help_behavior_hint=hint)
 
 
-def _show(value: Any, *, in_table: bool = False) -> str:
+def _show(value: Any) -> str:
     """Return a default as it would be typed. Text is quoted only if surrounding spaces would be lost otherwise."""
-    if in_table:
-        return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_show(item, in_table=True)}" for name, item in value.items()) + "}"
+        return in_toml(value)
     if isinstance(value, tuple):
-        return " ".join(_show(item) for item in value)
+        return " ".join(map(_show, value))
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
@@ -196,6 +193,7 @@ def command_text(command: str, *places: object, flags: Mapping[str, object] | No
             words += [flag, in_toml(value)]
         else:
             texts = [str(item) for item in (value if isinstance(value, tuple) else [value])]
+            texts = [escape(text) for text in texts] if flag.lstrip("-").replace("-", "_") in ESCAPED else texts
             dashed = texts[:1] and texts[0].startswith("-")
             words += [f"{flag}={texts[0]}", *texts[1:]] if dashed else [flag, *texts]
     return shlex.join(words)
@@ -206,40 +204,47 @@ def _negation(flag: str) -> str:
     return f"--{section}{dot}no-{name}"
 
 
-def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
+def parse_options(
+    kind: Any, command: str, description: str, arguments: Sequence[str], flags: Mapping[str, Any] | None = None
+) -> Any:
     """Parse the arguments of ``diloco COMMAND`` into ``kind``, a dataclass or TypedDict from which tyro makes flags.
 
     A flag that takes text takes the next word, even one with a dash, unless that is a flag of this command. ``--debug``
     in any other place sets `DEBUG`. The words after ``--`` are positional.
 
+    Args:
+        flags: every flag of the command with the type of its value, if ``kind`` has only some of them.
+
     Raises:
         ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
         SystemExit: with code 0, for --help.
     """
-    program, printed, flags = f"diloco {command}", io.StringIO(), _flags_of(kind)
-    words = _with_values(arguments, flags)
-
-    def read(given: Sequence[str]) -> Any:
-        return tyro.cli(kind, prog=program, description=description, args=list(given))
-
+    program, box = f"diloco {command}", io.StringIO()
     try:
-        # tyro colours its help
-        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(plain(sys.stdout)):
-            parsed = read(words)
+        words = _with_values(arguments, _flags_of(kind) if flags is None else flags)
+        shows = any(map(_shows, words))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stderr(box))
+            # tyro colours its help, and on a terminal also its error box, of which it writes a part here
+            stack.enter_context(contextlib.redirect_stdout(plain(sys.stdout) if shows else io.StringIO()))
+            stack.enter_context(contextlib.nullcontext() if shows else _wide_terminal())
+            return tyro.cli(kind, prog=program, description=description, args=words)
+    except _MisuseError as misuse:
+        sentence = str(misuse)
     except SystemExit as stop:
         if stop.code != 2:
             raise
-    else:
-        sys.stderr.write(printed.getvalue())
-        return parsed
-    box = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_wide_terminal())
-        stack.enter_context(contextlib.suppress(SystemExit))
-        stack.enter_context(contextlib.redirect_stderr(box))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # tyro colours a box if this is a terminal
-        read(words)
-    raise ConfigurationError(f"{_as_sentence(box.getvalue(), sorted(flags))} See `{program} --help`.")
+        sentence = _as_sentence(box.getvalue())
+    raise ConfigurationError(f"{sentence} See `{program} --help`.")
+
+
+def _shows(word: str) -> bool:
+    """Return whether a word asks for the help, or tyro for the completions of a shell (``--tyro-print-completion``)."""
+    return word in ("-h", "--help") or word.startswith("--tyro-")
+
+
+class _MisuseError(Exception):
+    """A sentence about an invalid command line."""
 
 
 _OMITTED, _PAIRS_OFF, _POSITIONAL = (
@@ -272,7 +277,7 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
     """Return the arguments as tyro reads them: ``--flag=value`` for values that begin with a dash.
 
     Raises:
-        ConfigurationError: for an empty value that has no meaning, such as that of a variable that is not set.
+        _MisuseError: for an unknown flag, or a flag with a value that has no meaning, or without the one it needs.
     """
     words, first = [*arguments], []
     for place, word in enumerate(words):
@@ -280,34 +285,60 @@ def _with_values(arguments: Sequence[str], flags: Mapping[str, Any]) -> list[str
             first = [f"./{each}" if each.startswith("-") else each for each in words[place + 1 :]]
             del words[place:]
             break
-    given: list[tuple[str, list[str]]] = [("", [*first])]  # each flag with its values
-    joined: list[str] = []
+    typed: list[tuple[str, bool, list[str]]] = [("", False, first)]  # flag, whether "=" is after it, words after it
     for word in words:
-        flag, equals, value = word.partition("=")
-        flag, before = flag.replace("_", "-"), given[-1][0] if joined and not given[-1][1] else ""
-        is_flag = flag in flags or flag in ("-h", "--help")
-        if word.startswith("-") and _takes_text(flags.get(before)) and not (is_flag and _is_list(flags[before])):
+        name, equals, value = word.partition("=")
+        flag, (before, _, after) = name.replace("_", "-"), typed[-1]
+        is_flag, hint = flag in flags or _shows(flag), None if after else flags.get(before)
+        if _takes_text(hint) and not (is_flag and _is_list(hint)):
             if is_flag:
-                raise ConfigurationError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
-            joined[-1] = f"{before}={word}"
-            given[-1][1].append(word)
-            continue
-        if word == "--debug" and not is_flag:
+                raise _MisuseError(f"{before} needs a value. For the value {word} itself, use {before}={word}.")
+            after.append(word)
+        elif not word.startswith("-") or re.match(r"-(\.?\d|$)", word):
+            after.append(word)
+        elif is_flag:
+            typed.append((flag, bool(equals), [value] if equals else []))
+        elif word == "--debug":
             DEBUG.set(True)
-            continue
-        if equals and flags.get(flag, word) is None:
-            raise ConfigurationError(f"{flag} takes no value, so {word} has no meaning.")
-        joined.append(word)
-        if is_flag:
-            given.append((flag, [value] if equals else []))
         else:
-            given[-1][1].append(word)
-    for flag, values in given:
-        missing = not values and _takes_text(flags.get(flag)) and _is_list(flags[flag])
-        if flag.lstrip("-").replace("-", "_") not in MAY_BE_EMPTY and ("" in values or missing):
-            name = f"{flag} needs a value that is not empty" if flag else "an argument is empty"
-            raise ConfigurationError(f"{name}. Is a variable of the shell not set?")
-    return [*first, *joined]
+            near = " or ".join(nearest_flags(name, sorted(flags)))
+            raise _MisuseError(f"there is no flag {name}{f'; did you mean {near}?' if near else '.'}")
+    checked: list[str] = []
+    for flag, has_equals, after in typed:
+        values = _values(flag, has_equals, after, flags)
+        if flag and (has_equals or (values and values[0].startswith("-"))):
+            values[0] = f"{flag}={values[0]}"
+        elif flag:
+            checked.append(flag)
+        checked += values
+    return checked
+
+
+def _values(flag: str, equals: bool, after: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+    """Return the words after a flag, with the value of the flag as tyro reads it: without escapes, and None for "none".
+
+    Raises:
+        _MisuseError: as `_with_values`.
+    """
+    values, hint, name = [*after], flags.get(flag), flag.lstrip("-").replace("-", "_")
+    if flag in flags and hint is None:
+        if equals or (values and values[0].lower() in _SWITCHED):
+            other = f" or {_negation(flag)}" if _negation(flag) in flags else ""
+            raise _MisuseError(f"{flag} takes no value, so {values[0]} has no meaning. Use {flag}{other}.")
+    elif flag in flags and not values and not _is_list(hint):
+        raise _MisuseError(f"{flag} needs a value.")
+    if name not in MAY_BE_EMPTY and ("" in values or (not values and _takes_text(hint))):
+        what = f"{flag} needs a value that is not empty" if flag else "an argument is empty"
+        raise _MisuseError(f"{what}. Is a variable of the shell not set?")
+    for place, value in enumerate(values if _is_list(hint) else values[:1]):
+        if name in ESCAPED:
+            values[place] = unescape(value)
+        elif type(None) in get_args(hint) and not _takes_text(hint) and value.lower() == UNSET:
+            values[place] = "None"
+    return values
+
+
+_SWITCHED = ("yes", "no", "true", "false", "on", "off", "0", "1")
 
 
 def _is_list(hint: Any) -> bool:
@@ -338,20 +369,11 @@ _NUMBERS = {
 }
 
 
-def _as_sentence(box: str, flags: Sequence[str]) -> str:
+def _as_sentence(box: str) -> str:
     """Return the message in tyro's error box as a sentence.
 
     Args:
         box: the box as tyro prints it, without wrapped lines. On an ASCII-only terminal it has no frame.
-
-    >>> box = '''
-    ... ╭─ Unrecognized options ───────────────╮
-    ... │ Unrecognized options: --stepz, 5     │
-    ... │ ──────────────────────────────────── │
-    ... │ For full helptext, run train --help  │
-    ... ╰──────────────────────────────────────╯'''
-    >>> _as_sentence(box, ["--steps", "--seed"])
-    'there is no flag --stepz; did you mean --steps?'
     """
     lines = box.strip("\n").splitlines()
     framed = [line.strip()[2:-2] for line in lines if line.strip().startswith("│")]
@@ -359,77 +381,24 @@ def _as_sentence(box: str, flags: Sequence[str]) -> str:
     rows = list(itertools.takewhile(lambda row: not row.strip() or set(row.strip()) - {"─", "-"}, rows))
     words = " ".join(row.strip() for row in rows)
     if words.startswith("Unrecognized options: "):
-        return _unknown(words.removeprefix("Unrecognized options: ").split(", "), flags)
+        return f"too many arguments: {words.removeprefix('Unrecognized options: ').replace(', ', ' ')}."
     if words.startswith("Missing from "):
         return _missing(rows[1:])
-    if found := re.match(r"Missing value for argument '([^'/]*)", words):
-        return f"{_named(found[1])} needs a value."
-    if found := re.match(r"invalid choice '(.*)' for argument '([^'/]*).*Expected one of \((.*?),?\)\.$", words):
-        return f"{_named(found[2])} {found[1]} is unknown; choose one of {found[3].replace(chr(39), '')}."
-    if found := re.match(r"Error parsing (--[^/: ]*)[^:]*: (.*)", words):
+    if match := re.match(r"Missing value for argument '([^'/]*)", words):
+        return f"{_named(match[1])} needs a value."
+    if match := re.match(r"invalid choice '(.*)' for argument '([^'/]*).*Expected one of \((.*?),?\)\.$", words):
+        choices = match[3].replace("'", "").replace("None", UNSET)
+        return f"{_named(match[2])} {match[1]} is unknown; choose one of {choices}."
+    if match := re.match(r"Error parsing (--[^/: ]*)[^:]*: (.*)", words):
+        unset = f" or {UNSET}" if "{None}|" in match[2] else ""
         for reason, works in _NUMBERS.items():
-            if found[2].startswith(reason):
-                return f"{found[1]} takes {works}, not {found[2].removeprefix(reason).strip(chr(39))}."
-        return f"{found[1]}: {found[2].rstrip('.')}."
-    if found := re.match(r"Error parsing [^:]*: (.*)", words):  # raised by a check of the options class
-        return found[1]
+            if reason in match[2]:
+                value = match[2].partition(reason)[2].strip().strip("'")
+                return f"{match[1]} takes {works}{unset}, not {value}."
+        return f"{match[1]}: {match[2].rstrip('.')}."
+    if match := re.match(r"Error parsing [^:]*: (.*)", words):  # raised by a check of the options class
+        return match[1]
     return words
-
-
-_COMMON = {
-    **dict.fromkeys(("epochs", "num-epochs", "iters", "iterations"), "steps"),
-    **dict.fromkeys(("gpus", "nproc", "nproc-per-node", "world-size", "workers", "nodes", "m"), "replicas"),
-    **dict.fromkeys(("name", "run-name"), "run"),
-    **dict.fromkeys(("output", "output-dir", "dir", "save-dir"), "out"),
-    **dict.fromkeys(("dataset", "input", "corpus"), "data"),
-    **dict.fromkeys(("wd", "weight-decay", "betas"), "inner.arguments"),
-    **{"lr": "learning-rate", "bs": "batch-size"},
-    **{"h": "inner-steps", "sync-every": "inner-steps", "p": "fragments", "tau": "overlap-steps"},
-    **{"ctx": "train.sequence-length", "block-size": "train.sequence-length", "dtype": "train.precision"},
-    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum", "wandb": "monitor.wandb.mode", "cuda": "device"},
-}
-"""Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""
-
-
-def _nearest_flags(word: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags that are probably meant by an unknown one, at most three.
-
-    >>> flags = ["--inner.learning-rate", "--outer.learning-rate", "--run", "--steps", "--train.batch-size"]
-    >>> [_nearest_flags(word, flags) for word in ("--lr", "--batch-size", "--max-steps", "--zz")]
-    [['--inner.learning-rate', '--outer.learning-rate'], ['--train.batch-size'], ['--steps'], []]
-    """
-    name = word.lstrip("-").replace("_", "-").lower()
-    section, _, leaf = name.rpartition(".")
-    ends = {flag: flag.rpartition(".")[2].lstrip("-") for flag in flags}
-    short = {end for flag, end in ends.items() if "." not in flag}
-    ends = {flag: end for flag, end in ends.items() if "." not in flag or end not in short}
-    parts = {*leaf.split("-")}
-    close = difflib.get_close_matches(name, [flag.lstrip("-") for flag in flags] if section else ends.values(), 1, 0.7)
-    rules: tuple[Callable[[str, str], bool], ...] = (
-        lambda flag, end: _COMMON.get(leaf) in (flag.lstrip("-"), end),
-        lambda flag, end: end == leaf,
-        lambda flag, end: len(leaf) > 1 and "".join(part[:1] for part in end.split("-")) == leaf,
-        lambda flag, end: parts < {*end.split("-")},
-        lambda flag, end: close == [flag.lstrip("-") if section else end],
-        lambda flag, end: parts > {*end.split("-")},
-    )
-    for rule in rules:
-        fitting = [flag for flag in (flags if section else ends) if rule(flag, ends.get(flag, ""))]
-        fitting = [flag for flag in fitting if section and flag.startswith(f"--{section}.")] or fitting
-        if fitting:
-            return fitting[:3]
-    return []
-
-
-def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
-    unknown = [token.partition("=")[0] for token in tokens if token.startswith("-")]
-    if not unknown:
-        return f"too many arguments: {' '.join(tokens)}."
-    sentences = []
-    for flag in unknown:
-        near = " or ".join(_nearest_flags(flag, flags))
-        sentences.append(f"there is no flag {flag}{f'; did you mean {near}?' if near else '.'}")
-    return " ".join(sentences)
 
 
 def _missing(rows: Sequence[str]) -> str:

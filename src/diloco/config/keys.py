@@ -13,12 +13,13 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["Key", "Values", "build", "flatten", "keys_of", "nearest_key"]
+__all__ = ["Key", "Values", "build", "flatten", "keys_of", "nearest_flags", "nearest_key"]
 
 Values = dict[str, Any]
 T = TypeVar("T")
@@ -137,6 +138,63 @@ def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = Fals
     if siblings and section:
         return f"[{section}] has: {', '.join(sorted(siblings))}."
     return f"the sections are: {', '.join(sorted(sections.values()))}."
+
+
+_COMMON = {
+    **dict.fromkeys(("epochs", "iters", "iterations"), "steps"),
+    **dict.fromkeys(("gpus", "nproc", "nproc-per-node", "world-size", "workers", "nodes", "m"), "replicas"),
+    **dict.fromkeys(("output", "output-dir", "outdir", "dir", "save-dir"), "out"),
+    **dict.fromkeys(("dataset", "input", "corpus"), "data"),
+    **dict.fromkeys(("wd", "weight-decay", "betas"), "inner.arguments"),
+    **dict.fromkeys(("rank", "local-rank"), "replica"),
+    **dict.fromkeys(("h", "sync-every", "sync-steps"), "inner-steps"),
+    **dict.fromkeys(("dtype", "bf16"), "train.precision"),
+    **dict.fromkeys(("ctx", "context-length", "block-size"), "train.sequence-length"),
+    **{"name": "run", "run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
+    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum", "wandb": "monitor.wandb.mode"},
+    **{"lora": "lora.rank", "val-split": "data.heldout-fraction", "hidden-size": "model.width"},
+}
+"""Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""
+
+_LONG = {
+    **{"lr": "learning-rate", "bs": "batch-size", "seq": "sequence", "len": "length", "eval": "evaluation"},
+    **{"save": "checkpoint", "ckpt": "checkpoint", "num": "", "max": "", "total": "", "n": ""},
+}
+"""Parts of names -> what is written for them here."""
+
+
+def nearest_flags(word: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags that are probably meant by an unknown one, at most three.
+
+    >>> flags = ["--inner.learning-rate", "--outer.learning-rate", "--run", "--steps", "--train.batch-size"]
+    >>> [nearest_flags(word, flags) for word in ("--lr", "--batchsize", "--max-steps", "--zz")]
+    [['--inner.learning-rate', '--outer.learning-rate'], ['--train.batch-size'], ['--steps'], []]
+    """
+    section, _, leaf = word.lstrip("-").replace("_", "-").lower().rpartition(".")
+    meant = _COMMON.get(leaf, leaf)
+    words = _parts("-".join([section, *(_LONG.get(part, part) for part in _parts(meant))])) or [leaf]
+    if not section:  # the short flag, if there is one
+        short = {flag.lstrip("-") for flag in flags if "." not in flag}
+        flags = [flag for flag in flags if "." not in flag or flag.rpartition(".")[2] not in short]
+
+    def likeness(flag: str) -> float:
+        ours, end = _parts(flag), _parts(flag.rpartition(".")[2])
+        typed = sum(max(_alike(each, part) for part in ours) for each in words) / len(words)
+        covered = sum(max(_alike(each, part) for each in words) for part in end) / len(end)
+        return max((typed + covered) / 2, _alike("".join(words), "".join(ours if section else end)))
+
+    scores = {flag: round(likeness(flag), 3) for flag in flags}
+    best = max(scores.values(), default=0.0)
+    return [flag for flag, score in scores.items() if score == best > 0.55][:3]
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in re.split(r"[-.]", name) if part]
+
+
+def _alike(one: str, other: str) -> float:
+    ratio = difflib.SequenceMatcher(None, one, other).ratio()
+    return ratio if ratio >= 0.75 else 0.0
 
 
 def _field_docstrings(settings_type: type) -> dict[str, str]:

@@ -14,13 +14,26 @@ from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-__all__ = ["MAY_BE_EMPTY", "in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
+__all__ = [
+    "ESCAPED",
+    "MAY_BE_EMPTY",
+    "UNSET",
+    "in_toml",
+    "parse_toml",
+    "read_tables",
+    "read_toml",
+    "to_toml",
+    "write_values",
+]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
 """Keys that had a single value in records of earlier versions -> the keys that hold a list today."""
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
 """Settings and options to which an empty text has a meaning."""
+
+ESCAPED = ("stop", "document_separator", "data.document_separator")
+r"""Settings and options whose text is looked for in other text: on a command line it may have escapes such as \n."""
 
 UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
 

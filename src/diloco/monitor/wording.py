@@ -33,6 +33,8 @@ def table(rows: Rows, *, width: int = 80) -> str:
       codec     fp4
       schedule  every fragment each
                 100 steps
+    >>> print(table([("others join by", "diloco train --data 'a  b' --run mine")], width=32))
+      others join by  diloco train --data 'a  b' --run mine
     """
     names = max((len(name) for name, _ in rows), default=0)
     lines = []
@@ -40,7 +42,9 @@ def table(rows: Rows, *, width: int = 80) -> str:
         lead = f"  {name:<{names}}  "
         # paths and digests are not broken, so that they can be copied
         wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
-        lines.append(wrap.fill(visible_lines(value)) or lead.rstrip())
+        text = visible_lines(value)
+        # nor is a command, which could not be pasted
+        lines.append(lead + text if value.startswith("diloco ") else wrap.fill(text) or lead.rstrip())
     return "\n".join(lines)
 
 

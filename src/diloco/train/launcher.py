@@ -27,7 +27,9 @@ from diloco.transport.secret import read_secret
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 
-__all__ = ["exit_code", "insisted", "launch", "start_process"]
+__all__ = ["IN_VAIN", "exit_code", "insisted", "launch", "start_process"]
+
+IN_VAIN = 3  # exit code of a rank that has trained to the end, but whose rounds were all void
 
 _KILL_S = 10.0  # processes that have not ended this long after a second signal are killed
 
@@ -122,18 +124,18 @@ def _watch(
                 if code is None:
                     continue
                 del running[replica, position]
-                finished_s = time.monotonic() if code in (0, 130) else finished_s
+                finished_s = time.monotonic() if code in (0, IN_VAIN, 130) else finished_s
                 others = any(member != replica for member, _ in running)
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 if replica in lost:
                     continue
-                if code not in (0, 2, 130) and not asked and others and restarts[replica]:
+                if code not in (0, 2, IN_VAIN, 130) and not asked and others and restarts[replica]:
                     restarts[replica] -= 1
                     say(f"replica {replica} {how}. It is restarted.")
                     lost[replica] = now_s
                     continue
                 codes.append(code)
-                if code != 0 and not asked:
+                if code not in (0, IN_VAIN) and not asked:
                     say(f"replica {replica} {how}.")
                 if code != 0 and not registry.running:  # the run can't start without it
                     for other in running.values():

@@ -418,7 +418,12 @@ function follow() {
   const source = new EventSource("events");
   source.addEventListener("all", (event) => { state.data = JSON.parse(event.data); fill($("live"), "live"); changed(); });
   source.addEventListener("patch", (event) => { merge(state.data, JSON.parse(event.data)); changed(); });
-  source.onerror = () => fill($("live"), "Connection lost; reconnecting.");
+  source.onerror = async () => {
+    fill($("live"), "Connection lost; reconnecting.");
+    const answer = await fetch("data.json").catch(() => null);  // a started server does not know the cookie of the last
+    if (answer && answer.status === 403) fill($("live"), "Connection lost. Open the address that diloco watch has printed; this page then continues.");
+    if (source.readyState === EventSource.CLOSED) setTimeout(follow, 2000);  // it does not try again after a refusal
+  };
 }
 
 const darkSystem = window.matchMedia("(prefers-color-scheme: dark)");
