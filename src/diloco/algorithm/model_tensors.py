@@ -21,6 +21,7 @@ __all__ = [
     "named_parameters",
     "overlaps",
     "persistent_buffers",
+    "reshard",
     "unfit_buffer",
     "unfit_parameter",
 ]
@@ -55,8 +56,16 @@ def content_of(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2's modules hold their shards again; after a forward pass alone they may hold whole parameters."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # known by name, since importing FSDP2 is slow
+
+
 def all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return each parameter under each of its names; tied ones have several."""
+    reshard(model)
     return [
         (prefix + name, parameter)
         for prefix, module in _modules(model)
@@ -95,6 +104,8 @@ def unfit_parameter(parameter: Tensor) -> str:
     shard = local_shard(parameter)
     if why := _unfit_memory(shard):
         return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
+    if shard.is_inference():
+        return "was made in inference mode. Use a clone() made outside it"
     if shard.dtype not in _TRAINABLE:
         return f"is {shard.dtype}, which float32 global parameters can't hold. Use float32, bfloat16 or float16"
     return ""
@@ -154,8 +165,8 @@ def _unfit_memory(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
     if tensor.is_nested or tensor.layout != torch.strided:
         return f"is not dense ({'nested' if tensor.is_nested else tensor.layout})"
-    if tensor.is_inference():
-        return "was made in inference mode"
+    if tensor._is_zerotensor():
+        return "has no memory (a tensor of zeros that torch never writes)"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
     reach = 0
