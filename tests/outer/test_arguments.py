@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +159,11 @@ def test_what_has_the_methods_is_accepted() -> None:
 def test_connecting_with_what_cannot_work_ends_at_once(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words), connect_replica(**(CONNECT | arguments)):
         pass
+
+
+def test_a_replica_may_be_numbered_by_numpy() -> None:
+    with connect_replica(**(CONNECT | {"replica": np.int64(0), "num_replicas": np.int64(1)})) as transport:
+        made(transport=transport)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from diloco import DiLoCo, SyncSchedule
-from diloco.errors import ConfigurationError, FragmentError
+from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from tests.odd_modules import Wrapping, committed, linear, pair, rounds, with_buffer, with_parameter
 
 
@@ -316,6 +316,16 @@ def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], 
     assert [diloco.digest() for diloco in mixed.replicas] == [diloco.digest() for diloco in plain.replicas]
     assert torch.equal(mixed.models[0].get_buffer("1.running_mean"), plain.models[0].get_buffer("1.running_mean"))
     mixed.replicas[1].load_state_dict(plain.replicas[1].state_dict())
+
+
+def test_a_state_saved_with_the_names_of_a_wrapper_is_loaded() -> None:
+    """Version 0.5.0 put the prefixes of wrappers into the names."""
+    (replica, _), (other, _) = pair(norm).replicas, pair(linear).replicas
+    state = replica.state_dict()
+    state["about"]["fragments"] = [[f"module._orig_mod.{name}" for name in each.names] for each in replica.fragments]
+    replica.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="fragments"):
+        other.load_state_dict(state)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ __all__ = [
     "reshard",
     "unfit_buffer",
     "unfit_parameter",
+    "unwrapped_name",
 ]
 
 Named = TypeVar("Named", bound=Tensor)
@@ -54,6 +55,15 @@ def content_of(module: nn.Module) -> nn.Module | None:
         if attribute and list(module._modules) == [attribute] and not module._parameters and not module._buffers:
             return module._modules[attribute]
     return None
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a tensor's name without parts that wrappers of torch may have put into it.
+
+    >>> unwrapped_name("module._orig_mod.head.weight")
+    'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
 
 
 def reshard(model: nn.Module) -> None:

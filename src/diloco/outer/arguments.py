@@ -21,7 +21,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.model_tensors import persistent_buffers
+from diloco.algorithm.model_tensors import persistent_buffers, unwrapped_name
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError, ContractError
@@ -108,7 +108,10 @@ def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None
         CheckpointError: if they differ. The message names both values.
     """
     for key, value in mine.items():
-        if value != (theirs := saved.get(key)):
+        theirs = saved.get(key)
+        # version 0.5.0 put the prefixes of wrappers into names
+        renamed = key == "fragments" and theirs and [[*map(unwrapped_name, names)] for names in (*value, *theirs)]
+        if value != theirs and not (renamed and renamed[: len(value)] == renamed[len(value) :]):
             raise CheckpointError(
                 f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
                 "Nothing was loaded."
