@@ -6,6 +6,7 @@ together. All code that names a model's tensors (fragments, handshake, digests, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
@@ -187,6 +188,7 @@ def _unfit_memory(tensor: Tensor) -> str:
     return ""
 
 
+@functools.cache
 def _averageable(dtype: torch.dtype) -> bool:
     """Return whether float32 holds all values of a floating type; of other types, whether torch can copy them."""
     if dtype.is_complex or (dtype.is_floating_point and torch.finfo(dtype).bits > 32):

@@ -117,7 +117,7 @@ def _layout(model: nn.Module) -> set[str]:
 
 
 def _sample(values: Tensor) -> Tensor:
-    return values.reshape(-1)[:: max(1, values.numel() // _SAMPLED)]
+    return values.reshape(-1)[:: max(1, -(-values.numel() // _SAMPLED))]
 
 
 def _dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
