@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from diloco import DiLoCo, SyncSchedule
+from diloco import DiLoCo, SyncSchedule, partition
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from tests.odd_modules import Wrapping, committed, linear, pair, rounds, with_buffer, with_parameter
 
@@ -316,6 +316,12 @@ def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], 
     assert [diloco.digest() for diloco in mixed.replicas] == [diloco.digest() for diloco in plain.replicas]
     assert torch.equal(mixed.models[0].get_buffer("1.running_mean"), plain.models[0].get_buffer("1.running_mean"))
     mixed.replicas[1].load_state_dict(plain.replicas[1].state_dict())
+
+
+@pytest.mark.parametrize("patterns", [[["module.0.*"], ["module.1.*"]], [["0.*"], ["1.*"]]])
+def test_a_pattern_may_have_the_names_of_a_wrapper_or_those_without_it(patterns: list[list[str]]) -> None:
+    plain = partition(norm(), num_fragments=2, strategy="patterns", patterns=[["0.*"], ["1.*"]])
+    assert partition(nn.DataParallel(norm()), num_fragments=2, strategy="patterns", patterns=patterns) == plain
 
 
 def test_a_state_saved_with_the_names_of_a_wrapper_is_loaded() -> None:

@@ -240,11 +240,11 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Return first name -> all names of the same parameter, so that a pattern may match any of them."""
+    """Return first name -> all names of the same parameter, those of wrappers too: a pattern may match any of them."""
     first = {id(parameter): name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, parameter in all_parameters(model):
-        if parameter.requires_grad:
+    for name, parameter in [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]:
+        if id(parameter) in first:
             aliases[first[id(parameter)]].append(name)
     return aliases
 
