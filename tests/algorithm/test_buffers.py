@@ -112,6 +112,6 @@ def test_strides_do_not_matter() -> None:
 def test_a_complex_one_is_refused_by_name_before_anything_starts() -> None:
     model = Holder({"x": torch.ones(2), "phase": torch.ones(2, dtype=torch.complex64)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    for refuse in (check_buffers, lambda model: DiLoCo(model, inner)):
+    for refuse in (lambda model: check_buffers(model, {}), lambda model: DiLoCo(model, inner)):
         with pytest.raises(ConfigurationError, match=r"'phase' is torch.complex64"):
             refuse(model)

@@ -105,6 +105,19 @@ def test_what_global_parameters_can_not_hold_is_refused_when_training_starts(dty
         HostedReplica("global", {}).begin(model, torch.optim.SGD(model.parameters()), None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"on_event": []}, "on_event must be a function of one event"),
+        ({"outer_optimizer": "sgd"}, "outer_optimizer must be an outer optimizer"),
+        ({"outter_optimizer": None}, "argument='outter_optimizer' is unknown; did you mean 'outer_optimizer'"),
+    ],
+)
+def test_what_can_not_work_is_refused_before_training_starts(arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        HostedReplica("global", arguments)
+
+
 def test_a_replaced_parameter_is_not_shown_as_the_global_one() -> None:
     model = nn.Linear(1, 1, bias=False)
     replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})

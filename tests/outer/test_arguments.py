@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from diloco import (
     partition,
     register,
 )
-from diloco.errors import ContractError, TransportError
+from diloco.errors import CheckpointError, ContractError, TransportError
 from tests.replicas import Vectors, quadratic, streaming
 
 
@@ -99,6 +100,9 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"on_event": []}, "on_event must be a function of one event, got a builtins.list"),
         ({"error_feedback": "yes"}, "error_feedback must be a number from 0 to 1, got 'yes'"),
         ({"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
+        ({"error_feedback": torch.tensor(0.5)}, "must be a number from 0 to 1, got a torch.Tensor"),
+        ({"telemetry": "no"}, "telemetry must be True or False, got 'no'"),
+        ({"compare_arguments": 0}, "compare_arguments must be True or False, got 0"),
         ({"mean_error_feedback": -1}, "mean_error_feedback must be a number from 0 to 1, got -1"),
         ({"global_device": "gpu"}, "global_device='gpu' can't hold the global parameters.*Use 'cpu'"),
         ({"global_device": "meta"}, "global_device='meta' can't hold the global parameters"),
@@ -157,6 +161,11 @@ def test_connecting_with_what_cannot_work_ends_at_once(arguments: dict[str, Any]
         pass
 
 
+def test_a_replica_may_be_numbered_by_numpy() -> None:
+    with connect_replica(**(CONNECT | {"replica": np.int64(0), "num_replicas": np.int64(1)})) as transport:
+        made(transport=transport)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -200,6 +209,18 @@ def test_a_process_has_no_endpoint_of_a_replica_that_is_not_there(replica: Any) 
 def test_so_are_the_arguments_of_what_is_passed(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+@pytest.mark.parametrize("patterns", [["first", "*"], "ab", 5, [5]])
+def test_patterns_that_are_not_one_list_for_each_fragment_are_refused(patterns: Any) -> None:
+    with pytest.raises(ConfigurationError, match="patterns must be a list of patterns for each fragment"):
+        partition(Vectors(), strategy="patterns", patterns=patterns)
+
+
+@pytest.mark.parametrize("state", [{}, None, Vectors().state_dict()])
+def test_what_is_no_state_is_not_loaded(state: Any) -> None:
+    with pytest.raises(CheckpointError, match="This is no state of DiLoCo"):
+        made().load_state_dict(state)
 
 
 class Halved(Codec):
@@ -285,9 +306,20 @@ def test_what_needs_every_round_merged_is_refused_with_one_in_flight(act: Callab
     act(swarm)
 
 
-def test_only_a_transport_can_follow_another() -> None:
+@pytest.mark.parametrize("transport", [InProcessTransport(1), None])
+def test_only_a_transport_can_follow_another(transport: Any) -> None:
     with pytest.raises(ConfigurationError, match="transport must be a connected diloco transport"):
-        made().change_transport(InProcessTransport(1))  # type: ignore[arg-type]
+        made().change_transport(transport)
+
+
+def test_a_transport_whose_replicas_have_other_arguments_is_not_taken() -> None:
+    others = InProcessTransport(2)
+    made(transport=others.endpoint(1), codec="int8")
+    replica = made(schedule=SyncSchedule(inner_steps=1))
+    with pytest.raises(ConfigurationError, match=r"schedule = H 1, .* schedule = H 100"):
+        replica.change_transport(others.endpoint(0))
+    replica.step()
+    assert replica.rounds_committed == 1
 
 
 def test_after_a_closed_transport_the_loop_goes_on_over_another() -> None:

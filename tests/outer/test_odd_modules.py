@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from diloco.errors import ConfigurationError, FragmentError
+from diloco import DiLoCo, SyncSchedule, partition
+from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from tests.odd_modules import Wrapping, committed, linear, pair, rounds, with_buffer, with_parameter
 
 
@@ -47,6 +48,7 @@ AVERAGED: dict[str, tuple[Tensor, Tensor, Tensor]] = {
     "an observer that one replica has not used": (torch.tensor([math.inf]), torch.tensor([3.0]), torch.tensor([3.0])),
     "a mask that one replica has not made": (torch.tensor([-math.inf]), torch.tensor([0.0]), torch.tensor([0.0])),
     "in an inference-only view": (torch.zeros(2).detach(), torch.ones(2).detach(), torch.full((2,), 0.5)),
+    "made in inference mode": torch.inference_mode()(lambda: (torch.zeros(2), torch.ones(2), torch.full((2,), 0.5)))(),
     "that requires a gradient": (torch.zeros(2, requires_grad=True), torch.ones(2), torch.full((2,), 0.5)),
 }
 
@@ -74,7 +76,7 @@ REFUSED_BUFFERS: dict[str, Callable[[], Tensor]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
     "Wrapping": lambda: Wrapping(torch.ones(3)),
     "has no shape yet": lambda: nn.parameter.UninitializedBuffer(),
-    "inference mode": torch.inference_mode()(lambda: torch.ones(2)),
+    "has no memory": lambda: torch._efficientzerotensor((2,)),
 }
 
 
@@ -97,6 +99,7 @@ REFUSED_PARAMETERS: dict[str, Callable[[], Any]] = {
     "has no shape yet": lambda: nn.UninitializedParameter(),
     "inference mode": torch.inference_mode()(lambda: nn.Parameter(torch.ones(2))),
     "meta": lambda: torch.ones(3, device="meta"),
+    "has no memory": lambda: torch._efficientzerotensor((2,)),
 }
 
 
@@ -107,14 +110,43 @@ def test_a_parameter_that_float32_can_not_hold_is_refused_by_name(why: str) -> N
         pair(lambda: with_parameter(REFUSED_PARAMETERS[why]()))
 
 
-@pytest.mark.parametrize("kind", ["torch.complex64", "torch.float64", "torch.float8_e5m2", "Wrapping", "not dense"])
-def test_what_is_refused_as_trainable_may_be_frozen(kind: str) -> None:
-    def make() -> nn.Module:
-        return with_parameter(nn.Parameter(REFUSED_PARAMETERS[kind](), requires_grad=False))
+FROZEN: dict[str, Callable[[], Tensor]] = {
+    kind: REFUSED_PARAMETERS[kind]
+    for kind in ("torch.complex64", "torch.float64", "torch.float8_e5m2", "Wrapping", "not dense", "has no memory")
+} | {
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided),
+    "scales": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+}
 
-    swarm = pair(make)
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", FROZEN)
+def test_what_is_refused_as_trainable_may_be_frozen(kind: str) -> None:
+    def frozen() -> nn.Module:
+        return with_parameter(nn.Parameter(FROZEN[kind](), requires_grad=False))
+
+    swarm = pair(frozen)
     rounds(swarm)
     assert committed(swarm)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FROZEN["sparse_csr"], lambda: (torch.eye(4) * 2).to_sparse_csr()),
+        (FROZEN["nested"], lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.strided)),
+        (FROZEN["scales"], lambda: torch.quantize_per_tensor(torch.ones(3) * 2, 0.2, 0, torch.qint8)),
+    ],
+)
+def test_frozen_values_in_any_layout_are_compared(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> None:
+    def frozen(make: Callable[[], Tensor]) -> Callable[[], nn.Module]:
+        return lambda: with_parameter(nn.Parameter(make(), requires_grad=False))
+
+    with pytest.raises(ConfigurationError, match=r"frozen parameters.*odd"):
+        pair(frozen(one), frozen(other))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +184,13 @@ def columns() -> nn.Module:
     both, model = torch.arange(16.0).view(4, 4), nn.Module()
     model.register_parameter("left", nn.Parameter(both[:, :2]))
     model.register_parameter("right", nn.Parameter(both[:, 2:]))
+    return model
+
+
+def masks() -> nn.Module:
+    table, model = torch.ones(8, 8).tril(), nn.Sequential(linear(), nn.Module(), nn.Module())
+    for number, size in ((1, 4), (2, 6)):
+        model[number].register_buffer("mask", table[:size, :size])
     return model
 
 
@@ -207,6 +246,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "an observer": observer,
     "tied and shared": shared,
     "a module that holds its parent": cyclic,
+    "views of one mask": masks,
     "alternating columns of one matrix": columns,
     "a parametrisation": lambda: parametrizations.weight_norm(linear()),
     "a spectral norm": lambda: parametrizations.spectral_norm(linear()),
@@ -278,6 +318,22 @@ def test_a_wrapped_replica_works_beside_a_plain_one(wrap: Callable[[nn.Module], 
     mixed.replicas[1].load_state_dict(plain.replicas[1].state_dict())
 
 
+@pytest.mark.parametrize("patterns", [[["module.0.*"], ["module.1.*"]], [["0.*"], ["1.*"]]])
+def test_a_pattern_may_have_the_names_of_a_wrapper_or_those_without_it(patterns: list[list[str]]) -> None:
+    plain = partition(norm(), num_fragments=2, strategy="patterns", patterns=[["0.*"], ["1.*"]])
+    assert partition(nn.DataParallel(norm()), num_fragments=2, strategy="patterns", patterns=patterns) == plain
+
+
+def test_a_state_saved_with_the_names_of_a_wrapper_is_loaded() -> None:
+    """Version 0.5.0 put the prefixes of wrappers into the names."""
+    (replica, _), (other, _) = pair(norm).replicas, pair(linear).replicas
+    state = replica.state_dict()
+    state["about"]["fragments"] = [[f"module._orig_mod.{name}" for name in each.names] for each in replica.fragments]
+    replica.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="fragments"):
+        other.load_state_dict(state)
+
+
 @pytest.fixture
 def ranks() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -299,6 +355,28 @@ def test_a_replica_of_ranks_works_beside_a_plain_one(wrap: Callable[[nn.Module],
     rounds(swarm, 2)
     assert committed(swarm)
     assert swarm.replicas[0].digest() == swarm.replicas[1].digest()
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.filterwarnings("ignore:FSDP will not all-gather")
+def test_a_sharded_model_may_be_evaluated_before_any_call() -> None:
+    """FSDP2 leaves the whole parameters in the root module after a forward pass without a backward pass."""
+    model = sharded(norm())
+
+    def evaluated() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    evaluated()
+    diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1))
+    for _ in range(2):
+        evaluated()
+        diloco.step()
+        evaluated()
+        with diloco.global_model():
+            evaluated()
+    assert diloco.rounds_committed == 2
 
 
 @pytest.mark.parametrize(

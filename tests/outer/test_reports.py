@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,7 +156,8 @@ def test_logged_losses_are_records_as_those_of_train_and_watch_shows_them(tmp_pa
 
 def test_without_a_listener_a_loss_goes_nowhere() -> None:
     (each,) = loops(1)
-    each[2].log(loss=1.0)
+    for loss in (1.0, 1, np.float32(1), np.array([1.0]), torch.ones(1, 1).bfloat16()):
+        each[2].log(loss=loss)
 
 
 @pytest.mark.parametrize("arguments", [{"loss": 1.0}, {"loss": 1.0, "tokens": 50, "gradient_norm": 2.0}])
@@ -176,6 +178,9 @@ def test_curves_have_what_was_logged_and_no_more(arguments: dict[str, Any]) -> N
     [
         {"loss": "2.0"},
         {"loss": None},
+        {"loss": torch.ones(2)},
+        {"loss": torch.tensor(1j)},
+        {"loss": torch.ones((), device="meta")},
         {"loss": True},
         {"loss": 1.0, "gradient_norm": "x"},
         {"loss": 1.0, "tokens": 1.5},

@@ -6,24 +6,29 @@ persistent buffers take part: others, such as a rotary table, are derived and eq
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.model_tensors import named_parameters, overlaps, persistent_buffers, unfit_buffer
+from diloco.algorithm.model_tensors import overlaps, persistent_buffers, unfit_buffer
 from diloco.errors import ConfigurationError
 
 __all__ = ["buffer_layout", "check_buffers", "collect_buffers", "not_finite", "restore_buffers_"]
 
 
-def check_buffers(model: nn.Module) -> None:
-    """Raise `ConfigurationError`, which names the buffer, if a persistent buffer can't be averaged."""
+def check_buffers(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `ConfigurationError`, which names the buffer, if a persistent buffer can't be averaged.
+
+    It must not share memory with one of ``parameters``, those that are synchronised. Views of one table may overlap.
+    """
     buffers = persistent_buffers(model)
     for name, buffer in buffers.items():
         if why := unfit_buffer(buffer):
             raise ConfigurationError(f"The buffer {name!r} {why}.")
-    trainable = {name: each for name, each in named_parameters(model).items() if each.requires_grad}
-    for one, other in overlaps(trainable | buffers):
-        if one in buffers or other in buffers:
+    for one, other in overlaps({**parameters, **buffers}):
+        alike = one in buffers and other in buffers and buffers[one].dtype == buffers[other].dtype
+        if not alike and (one in buffers or other in buffers):
             raise ConfigurationError(
                 f"{one!r} and {other!r} share memory, but a buffer must have memory of its own. Register a clone(), or "
                 "with persistent=False if it is derived."

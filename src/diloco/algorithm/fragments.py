@@ -21,13 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.layers import group_layers, match_patterns
-from diloco.algorithm.model_tensors import (
-    all_parameters,
-    local_shard,
-    named_parameters,
-    overlaps,
-    unfit_parameter,
-)
+from diloco.algorithm.model_tensors import all_parameters, local_shard, named_parameters, overlaps, unfit_parameter
 from diloco.algorithm.numbers import check_type, check_whole
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
@@ -36,6 +30,7 @@ __all__ = [
     "Strategy",
     "bind",
     "check_coverage",
+    "check_parameters",
     "flatten",
     "holding",
     "partition",
@@ -84,19 +79,28 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter. Tied parameters appear once. Wrappers of torch do not change the names.
 
     Raises:
-        FragmentError: if float32 global parameters can't hold a parameter, or two distinct parameters share memory,
-            which would then be updated twice.
+        FragmentError: see `check_parameters`.
     """
     parameters = {name: parameter for name, parameter in named_parameters(model).items() if parameter.requires_grad}
+    check_parameters(parameters)
+    return parameters
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `FragmentError`, which names the parameter, if one can't be synchronised.
+
+    Float32 global parameters must hold its values, and two distinct ones on the same memory would be updated twice.
+    """
     for name, parameter in parameters.items():
         if why := unfit_parameter(parameter):
-            raise FragmentError(f"The trainable parameter {name!r} {why}, or freeze it with requires_grad_(False).")
+            raise FragmentError(
+                f"The trainable parameter {name!r} {why}, or freeze it with requires_grad_(False) before DiLoCo(...)."
+            )
     for one, other in overlaps(parameters):
         raise FragmentError(
             f"The parameters {one!r} and {other!r} are two objects on the same memory. Tie them by assigning one "
             "Parameter to both modules, so that it counts once, or give each its own memory with clone()."
         )
-    return parameters
 
 
 def partition(
@@ -236,11 +240,11 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """Return first name -> all names of the same parameter, so that a pattern may match any of them."""
+    """Return first name -> all names of the same parameter, those of wrappers too: a pattern may match any of them."""
     first = {id(parameter): name for name, parameter in parameters.items()}
     aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, parameter in all_parameters(model):
-        if parameter.requires_grad:
+    for name, parameter in [*all_parameters(model), *model.named_parameters(remove_duplicate=False)]:
+        if id(parameter) in first:
             aliases[first[id(parameter)]].append(name)
     return aliases
 

@@ -91,6 +91,12 @@ def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequ
     >>> match_patterns({"a.w": ["a.w"], "b.w": ["b.w"]}, [["b.*"], ["a.*"]])
     [['b.w'], ['a.w']]
     """
+    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not listed or any(isinstance(group, str) or not isinstance(group, Sequence) for group in patterns):
+        raise FragmentError(
+            "patterns must be a list of patterns for each fragment, such as [['layers.0.*'], ['layers.1.*', 'head.*']],"
+            f" got {patterns!r}."
+        )
     groups: list[list[str]] = [[] for _ in patterns]
     for name, names in aliases.items():
         hits = [

@@ -6,6 +6,7 @@ together. All code that names a model's tensors (fragments, handshake, digests, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
@@ -21,8 +22,10 @@ __all__ = [
     "named_parameters",
     "overlaps",
     "persistent_buffers",
+    "reshard",
     "unfit_buffer",
     "unfit_parameter",
+    "unwrapped_name",
 ]
 
 Named = TypeVar("Named", bound=Tensor)
@@ -55,8 +58,25 @@ def content_of(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def unwrapped_name(name: str) -> str:
+    """Return a tensor's name without parts that wrappers of torch may have put into it.
+
+    >>> unwrapped_name("module._orig_mod.head.weight")
+    'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def reshard(model: nn.Module) -> None:
+    """Make FSDP2's modules hold their shards again; after a forward pass alone they may hold whole parameters."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # known by name, since importing FSDP2 is slow
+
+
 def all_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return each parameter under each of its names; tied ones have several."""
+    reshard(model)
     return [
         (prefix + name, parameter)
         for prefix, module in _modules(model)
@@ -95,6 +115,8 @@ def unfit_parameter(parameter: Tensor) -> str:
     shard = local_shard(parameter)
     if why := _unfit_memory(shard):
         return f"{why}. Train a plain, dense torch.nn.Parameter with memory of its own"
+    if shard.is_inference():
+        return "was made in inference mode. Use a clone() made outside it"
     if shard.dtype not in _TRAINABLE:
         return f"is {shard.dtype}, which float32 global parameters can't hold. Use float32, bfloat16 or float16"
     return ""
@@ -154,8 +176,8 @@ def _unfit_memory(tensor: Tensor) -> str:
         return f"is a {type(tensor).__name__}, whose values are not in its own memory"
     if tensor.is_nested or tensor.layout != torch.strided:
         return f"is not dense ({'nested' if tensor.is_nested else tensor.layout})"
-    if tensor.is_inference():
-        return "was made in inference mode"
+    if tensor._is_zerotensor():
+        return "has no memory (a tensor of zeros that torch never writes)"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
     reach = 0
@@ -166,6 +188,7 @@ def _unfit_memory(tensor: Tensor) -> str:
     return ""
 
 
+@functools.cache
 def _averageable(dtype: torch.dtype) -> bool:
     """Return whether float32 holds all values of a floating type; of other types, whether torch can copy them."""
     if dtype.is_complex or (dtype.is_floating_point and torch.finfo(dtype).bits > 32):

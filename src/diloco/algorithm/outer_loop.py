@@ -27,7 +27,7 @@ from diloco.algorithm.digest import digest_state
 from diloco.algorithm.fragments import Fragment, bind, flatten, unflatten_
 from diloco.algorithm.memory import empty
 from diloco.algorithm.merge import MergeRule, carry_over
-from diloco.algorithm.model_tensors import local_shard
+from diloco.algorithm.model_tensors import local_shard, reshard
 from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
 from diloco.errors import FragmentError, NonFiniteError
 
@@ -52,6 +52,7 @@ class OuterLoop:
         outer_optimizer: OuterOptimizer,
         device: torch.device | None = None,
     ) -> None:
+        self._model = model
         self.fragments = tuple(fragments)
         self.outer_optimizer = outer_optimizer
         self.parameters = [bind(model, fragment) for fragment in self.fragments]
@@ -127,6 +128,7 @@ class OuterLoop:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return parameter name -> parameter of the model, also if it has been frozen since."""
+        reshard(self._model)
         return {
             name: parameter
             for fragment, parameters in zip(self.fragments, self.parameters, strict=True)
@@ -194,6 +196,7 @@ class OuterLoop:
             elementwise: True yields parts that fit the cache, without copying parameters that are contiguous float32 on
                 the device of the global ones. False yields one copy of the whole fragment, which is copied back.
         """
+        reshard(self._model)
         shards = [local_shard(parameter) for parameter in self.parameters[index]]
         in_place = elementwise and all(
             shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards

@@ -22,6 +22,7 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.fragments import Fragment
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.model_tensors import local_shard
+from diloco.algorithm.numbers import check_choice
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.checkpoint.reading import open_checkpoint
@@ -29,6 +30,7 @@ from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, is_sharded, unwrapped
+from diloco.outer.arguments import check_kinds
 from diloco.outer.diloco import DiLoCo
 from diloco.outer.reports import Warnings
 from diloco.transport.base import Transport
@@ -79,7 +81,7 @@ class Figures:
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
-        self._on_event = on_event or Warnings().handle
+        self._on_event = Warnings().handle if on_event is None else on_event
         self._wait_s = 0.0
         self._contributors = 0
 
@@ -112,12 +114,15 @@ class HostedReplica:
         arguments: further arguments of `DiLoCo`.
 
     Raises:
-        ConfigurationError: if ``parameters`` is neither global nor local.
+        ConfigurationError: if ``parameters`` or one of ``arguments`` can't work.
     """
 
     def __init__(self, parameters: Parameters, arguments: DiLoCoArguments) -> None:
         if parameters not in get_args(Parameters):
             raise ConfigurationError(f"parameters must be 'global' or 'local', got {parameters!r}.")
+        for name in arguments:
+            check_choice("argument", name, list(DiLoCoArguments.__annotations__))
+        check_kinds(arguments)
         self.parameters = parameters
         self.diloco: DiLoCo | None = None  # None until training starts
         self.training = False  # whether training has started and not ended

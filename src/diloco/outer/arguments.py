@@ -21,8 +21,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.model_tensors import persistent_buffers
-from diloco.algorithm.numbers import check_number
+from diloco.algorithm.model_tensors import persistent_buffers, unwrapped_name
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError, ContractError
@@ -109,7 +108,10 @@ def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None
         CheckpointError: if they differ. The message names both values.
     """
     for key, value in mine.items():
-        if value != (theirs := saved.get(key)):
+        theirs = saved.get(key)
+        # version 0.5.0 put the prefixes of wrappers into names
+        renamed = key == "fragments" and theirs and [[*map(unwrapped_name, names)] for names in (*value, *theirs)]
+        if value != theirs and not (renamed and renamed[: len(value)] == renamed[len(value) :]):
             raise CheckpointError(
                 f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
                 "Nothing was loaded."
@@ -122,18 +124,17 @@ def check_kinds(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: if one is not. The message says what was given and what works.
     """
-    for name, (fits, works) in _KINDS.items():
-        value = given[name]
-        if not (value is None and name in _HAVE_DEFAULTS) and (isinstance(value, type) or not fits(value)):
+    for name in sorted(given.keys() & _KINDS.keys()):
+        (fits, works), value = _KINDS[name], given[name]
+        if not (value is None and name in _OPTIONAL) and (isinstance(value, type) or not fits(value)):
             raise ConfigurationError(f"{name} must be {works}, got {_shown(value)}.{_advice(value)}")
-    check_transport(given["transport"])
-    for name in ("error_feedback", "mean_error_feedback"):
-        check_number(name, float(given[name]) if isinstance(given[name], bool) else given[name], 0, 1)
+    if (transport := given.get("transport")) is not None:
+        check_transport(transport)
 
 
 def check_transport(transport: Any) -> None:
     """Raise `ConfigurationError`, which says what works, unless ``transport`` connects a replica."""
-    if transport is None or isinstance(transport, Transport):
+    if isinstance(transport, Transport):
         return
     advice = ""
     if isinstance(transport, AbstractContextManager):
@@ -166,6 +167,10 @@ def _are_optimizers(value: Any) -> bool:
     return all(isinstance(getattr(each, "param_groups", None), list) for each in several)
 
 
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) <= 1
+
+
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "inner_optimizer": (_are_optimizers, "a torch optimizer of the model's parameters, or a list of them"),
@@ -190,8 +195,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a codec or its name, such as 'int8', or 'auto'",
     ),
     "on_event": (callable, "a function of one event"),
+    **dict.fromkeys(("error_feedback", "mean_error_feedback"), (_is_fraction, "a number from 0 to 1")),
+    **dict.fromkeys(("telemetry", "compare_arguments"), (lambda value: isinstance(value, bool), "True or False")),
 }
-_HAVE_DEFAULTS = _KINDS.keys() - {"model", "inner_optimizer", "codec", "mean_codec"}
+_OPTIONAL = {"schedule", "fragments", "outer_optimizer", "merge", "clipping", "average", "on_event"}
 
 
 def _shown(value: Any) -> str:
@@ -224,11 +231,17 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     _check_feedback("mean_codec", arguments.mean.codec, arguments.mean_error_feedback)
     _check_own_code(arguments)
     check_coverage(model, arguments.fragments)
-    check_buffers(model)
     trainable = trainable_parameters(model)
+    check_buffers(model, trainable)
     _check_devices(trainable)
     if offloaded := [name for name, buffer in persistent_buffers(model).items() if buffer.is_meta]:
         raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":  # type: ignore[union-attr]
+            raise ConfigurationError(
+                "FullyShardedDataParallel (FSDP1) shards parameters over ranks without DTensors, which can't be "
+                "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
+            )
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(

@@ -23,11 +23,12 @@ from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, holding, partition
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.model_tensors import reshard
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
-from diloco.errors import ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
 from diloco.outer.arguments import (
     Arguments,
@@ -169,7 +170,7 @@ class DiLoCo:
         self.shared = self._rounds.shared
         self._saved_facts = arguments.saved_facts(self._rounds.codecs[0])
         self._facts = arguments.facts(model) if compare_arguments else {}
-        self._publish_and_compare()
+        self._publish_and_compare(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
         """Count an inner step, then send and merge the fragments that the schedule names. Only a merge can block.
@@ -220,8 +221,8 @@ class DiLoCo:
         Raises:
             ConfigurationError: if an argument is no number.
         """
-        number, norm = (each.item() if isinstance(each, torch.Tensor) else each for each in (loss, gradient_norm))
-        self._on_event(self._reports.step(self.steps, self.transport, loss=number, tokens=tokens, gradient_norm=norm))
+        report = self._reports.step
+        self._on_event(report(self.steps, self.transport, loss=loss, tokens=tokens, gradient_norm=gradient_norm))
 
     @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
@@ -229,13 +230,13 @@ class DiLoCo:
 
         Raises:
             ConfigurationError: if a fragment is in flight, or if arguments are compared and those of the new replicas
-                differ.
+                differ. The old transport stays.
         """
         self._require_nothing_in_flight("changing the transport")
         check_transport(transport)
+        self._publish_and_compare(transport)
         self.transport = transport
         self._rounds.change_transport(transport)
-        self._publish_and_compare()
 
     @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
@@ -331,7 +332,10 @@ class DiLoCo:
         """
         self.check_model()
         with holding(self.outer_loop.named_parameters(), self.outer_loop.named_global_params()):
-            yield self.model
+            try:
+                yield self.model
+            finally:
+                reshard(self.model)
 
     def check_model(self) -> None:
         """Check that the model has the parameters and buffers that it had when this was constructed.
@@ -362,6 +366,8 @@ class DiLoCo:
                 The message names both values.
         """
         self._require_nothing_in_flight("loading a state")
+        if not isinstance(state, Mapping) or "about" not in state:
+            raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
         check_saved_facts(state["about"], self._saved_facts)
         notes = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
@@ -390,11 +396,11 @@ class DiLoCo:
                 "replica first. Nothing was changed."
             )
 
-    def _publish_and_compare(self) -> None:
-        """Publish this replica's state on the transport and compare the arguments with the other replicas."""
-        self.transport.publish(self.shared.snapshot, self.shared.version)
+    def _publish_and_compare(self, transport: Transport) -> None:
+        """Publish this replica's state on ``transport`` and compare the arguments with the other replicas."""
+        transport.publish(self.shared.snapshot, self.shared.version)
         if self._facts:
-            self.transport.agree(self._facts)
+            transport.agree(self._facts)
 
     def _adopt_fetched_state(self, *, wait: bool = False) -> None:
         for failure in self._rounds.recovery.poll(wait=wait):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from diloco.algorithm.buffers import buffer_layout
+from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.model_tensors import local_shard, named_parameters, overlaps, unfit_parameter
+from diloco.algorithm.fragments import check_parameters
+from diloco.algorithm.model_tensors import local_shard, named_parameters, overlaps, persistent_buffers
 from diloco.errors import ConfigurationError, FragmentError
 
 __all__ = ["ModelWatch", "frozen_digests"]
@@ -40,8 +41,8 @@ class ModelWatch:
         self._model = model
         self._parameters = parameters
         self._known = {id(parameter) for parameter in parameters.values()}
-        self._kinds = {name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()}
-        self._buffers = buffer_layout(model)
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._buffers = _layout(model)
         self.begin()
 
     def begin(self) -> None:
@@ -49,10 +50,12 @@ class ModelWatch:
         self._frozen = self._sampled()
 
     def check(self) -> None:
-        """Check that no parameter or buffer has been added, replaced or resized. Freezing is allowed.
+        """Check that no parameter or buffer has been added, replaced or resized, and that all can be synchronised.
+
+        Freezing, and another floating-point type, are allowed.
 
         Raises:
-            ConfigurationError: if one has; the message names it. `FragmentError` for a parameter.
+            ConfigurationError: if one has or can't; the message names it. `FragmentError` for a parameter.
         """
         current = named_parameters(self._model)
         present = {id(parameter) for parameter in current.values()}
@@ -62,20 +65,19 @@ class ModelWatch:
                     f"The parameter {name!r} was replaced or removed after DiLoCo(...) was constructed, so its new "
                     "values would not be synchronised. Change its values in place, or construct DiLoCo afterwards."
                 )
-            shape, dtype = self._kinds[name]
-            if parameter.shape != shape:
+            if parameter.shape != (shape := self._shapes[name]):
                 raise FragmentError(
                     f"The parameter {name!r} had the shape {tuple(shape)} when DiLoCo(...) was constructed, and now "
                     f"has {tuple(parameter.shape)}. Construct DiLoCo afterwards."
                 )
-            if parameter.dtype != dtype and (why := unfit_parameter(parameter)):
-                raise FragmentError(f"Since DiLoCo(...) was constructed, the parameter {name!r} {why}.")
         if new := [name for name, each in current.items() if each.requires_grad and id(each) not in self._known]:
             raise FragmentError(
                 f"{', '.join(new)} became trainable after DiLoCo(...) was constructed, so no fragment holds it. Make "
                 "it trainable before, or freeze it with requires_grad_(False)."
             )
-        if changed := sorted(set(self._buffers).symmetric_difference(buffer_layout(self._model))):
+        check_parameters(self._parameters)
+        check_buffers(self._model, self._parameters)
+        if changed := sorted(self._buffers.symmetric_difference(_layout(self._model))):
             raise ConfigurationError(
                 f"The buffers of the model have changed since DiLoCo(...) was constructed: {', '.join(changed)}. "
                 "Run one batch through the model before if that makes them; use persistent=False if they are derived."
@@ -107,8 +109,15 @@ class ModelWatch:
         }
 
 
+def _layout(model: nn.Module) -> set[str]:
+    """Return the name and shape of each persistent buffer as text, and the type of those that are copied as bytes."""
+    buffers = persistent_buffers(model).items()
+    kinds = {name: "" if each.is_floating_point() else f" {each.dtype}" for name, each in buffers}
+    return {f"{name} {tuple(each.shape)}{kinds[name]}" for name, each in buffers}
+
+
 def _sample(values: Tensor) -> Tensor:
-    return values.reshape(-1)[:: max(1, values.numel() // _SAMPLED)]
+    return values.reshape(-1)[:: max(1, -(-values.numel() // _SAMPLED))]
 
 
 def _dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -117,10 +126,12 @@ def _dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _dense_parts(f"{name}.{attribute}", getattr(tensor, attribute))
-    elif tensor.is_sparse:
-        yield f"{name}.indices", tensor.coalesce().indices()
-        yield f"{name}.values", tensor.coalesce().values()
+    elif tensor.is_nested:
+        for number, part in enumerate(tensor.unbind()):
+            yield f"{name}.{number}", part
+    elif tensor.layout != torch.strided:
+        yield name, tensor.to_dense()
     elif tensor.is_quantized:
-        yield name, tensor.int_repr()
-    elif not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested and not is_lazy(tensor):
-        yield name, tensor
+        yield name, tensor.dequantize()
+    elif not tensor.is_meta and not is_lazy(tensor):
+        yield name, tensor.clone() if tensor.is_conj() or tensor._is_zerotensor() else tensor

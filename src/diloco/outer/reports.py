@@ -58,7 +58,7 @@ class Reports:
 
     def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
         self._optimizers = optimizers
-        self._listen = on_event or Warnings().handle
+        self._listen = Warnings().handle if on_event is None else on_event
         self._wait_s = 0.0
         self._began_s: float | None = None
         self._last = 0, 0.0  # the step of the last report, and when it was made
@@ -82,20 +82,27 @@ class Reports:
         Raises:
             ConfigurationError: if the loss or the norm is no number, or the tokens are no whole one.
         """
-        for name, value in (("loss", loss), ("gradient_norm", gradient_norm)):
-            if isinstance(value, bool) or not (isinstance(value, Real) or (value is None and name != "loss")):
-                raise ConfigurationError(f"{name} must be a number or a tensor of one value, got {value!r}.")
         now_s, (last_step, last_s) = time.monotonic(), self._last
         elapsed_s = max(1e-9, now_s - (self._began_s or now_s))
         self._last = step, now_s
         return StepFinished(
             step=step,
-            loss=float(loss),
-            learning_rate=float(self._optimizers[0].param_groups[0].get("lr", 0.0)),
-            gradient_norm=None if gradient_norm is None else float(gradient_norm),
+            loss=_number("loss", loss),
+            learning_rate=float(self._optimizers[0].param_groups[0].get("lr") or 0.0),
+            gradient_norm=None if gradient_norm is None else _number("gradient_norm", gradient_norm),
             tokens=None if tokens is None else check_whole("tokens", tokens, 0),
             step_s=(now_s - last_s) / max(1, step - last_step),
             sent_bytes=transport.sent_bytes,
             received_bytes=transport.received_bytes,
             compute_utilization=max(0.0, 1 - self._wait_s / elapsed_s),
         )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = value.item() if hasattr(value, "item") else value  # of torch or NumPy
+    except (RuntimeError, ValueError):
+        number = None
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ConfigurationError(f"{name} must be a number or a tensor of one value, got {value!r}.")
+    return float(number)

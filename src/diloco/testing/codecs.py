@@ -191,17 +191,13 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
         ContractError: if the contract is broken. The message says how.
     """
     with _naming(f"a payload of {numel} values with random bytes"):
-        _check_bytes(codec, payload, numel)
-
-
-def _check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
-    refused = _refused(codec, payload, numel)
-    parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
-    alike = refused == any(_refused(codec, part, length) for part, length in parts)
-    expect(alike, "validate refuses bytes as a whole and accepts all their parts, or the reverse")
-    if not refused:
-        fine = bool(codec.decode(payload, numel).isfinite().all())
-        expect(fine, "validate accepts bytes that decode to NaN or infinity")
+        refused = _refused(codec, payload, numel)
+        parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
+        alike = refused == any(_refused(codec, part, length) for part, length in parts)
+        expect(alike, "validate refuses bytes as a whole and accepts all their parts, or the reverse")
+        if not refused:
+            fine = bool(codec.decode(payload, numel).isfinite().all())
+            expect(fine, "validate accepts bytes that decode to NaN or infinity")
 
 
 def _ranges(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:

@@ -88,7 +88,7 @@ def run_training(
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
-        check_buffers(weightless)
+        check_buffers(weightless, {})
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     definition = stored_definition(settings)
     base = _base_digest(settings, weightless, definition) if meet else ""

@@ -48,7 +48,7 @@ class Place:
     attempt: str = "0"  # number of the attempt of ``torchrun``, which restarts all workers of a group together
 
     def __post_init__(self) -> None:
-        check_replica(self.replica, self.num_replicas)
+        object.__setattr__(self, "replica", check_replica(self.replica, self.num_replicas))  # maybe one of NumPy's
 
     @property
     def rank(self) -> int:
