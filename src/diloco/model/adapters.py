@@ -127,6 +127,7 @@ def merge_adapters(model: HuggingFaceModel) -> None:
     head, embedding = wrapped.get_output_embeddings(), wrapped.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         wrapped.config.tie_word_embeddings = False
+        _separate(wrapped)  # with this, weights that other layers share are not tied either when they are read
     logits = model(tokens)
     # rounding may send a token to another expert, which changes its own sequence
     if sum(map(alike, logits, expected)) < 0.75 * len(tokens):
@@ -135,6 +136,16 @@ def merge_adapters(model: HuggingFaceModel) -> None:
             f"{float((logits - expected).abs().max()):.2g}), so {type(wrapped).__name__} can't be merged. Export the "
             "adapter instead (--to adapter)."
         )
+
+
+def _separate(model: nn.Module) -> None:
+    """Give each module parameters of its own."""
+    taken: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in taken:
+                setattr(module, name, nn.Parameter(parameter.clone()))
+            taken.add(id(parameter))
 
 
 def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:

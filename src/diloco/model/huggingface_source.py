@@ -65,7 +65,7 @@ def build_huggingface(
     folder: Path | None = None
     base = "" if definition is None else str(definition.get("base", ""))
     if definition is not None and not settings.lora_rank:
-        config = _config_of(dict(definition["config"]), {}, "the checkpoint")
+        config = _config_of(definition.get("config"), {}, "the checkpoint")
     else:
         assert settings.source is not None
         place = parse_source(settings.source).place
@@ -172,11 +172,12 @@ def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig
     return _config_of(values, arguments, str(folder))
 
 
-def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str) -> PretrainedConfig:
+def _config_of(described: Any, arguments: Mapping[str, Any], where: str) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, __version__
 
+    values: dict[str, Any] = dict(described) if isinstance(described, Mapping) else {}
     model_type = values.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
             f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
