@@ -205,7 +205,7 @@ def test_a_manifest_without_a_valid_model_is_refused(
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        *(("generate", {"sequence_length": wrong}) for wrong in (None, "16", 16.0, -1, 2**63)),
+        *(("generate", {"sequence_length": wrong}) for wrong in (None, "16", 16.0, 0, 2**63)),
         *(("generate", {"seed": wrong}) for wrong in ([], True, 1e308, -1)),
         *(("generate", {"definition": wrong}) for wrong in (3, [], "x")),
         *(("resume", {"num_replicas": wrong}) for wrong in (None, "2", {})),
@@ -223,7 +223,16 @@ def test_a_manifest_with_an_invalid_value_is_refused_without_a_traceback(
     assert "not valid" in refused(arguments, capsys, code=1)
 
 
-@pytest.mark.parametrize("definition", [{"x": 1}, {"config": 3}, {"config": []}, {"config": {"model_type": []}}])
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"x": 1},
+        {"config": 3},
+        {"config": []},
+        {"config": {"model_type": []}},
+        {"config": {"model_type": "llama", "hidden_size": "x"}},
+    ],
+)
 def test_a_malformed_definition_is_refused(definition: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="the checkpoint"):
         build_language_model(ModelSettings(source="hf:gone"), seed=0, definition=definition)

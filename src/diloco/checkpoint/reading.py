@@ -31,14 +31,14 @@ class Checkpoint(Manifest):
         """The total size of all parts."""
         return sum(facts.size_bytes for files in self.parts.values() for facts in files.values())
 
-    def fact(self, name: str, kind: type[T], default: T | None = None) -> T:
+    def fact(self, name: str, kind: type[T], default: T | None = None, *, least: int = 0) -> T:
         """Return a value of `about`, whoever wrote it.
 
         Raises:
-            CheckpointError: it is missing and has no default, or is not of this type, or is not a count.
+            CheckpointError: it is missing and has no default, or is not of this type, or is a number below ``least``.
         """
         value = default if self.about.get(name) is None else self.about[name]
-        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
+        if type(value) is not kind or (isinstance(value, int) and not least <= value < 2**63):
             raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
         return value
 

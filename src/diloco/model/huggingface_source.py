@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.errors import ConfigurationError, nearest
+from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.huggingface_folder import (
     CONFIG_NAME,
@@ -42,7 +42,6 @@ IMPLEMENTATIONS = {
 """The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError, AssertionError)
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
@@ -312,12 +311,12 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """Turn any refusal of transformers into a configuration error."""
+    """Turn any refusal of transformers, which has types of its own, into a configuration error."""
     try:
         yield
-    except ConfigurationError:
+    except DiLoCoError:
         raise
-    except _REFUSALS as error:
+    except Exception as error:
         raise ConfigurationError(
             f"transformers refused {what}: {str(error).strip() or type(error).__name__}"
         ) from error

@@ -146,7 +146,7 @@ def load_trained(
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
-    length = checkpoint.fact("sequence_length", int)
+    length = checkpoint.fact("sequence_length", int, least=1)
     return Trained(model.eval(), tokenizer, checkpoint.step, length, checkpoint.path, weights)
 
 
@@ -160,7 +160,7 @@ def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     try:
         return ModelSettings(**described | {"source": source or stored})
     except (TypeError, ConfigurationError) as error:
-        raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}.") from error
+        raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}") from error
 
 
 def _no_own_code(path: Path, source: str) -> ConfigurationError:
