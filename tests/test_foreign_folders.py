@@ -271,6 +271,7 @@ class _Outer:
         ("model.source", nn.Module, "numpy:load", "of the library numpy"),
         ("model.source", nn.Module, "NETS:system", "of the library posix"),
         ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
+        ("model.source", nn.Module, "NETS:Path", "Path is no Module of torch"),
         ("codec.name", Codec, "NETS:Net", "Net is no Codec of diloco"),
         ("outer.name", OuterOptimizer, "NETS:Net", "Net has no method init"),
         ("inner.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),

@@ -162,7 +162,7 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         inner = inner.func
     if not inspect.isclass(inner):
         _refuse_library(key, text, origin or place, functions=True)
-    elif (lack := _lack(inner, kind)) and not _makes_others(inner):
+    elif (lack := _lack(inner, kind)) and not (inner.__module__ == module.__name__ and _makes_others(inner)):
         raise ConfigurationError(f"{key}={text} can't be used: {inner.__name__} {lack}.")
     try:
         inspect.signature(function)

@@ -81,7 +81,7 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
 def merge_adapters(model: HuggingFaceModel) -> None:
     """Add every adapter to the weights it belongs to, in place and in float32, and remove it.
 
-    Weights that are tied to others, such as an output projection to the embedding, are separated first.
+    If one of those weights is tied to another, such as an output projection to the embedding, all are separated first.
 
     Raises:
         ConfigurationError: the weights are quantised, so merging would round them once more; or the merged model does
@@ -108,18 +108,17 @@ def merge_adapters(model: HuggingFaceModel) -> None:
     tokens = (tokens % model.vocab_size).reshape(-1, 4)[:, : model.max_sequence_length]
     expected = model(tokens)
     uses = Counter(id(parameter) for _, parameter in wrapped.named_parameters(remove_duplicate=False))
+    adapted = [each for base in bases.values() if base is not None for each in base.parameters(recurse=False)]
+    if any(uses[id(parameter)] > 1 for parameter in adapted):
+        _separate(wrapped)  # all of them, since the configuration says only whether any are tied
     for name, layer in layers.items():
         if any(name.startswith(f"{outer}.") for outer in layers):
             continue  # inside a layer that merges it, as the adapters of the matrices of experts are
-        base = bases[name]
-        for own, parameter in list(base.named_parameters(recurse=False)) if base is not None else ():
-            if uses[id(parameter)] > 1:
-                setattr(base, own, nn.Parameter(parameter.clone()))
         if hasattr(layer, "unload_and_optionally_merge_module"):
             merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         else:
             layer.merge()
-            merged = base
+            merged = bases[name]
         parent, _, leaf = name.rpartition(".")
         setattr(wrapped.get_submodule(parent), leaf, merged)
     vars(wrapped).pop("peft_config", None)
@@ -127,7 +126,6 @@ def merge_adapters(model: HuggingFaceModel) -> None:
     head, embedding = wrapped.get_output_embeddings(), wrapped.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         wrapped.config.tie_word_embeddings = False
-        _separate(wrapped)  # with this, weights that other layers share are not tied either when they are read
     logits = model(tokens)
     # rounding may send a token to another expert, which changes its own sequence
     if sum(map(alike, logits, expected)) < 0.75 * len(tokens):
