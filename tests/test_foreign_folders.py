@@ -30,6 +30,7 @@ from diloco.data.settings import SourceSettings
 from diloco.data.sources import open_source
 from diloco.data.tokenizer_choice import load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
+from diloco.events import Sink
 from diloco.model.build import build_language_model
 from diloco.model.huggingface_folder import stored_tensors
 from diloco.model.settings import ModelSettings
@@ -98,14 +99,14 @@ def rename(run: Path, key: str, name: str) -> None:
     for folder in (run / "checkpoints").glob("step-*"):
         model = {"source": name, "arguments": touch if name == "os:system" else {}, "vocab_size": 257}
         if key == "model.source":
-            describe(folder, model)
+            describe(folder, model=model)
 
 
-def describe(checkpoint: Path, model: object) -> None:
-    """Let a checkpoint describe another model."""
+def describe(checkpoint: Path, **about: object) -> None:
+    """Let a checkpoint describe another run."""
     manifest = read_manifest(checkpoint)
     (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, dataclasses.replace(manifest, about=manifest.about | {"model": model}))
+    write_manifest(checkpoint, dataclasses.replace(manifest, about={**manifest.about, **about}))
 
 
 def commands(run: Path) -> dict[str, list[str]]:
@@ -183,15 +184,58 @@ def test_what_is_to_be_pasted_is_quoted(place: Path, capsys: pytest.CaptureFixtu
     assert f"add --model {shlex.quote(name)} to" in refused(commands(place / "native")["generate"], capsys)
 
 
-@pytest.mark.parametrize("model", [None, [], "nets.py:build", {"width": []}, {"source": 3}, {"source": ["os:system"]}])
+MODELS: tuple[Any, ...] = (
+    *(None, [], "nets.py:build", {"source": 3}, {"source": ["os:system"]}, {"unknown": 1}),
+    *({"width": wrong} for wrong in ([], None, 8.0, 1e308, "8", True, -8)),
+    *({"base_dtype": "os"}, {"ffn": "x"}, {"lora_targets": [3]}, {"arguments": "x"}, {"max_sequence_length": None}),
+)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_manifest_without_a_valid_model_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], model: object
 ) -> None:
-    describe(open_checkpoint(place / "native").path, model)
+    describe(open_checkpoint(place / "native").path, model=model)
     for command in ("generate", "export", "init-from"):
         arguments = commands(place / "native")[command]
         if command != "init-from" or (isinstance(model, dict) and model.get("source")):
             refused(arguments, capsys, code=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "about"),
+    [
+        *(("generate", {"sequence_length": wrong}) for wrong in (None, "16", 16.0, 0, 2**63)),
+        *(("generate", {"seed": wrong}) for wrong in ([], True, 1e308, -1)),
+        *(("generate", {"definition": wrong}) for wrong in (3, [], "x")),
+        *(("resume", {"num_replicas": wrong}) for wrong in (None, "2", {})),
+        *(("inspect", {"fragments": wrong}) for wrong in (3, "x", [[]], [{"index": 1}])),
+        *(("inspect", {"definition": wrong}) for wrong in (3, {"x": 1})),
+        ("inspect", {"rounds_in_flight": 3}),
+    ],
+    ids=str,
+)
+def test_a_manifest_with_an_invalid_value_is_refused_without_a_traceback(
+    place: Path, capsys: pytest.CaptureFixture[str], command: str, about: dict[str, Any]
+) -> None:
+    describe(open_checkpoint(place / "native").path, **about)
+    arguments = (commands(place / "native") | {"inspect": ["inspect", str(place / "native")]})[command]
+    assert "not valid" in refused(arguments, capsys, code=1)
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"x": 1},
+        {"config": 3},
+        {"config": []},
+        {"config": {"model_type": []}},
+        {"config": {"model_type": "llama", "hidden_size": "x"}},
+    ],
+)
+def test_a_malformed_definition_is_refused(definition: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="the checkpoint"):
+        build_language_model(ModelSettings(source="hf:gone"), seed=0, definition=definition)
 
 
 def test_the_same_code_may_lie_in_another_folder_but_not_have_another_name() -> None:
@@ -227,6 +271,7 @@ class _Outer:
         ("model.source", nn.Module, "numpy:load", "of the library numpy"),
         ("model.source", nn.Module, "NETS:system", "of the library posix"),
         ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
+        ("model.source", nn.Module, "NETS:Path", "Path is no Module of torch"),
         ("codec.name", Codec, "NETS:Net", "Net is no Codec of diloco"),
         ("outer.name", OuterOptimizer, "NETS:Net", "Net has no method init"),
         ("inner.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
@@ -242,11 +287,44 @@ def test_what_a_name_means_is_checked_before_it_is_called(
     assert not (tmp_path / "ran").exists()
 
 
+SIZE = {"vocab_size": 5}
+OWN = """
+import functools, types
+small = functools.partial(build, vocab_size=3)
+of_a_library = functools.partial(torch.nn.utils.parametrizations.orthogonal, torch.nn.Linear(2, 2))
+bound = torch.nn.Linear(2, 2).eval
+
+class Meta(type):
+    def __call__(cls, vocab_size):
+        return build(vocab_size)
+
+class ByMeta(metaclass=Meta):
+    pass
+
+class ByNew:
+    def __new__(cls, vocab_size):
+        return build(vocab_size)
+
+def sink():
+    return types.SimpleNamespace(handle=print, close=print)
+
+def gives_the_class(vocab_size):
+    return Net
+"""
+
+
+def test_a_class_in_place_of_its_instance_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NETS.format(marker=tmp_path / "imported") + OWN)
+    with pytest.raises(ConfigurationError, match="a class and not its instance"):
+        call("model.source", f"{tmp_path}/nets.py:gives_the_class", kind=nn.Module, arguments=SIZE)
+
+
 def test_ones_own_module_class_and_partial_function_are_accepted(tmp_path: Path) -> None:
-    text = "\nimport functools\nsmall = functools.partial(build, vocab_size=3)\n"
-    (tmp_path / "nets.py").write_text(NETS.format(marker=tmp_path / "imported") + text)
-    for name in ("build", "Net", "small"):
-        find("model.source", f"{tmp_path}/nets.py:{name}", nn.Module)
+    (tmp_path / "nets.py").write_text(NETS.format(marker=tmp_path / "imported") + OWN)
+    for name in ("build", "Net", "small", "of_a_library", "bound", "ByMeta", "ByNew"):
+        made = call("model.source", f"{tmp_path}/nets.py:{name}", kind=nn.Module, arguments={}, offered=SIZE)
+        assert isinstance(made, nn.Module)
+    call("monitor.sinks", f"{tmp_path}/nets.py:sink", kind=Sink, arguments={})
     find("model.source", "torch.nn:Linear", nn.Module)
     find("inner.name", "torch.optim:SGD", torch.optim.Optimizer)
 

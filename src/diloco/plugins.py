@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -154,14 +155,21 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         raise ConfigurationError(
             f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
-    inner = function
+    inner = inspect.unwrap(function)
+    # a function is of the library that defines it; a partial or a bound method is of the module that makes it
+    origin = inner.__module__ if isinstance(inner, types.FunctionType | types.BuiltinFunctionType) else None
     while isinstance(inner, functools.partial):
         inner = inner.func
-    inner = inspect.unwrap(inner)
     if not inspect.isclass(inner):
-        _refuse_library(key, text, getattr(inner, "__module__", None) or type(inner).__module__, functions=True)
-    elif lack := _lack(inner, kind):
+        _refuse_library(key, text, origin or place, functions=True)
+    elif (lack := _lack(inner, kind)) and not (inner.__module__ == module.__name__ and _makes_others(inner)):
         raise ConfigurationError(f"{key}={text} can't be used: {inner.__name__} {lack}.")
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The arguments of {key}={text} are unknown ({str(error)[:100]}). Write a function that calls it."
+        ) from error
     return function  # type: ignore[no-any-return]  # callable, as checked above
 
 
@@ -195,18 +203,24 @@ def call(
         raise ConfigurationError(
             f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
-    if lack := _lack(type(made), kind):
+    if lack := "is a class and not its instance" if inspect.isclass(made) else _lack(made, kind):
         raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(made).__name__}, which {lack}.")
     return made
 
 
-def _lack(kind: type, wanted: type) -> str:
-    """Return what a class lacks of ``wanted``, a class or protocol, as the end of a sentence; "" if it fits."""
-    if not getattr(wanted, "_is_protocol", False):
-        return "" if issubclass(kind, wanted) else f"is no {wanted.__name__} of {wanted.__module__.partition('.')[0]}"
-    methods = [name for name, value in vars(wanted).items() if inspect.isfunction(value) and not name.startswith("_")]
-    lacking = [name for name in methods if not callable(getattr(kind, name, None))]
+def _lack(made: Any, kind: type) -> str:
+    """Return what a class or an object lacks of ``kind``, a class or protocol, as the end of a sentence."""
+    if not getattr(kind, "_is_protocol", False):
+        fits = issubclass(made, kind) if inspect.isclass(made) else isinstance(made, kind)
+        return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
+    methods = [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
+    lacking = [name for name in methods if not callable(getattr(made, name, None))]
     return f"has no method {lacking[0]}" if lacking else ""
+
+
+def _makes_others(made: type) -> bool:
+    """Return whether calling a class may give something other than its instance, so that only the result tells."""
+    return type(made).__call__ is not type.__call__ or "__new__" in vars(made)
 
 
 def _refuse_library(key: str, text: str, module: str, *, functions: bool = False) -> None:

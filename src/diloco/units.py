@@ -47,12 +47,12 @@ def visible(text: str, most: int = 200) -> str:
 
 
 def visible_lines(text: str) -> str:
-    r"""Escape untrusted text as `visible` does, but keep line ends and tabs and do not limit the length.
+    r"""Escape untrusted text as `visible` does, but keep line ends, tabs and what people write, at any length.
 
     >>> visible_lines("a\tb\n\x1b[2Jc\r\u202ed")
     'a\tb\n\\x1b[2Jc\\r\\u202ed'
     """
-    return _escaped(text, but="\n\t")
+    return _escaped(text, but="\n\t" + _WRITTEN)
 
 
 def unescape(text: str) -> str:
@@ -79,6 +79,10 @@ def escape(text: str) -> str:
 
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+
+
+_WRITTEN = "\xa0\u2009\u200a\u202f\u3000\u200c\u200d"
+"""Spaces of French and Chinese, and joiners of Persian, Hindi and emoji: no terminal obeys them."""
 
 
 def _escaped(text: str, but: str = "") -> str:

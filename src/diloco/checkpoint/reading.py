@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from diloco.checkpoint.parts import read_part
 from diloco.errors import CheckpointError, nearest
 
 __all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
+
+T = TypeVar("T")
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 
@@ -28,6 +30,17 @@ class Checkpoint(Manifest):
     def size_bytes(self) -> int:
         """The total size of all parts."""
         return sum(facts.size_bytes for files in self.parts.values() for facts in files.values())
+
+    def fact(self, name: str, kind: type[T], default: T | None = None, *, least: int = 0) -> T:
+        """Return a value of `about`, whoever wrote it.
+
+        Raises:
+            CheckpointError: it is missing and has no default, or is not of this type, or is a number below ``least``.
+        """
+        value = default if self.about.get(name) is None else self.about[name]
+        if type(value) is not kind or (isinstance(value, int) and not least <= value < 2**63):
+            raise CheckpointError(f"{self.path} says {name} = {value!r:.100}, which is not valid. Nothing was loaded.")
+        return value
 
     def load(self, part: str, device: torch.device | str = "cpu") -> Any:
         """Return the tree that was saved as ``part``, with its tensors on ``device``.

@@ -13,6 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.cli.tables import columns, facts_table
 from diloco.config.flags import parse_options
+from diloco.errors import CheckpointError
 
 if TYPE_CHECKING:
     from diloco.checkpoint.reading import Checkpoint
@@ -43,7 +44,12 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.checkpoint.reading import open_checkpoint
 
     checkpoint = open_checkpoint(given.path)
-    print(json.dumps(_record(checkpoint), indent=2) if given.json else _text(checkpoint))
+    try:
+        print(json.dumps(_record(checkpoint), indent=2) if given.json else _text(checkpoint))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path} describes itself in a way that is not valid: {error!r}. Add --json to see all of it."
+        ) from error
     return 0
 
 

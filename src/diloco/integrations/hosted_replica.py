@@ -271,7 +271,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             "saved, with the same number of ranks."
         )
     opened = open_checkpoint(mine)
-    if check_model and opened.about["model"] != digest_tensors(held_values(diloco)):
+    if check_model and opened.about.get("model") != digest_tensors(held_values(diloco)):
         raise CheckpointError(
             f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
             "to DiLoCoCallback (resume_from_checkpoint=...)."

@@ -81,7 +81,7 @@ def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
 def merge_adapters(model: HuggingFaceModel) -> None:
     """Add every adapter to the weights it belongs to, in place and in float32, and remove it.
 
-    Weights that are tied to others, such as an output projection to the embedding, are separated first.
+    If one of those weights is tied to another, such as an output projection to the embedding, all are separated first.
 
     Raises:
         ConfigurationError: the weights are quantised, so merging would round them once more; or the merged model does
@@ -108,18 +108,17 @@ def merge_adapters(model: HuggingFaceModel) -> None:
     tokens = (tokens % model.vocab_size).reshape(-1, 4)[:, : model.max_sequence_length]
     expected = model(tokens)
     uses = Counter(id(parameter) for _, parameter in wrapped.named_parameters(remove_duplicate=False))
+    adapted = [each for base in bases.values() if base is not None for each in base.parameters(recurse=False)]
+    if any(uses[id(parameter)] > 1 for parameter in adapted):
+        _separate(wrapped)  # all of them, since the configuration says only whether any are tied
     for name, layer in layers.items():
         if any(name.startswith(f"{outer}.") for outer in layers):
             continue  # inside a layer that merges it, as the adapters of the matrices of experts are
-        base = bases[name]
-        for own, parameter in list(base.named_parameters(recurse=False)) if base is not None else ():
-            if uses[id(parameter)] > 1:
-                setattr(base, own, nn.Parameter(parameter.clone()))
         if hasattr(layer, "unload_and_optionally_merge_module"):
             merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         else:
             layer.merge()
-            merged = base
+            merged = bases[name]
         parent, _, leaf = name.rpartition(".")
         setattr(wrapped.get_submodule(parent), leaf, merged)
     vars(wrapped).pop("peft_config", None)
@@ -135,6 +134,16 @@ def merge_adapters(model: HuggingFaceModel) -> None:
             f"{float((logits - expected).abs().max()):.2g}), so {type(wrapped).__name__} can't be merged. Export the "
             "adapter instead (--to adapter)."
         )
+
+
+def _separate(model: nn.Module) -> None:
+    """Give each module parameters of its own."""
+    taken: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in taken:
+                setattr(module, name, nn.Parameter(parameter.clone()))
+            taken.add(id(parameter))
 
 
 def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:

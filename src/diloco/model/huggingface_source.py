@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.errors import ConfigurationError, nearest
+from diloco.errors import ConfigurationError, DiLoCoError, nearest
 from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.huggingface_folder import (
     CONFIG_NAME,
@@ -42,7 +42,6 @@ IMPLEMENTATIONS = {
 """The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError, AssertionError)
 _NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
@@ -65,7 +64,7 @@ def build_huggingface(
     folder: Path | None = None
     base = "" if definition is None else str(definition.get("base", ""))
     if definition is not None and not settings.lora_rank:
-        config = _config_of(dict(definition["config"]), {}, "the checkpoint")
+        config = _config_of(definition.get("config"), {}, "the checkpoint")
     else:
         assert settings.source is not None
         place = parse_source(settings.source).place
@@ -172,11 +171,12 @@ def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig
     return _config_of(values, arguments, str(folder))
 
 
-def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str) -> PretrainedConfig:
+def _config_of(described: Any, arguments: Mapping[str, Any], where: str) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, __version__
 
+    values: dict[str, Any] = dict(described) if isinstance(described, Mapping) else {}
     model_type = values.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
             f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
@@ -311,12 +311,12 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """Turn any refusal of transformers into a configuration error."""
+    """Turn any refusal of transformers, which has types of its own, into a configuration error."""
     try:
         yield
-    except ConfigurationError:
+    except DiLoCoError:
         raise
-    except _REFUSALS as error:
+    except Exception as error:
         raise ConfigurationError(
             f"transformers refused {what}: {str(error).strip() or type(error).__name__}"
         ) from error

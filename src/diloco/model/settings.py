@@ -6,7 +6,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import arg
 
@@ -126,6 +128,13 @@ class ModelSettings:
     """Use the input embedding as the output projection."""
 
     def __post_init__(self) -> None:
+        targets: Any = self.lora_targets
+        if isinstance(targets, list):  # in the JSON of a checkpoint
+            object.__setattr__(self, "lora_targets", tuple(targets))
+        for name, annotation in _annotations().items():
+            if not _fits(value := getattr(self, name), annotation):
+                default = getattr(ModelSettings(), name)
+                raise ConfigurationError(f"model.{name} can't be {value!r:.100}. Its default is {default!r}.")
         self._check_source()
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -160,7 +169,6 @@ class ModelSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _check_lora(self) -> None:
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list in the JSON of a checkpoint
         if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
             raise ConfigurationError(
                 "model.lora_rank must be at least 0, model.lora_alpha positive, and model.lora_dropout at least 0 and "
@@ -205,6 +213,25 @@ class ModelSettings:
                 f"model.weights={self.weights!r} can't be combined with model.source={source}, whose function makes "
                 "the weights. To begin from the weights of a file, use train.init_from."
             )
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(ModelSettings)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Return whether the value of a setting, such as one in a checkpoint, is of its type."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Literal:
+        return value in parts
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(each, parts[0]) for each in value)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is not None:
+        return isinstance(value, kind)
+    return type(value) is annotation or (annotation is float and type(value) is int)
 
 
 def native_keys(source: str | None) -> tuple[str, ...]:

@@ -220,10 +220,11 @@ def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
         places.append(init_from)
     for place in places if source is not None else ():
         try:
-            about = open_checkpoint(place).about
+            checkpoint = open_checkpoint(place)
+            definition = checkpoint.fact("definition", dict, {})
+            stored = checkpoint.fact("model", dict).get("source")
         except CheckpointError:
             continue  # the code that loads this checkpoint reports the error
-        if about.get("definition") and about.get("model", {}).get("source") == source:
-            definition: Mapping[str, Any] = about["definition"]
+        if definition and stored == source:
             return definition
     return None

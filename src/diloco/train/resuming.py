@@ -73,7 +73,7 @@ def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
     if base == home or held_step(base, resume) < 0:
         return home
     newest = list_checkpoints(base / "checkpoints")[-1]
-    return home if replica < int(newest.about["num_replicas"]) else base
+    return home if replica < newest.fact("num_replicas", int) else base
 
 
 def base_home(home: Path, replica: int) -> Path:

@@ -169,7 +169,7 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
     now, mine = session.settings.transport.replicas, session.replicas[0].number
     if not session.fleet.elastic:
         base = None if session.fleet.in_one_process else base_home(home, mine)
-        return _SavedReplicas(checkpoint, base, int(checkpoint.about["num_replicas"]), now)
+        return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)
     if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each replica resumes only from its own
         held = f"the state of replica {', '.join(map(str, theirs))}" if theirs else "no replica's state"
         advice = f"Pass --replica {theirs[0]}, or leave it out." if theirs else "Use a checkpoint of this replica."

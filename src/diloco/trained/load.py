@@ -131,38 +131,36 @@ def load_trained(
             raise _no_own_code(path, source)
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
-    about = checkpoint.about
     settings = model_settings(checkpoint, source)
     bare = dequantize and settings.quantization is not None
     model = build_language_model(
         dataclasses.replace(settings, quantization=None) if bare else settings,
-        seed=int(about.get("seed", 0)),
+        seed=checkpoint.fact("seed", int, 0),
         device=place,
-        definition=about.get("definition"),
+        definition=checkpoint.fact("definition", dict, {}),
     )
     load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
     weights = "global parameters" if replica is None else f"replica {replica}"
-    if replica is None and about.get("algorithm") == "none":
+    if replica is None and checkpoint.about.get("algorithm") == "none":
         weights = "replica 0 (independent replicas)"
     if bare:
         weights += f", trained beside {settings.quantization} weights and merged into the original ones"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
-    return Trained(model.eval(), tokenizer, checkpoint.step, int(about["sequence_length"]), checkpoint.path, weights)
+    length = checkpoint.fact("sequence_length", int, least=1)
+    return Trained(model.eval(), tokenizer, checkpoint.step, length, checkpoint.path, weights)
 
 
 def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     """Return the settings of the model in a checkpoint, with the ``source`` that the user named, if any."""
-    described = checkpoint.about.get("model")
-    if not isinstance(described, dict):
-        raise CheckpointError(f"{checkpoint.path} does not describe its model.")
+    described = checkpoint.fact("model", dict)
     stored = described.get("source")
     confirm(checkpoint.path, {"model.source": stored}, {} if source is None else {"model.source": source})
     if source is not None and not same_code(stored, source):
         raise _no_own_code(checkpoint.path, source)
     try:
         return ModelSettings(**described | {"source": source or stored})
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}.") from error
+    except (TypeError, ConfigurationError) as error:
+        raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}") from error
 
 
 def _no_own_code(path: Path, source: str) -> ConfigurationError:
