@@ -49,7 +49,7 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
         if transport.last_view is None or transport.failure is not None:
             me = election.me
             reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step}
-            reply |= {"last": view_message(me.last), "agreed": view_message(me.agreed)}
+            reply |= {name: view_message(getattr(me, name)) for name in ("last", "agreed", "vote")}
         else:
             try:
                 registry.register(entry)
@@ -230,5 +230,5 @@ class Reconnection:
 
 def _candidate_of(answer: Mapping[str, Any]) -> Candidate:
     fields = Fields(answer)
-    last, agreed = view_of(fields, "last"), view_of(fields, "agreed")
-    return Candidate(fields.rank("number"), fields.integer("held_step", -1), last, agreed)
+    views = (view_of(fields, name) for name in ("last", "agreed", "vote"))
+    return Candidate(fields.rank("number"), fields.integer("held_step", -1), *views)
