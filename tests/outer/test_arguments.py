@@ -338,3 +338,21 @@ def test_after_a_closed_transport_the_loop_goes_on_over_another() -> None:
     replica.change_transport(InProcessTransport(1).endpoint(0))
     replica.step()
     assert replica.rounds_committed == 2
+
+
+def test_the_facts_of_many_fragments_fit_into_the_message_to_register() -> None:
+    """Regression: with 250 fragments no replica could register. Which parameters are in which still counts."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500)))
+    names = [name for name, _ in model.named_parameters()]
+
+    def facts(patterns: list[list[str]]) -> dict[str, str]:
+        fragments = partition(model, num_fragments=len(patterns), strategy="patterns", patterns=patterns)
+        schedule = SyncSchedule(inner_steps=len(patterns), num_fragments=len(patterns))
+        inner_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return made(model=model, inner_optimizer=inner_optimizer, fragments=fragments, schedule=schedule)._facts
+
+    pairs = [[f"{number}.*"] for number in range(500)]
+    whole = facts(pairs)
+    assert sum(len(name) + len(text) for name, text in whole.items()) < 1 << 13
+    assert len(whole) < 1 << 8
+    assert whole != facts([*pairs[:-2], [names[-1], names[-3]], [names[-2], names[-4]]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
-from diloco.protocol.fields import MOST_RANK
-from diloco.protocol.registry import Entry, Registry, difference
+from diloco.protocol.fields import MOST_RANK, Fields, MessageError
+from diloco.protocol.registry import Entry, Registry, difference, entries_message, entries_of
 
 NAMES = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=300)
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
@@ -153,3 +154,15 @@ def test_a_joiner_is_not_compared_with_the_process_that_had_its_place() -> None:
     alone = Registry(1, entries=[entry(0)])
     alone.register(entry(0, codec="int8"))
     assert alone.entries[0].facts["codec"] == "int8"
+
+
+def test_the_entries_of_a_thousand_ranks_fit_into_a_message() -> None:
+    """Regression: each repeated the facts, of which the names of many buffers make kilobytes."""
+    facts = {"buffers": "b" * 2000, "frozen parameters of these digests": "f" * 2000}
+    entries = [entry(rank, **facts) for rank in range(128 * 8)] + [entry(2000, codec="int8"), Entry(2001, "a:1")]
+    message = json.dumps({"entries": entries_message(entries)})
+    assert len(message) < 1 << 18
+    assert entries_of(Fields(json.loads(message)), "entries") == entries
+    assert entries_message([]) == entries_of(Fields({"entries": []}), "entries") == []
+    with pytest.raises(MessageError, match="field 'facts'"):
+        entries_of(Fields({"entries": [entry(0).to_message() | {"facts": None}]}), "entries")

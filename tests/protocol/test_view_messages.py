@@ -18,8 +18,9 @@ from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, SendMessage
 from diloco.protocol.events import Received
+from diloco.protocol.fields import Fields, MessageError
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import Leaving, RoundVote, adopted_message, change_message, next_view, read
+from diloco.protocol.messages import Leaving, RoundVote, adopted_message, change_message, next_view, read, view_of
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.protocol.simulated_rank import Rank
@@ -90,6 +91,21 @@ def test_what_many_members_agree_on_is_read_as_it_was_said() -> None:
     assert decision.members is not None
     following = NextView(View(1, decision.members), view, 7, {}, decision.reason, tuple(range(20)))
     assert next_view(json.loads(json.dumps(adopted_message(following))), view) == following
+
+
+@pytest.mark.parametrize(
+    ("agreed", "last"),
+    [
+        ([1, {**ADOPTED, "quorums": [[number, 0] for number in range(33)]}], [3, 1, 0]),
+        ([1, {**ADOPTED, "quorums": [], "members": [2, 2]}], [3]),
+    ],
+)
+def test_what_fits_no_view_is_the_fault_of_its_sender(agreed: object, last: object) -> None:
+    """Regression: any other error ends the transport of the receiver, so one message of a member ended all of them."""
+    with pytest.raises(MessageError, match=r"quorums|members"):
+        read(1, change_message(Report(1, 0), "why") | {"agreed": agreed}, View.of(3))
+    with pytest.raises(MessageError, match="last"):
+        view_of(Fields({"last": last}), "last")
 
 
 JSON = st.recursive(

@@ -171,8 +171,8 @@ def test_a_vote_for_a_founder_holds_in_the_next_search_as_well(meet: Meet) -> No
 
     def founds(election: BootstrapElection, others: object, waited_s: float) -> None:
         assert election.views is not None
-        seen.append(election.me.agreed)
-        election.views.agreed = vote
+        seen.append(election.me.vote)
+        election.views.vote = vote
 
     for fleet in fleets[:2]:
         fleet.transport.close()

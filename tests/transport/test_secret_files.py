@@ -91,6 +91,9 @@ def test_a_secret_in_a_program_has_the_same_forms(use: Callable[[str], object]) 
         use(text)
     with pytest.raises(ConfigurationError, match="begins neither with 'diloco-secret:'"):
         use("words that nobody else knows")
+    for wrong in (SECRET.encode(), 1):
+        with pytest.raises(ConfigurationError, match=r"it is an? (bytes|int) instead of a string"):
+            use(wrong)  # type: ignore[arg-type]  # what a program may pass by mistake
 
 
 def readers() -> list[Callable[[Path], object]]:

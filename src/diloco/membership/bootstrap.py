@@ -1,9 +1,10 @@
 """The choice of the replica that founds a view if several search for one. Pure: takes announcements and times.
 
-Each candidate votes for the first one that it hears, and announces the vote as the view that it has agreed to. It can
-vote for another one only if the one that it voted for votes for that one, too, or has ended. So of all candidates one
-gets the votes of enough members of the newest view, and none of these continues or founds with others. A process that
-was started again can't vouch for the one that it replaces: others may have continued because that one had ended.
+Each candidate votes for the first one that it hears, and announces the vote. It can vote for another one only if the
+one that it voted for votes for that one, too, or has ended. So of all candidates one gets the votes of enough members
+of the newest view, and none of these continues or founds with others. What a candidate was ready for before still binds
+it, as a member that nobody hears may have adopted it. A process that was started again can't vouch for the one that it
+replaces: others may have continued because that one had ended.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class LastViews:
     """What a process that has lost its view has been and promised; it holds for all its searches."""
 
     last: View  # the newest view that the process was a member of
-    # the view after it that the process was ready for, or that of the founder that it votes for; None: neither
-    agreed: View | None = None
+    agreed: View | None = None  # the view after it that the process was ready for; None: none
+    vote: View | None = None  # the view of the founder that it votes for; None: it has not voted
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Candidate:
     held_step: int = -1  # the newest step that it could resume from; -1 for none
     last: View | None = None  # see `LastViews`, as for the next one; None: none since its process began
     agreed: View | None = None
+    vote: View | None = None
 
 
 class Candidates:
@@ -77,8 +79,8 @@ class BootstrapElection:
     @property
     def me(self) -> Candidate:
         """This replica's own announcement."""
-        last, agreed = (None, None) if self.views is None else (self.views.last, self.views.agreed)
-        return Candidate(self.number, self.held_step, last, agreed)
+        views = () if self.views is None else (self.views.last, self.views.agreed, self.views.vote)
+        return Candidate(self.number, self.held_step, *views)
 
     def founds(self, others: Sequence[Candidate], waited_s: float, *, had_members: bool = False) -> View | None:
         """Vote, and return the view of this replica alone that it founds for the others to join, or None.
@@ -100,9 +102,9 @@ class BootstrapElection:
         (None, View(id=0, members=(2,)))
         >>> from dataclasses import replace
         >>> lost = replace(newest, views=LastViews(View(7, (0, 1, 2))))
-        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)))], 60.0), lost.me.agreed
+        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)))], 60.0), lost.me.vote
         (None, View(id=8, members=(2,)))
-        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)), lost.me.agreed)], 60.0)
+        >>> lost.founds([Candidate(1, 140, View(7, (0, 1, 2)), vote=lost.me.vote)], 60.0)
         View(id=8, members=(2,))
         """
         if self.held_step < 0 and had_members:
@@ -110,30 +112,31 @@ class BootstrapElection:
         there = (self.me, *others)
         newest = max((each.last for each in there if each.last is not None), key=lambda view: view.id, default=None)
         first = min(there, key=lambda each: (-each.held_step, each.number)).number
-        founded = View(0 if newest is None else newest.id + 1, (first,))
+        agreed = [each.agreed.id for each in there if each.agreed is not None]
+        founded = View(max([-1 if newest is None else newest.id, *agreed]) + 1, (first,))  # later than all of them
         if self.alone and self.views is None:
             return View(founded.id, (self.number,))
         if waited_s < self.window_s:
             return None
-        if self.views is not None and newest is not None and self._may_vote(founded, others):
+        if self.views is not None and newest is not None and self._may_vote(newest, founded, others):
             if self._are_enough(newest, founded, there, [each.number for each in there if each.last is not None]):
-                self.views.agreed = founded
+                self.views.vote = founded
             there = (self.me, *others)
-        voters = [each.number for each in there if each.last is not None and each.agreed == founded]
+        voters = [each.number for each in there if each.last is not None and each.vote == founded]
         enough = newest is None or self._are_enough(newest, founded, there, voters)
         return founded if first == self.number and enough else None
 
-    def _may_vote(self, founded: View, others: Sequence[Candidate]) -> bool:
+    def _may_vote(self, newest: View, founded: View, others: Sequence[Candidate]) -> bool:
         """Return whether the founder that this replica voted for before, if it did, can't found a view any more."""
-        before = self.me.agreed
-        if before is None or before.id < founded.id or len(before.members) > 1 or before.members == (self.number,):
+        before = self.me.vote
+        if before is None or before.id <= newest.id or before.members == (self.number,):
             return True
         voted_for = (each for each in others if each.number in before.members)
-        return all(each.last is None or each.agreed == founded for each in voted_for)
+        return all(each.last is None or each.vote == founded for each in voted_for)
 
     def _are_enough(self, newest: View, founded: View, there: Sequence[Candidate], counted: Collection[int]) -> bool:
         """Return whether the members that are ``counted`` may continue from every view that others may be in."""
-        agreed = [each.agreed for each in there if each.agreed is not None and each.agreed.id > newest.id]
+        promised = [view for each in there for view in (each.agreed, each.vote) if view and view.id > newest.id]
         ended = {each.number for each in there if each.last is None}
         joining = {each.number for each in there}.difference(counted)
         return all(
@@ -141,6 +144,6 @@ class BootstrapElection:
                 view, lost={*view.members}.difference(counted), gone=ended, joining=joining, policy=self.policy
             ).members
             is not None
-            for view in (newest, *agreed)
+            for view in (newest, *promised)
             if view != founded
         )

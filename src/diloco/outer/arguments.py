@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _NAMED = 3  # the number of tensors that are always named; a digest covers all of them
+_MOST_FRAGMENTS = 32  # of which each is compared by itself, as the message to register has at most 16 kB
 _MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 
@@ -72,6 +73,11 @@ class Arguments:
         shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
         frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
         parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
+        fragments = {
+            f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments
+        }
+        if len(fragments) > _MOST_FRAGMENTS:
+            fragments = {"fragments": _listed([*map(str, fragments.items())])}
         return {
             "schedule": (
                 f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
@@ -83,7 +89,7 @@ class Arguments:
             "clipping": described(self.clipping),
             "mean codec": str(self.mean),
             "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
-            **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments},
+            **fragments,
             "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
             **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
         }

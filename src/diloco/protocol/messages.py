@@ -271,7 +271,7 @@ def _agreed_of(fields: Fields, view: View) -> Agreed | None:
     for number, member in sorted(Fields(message).pairs("quorums")):
         quorums.setdefault(number, []).append(member)
     if len(quorums) > _MOST_QUORUMS:
-        raise ValueError(f"field 'quorums' must hold at most {_MOST_QUORUMS} sets, got {len(quorums)}")
+        raise MessageError(f"field 'quorums' must hold at most {_MOST_QUORUMS} sets, got {len(quorums)}")
     return Agreed(known, next_view(message, view), frozenset(map(tuple, quorums.values())))
 
 
@@ -284,10 +284,13 @@ def view_of(fields: Fields, name: str) -> View | None:
     """Return the view in a field that holds a `view_message`.
 
     Raises:
-        ValueError: the field is missing or malformed.
+        MessageError: the field is missing or malformed.
     """
     values = fields.integers(name)
-    return View(values[0], values[1:]) if values else None
+    try:
+        return View(values[0], values[1:]) if values else None
+    except ConfigurationError as error:
+        raise MessageError(f"field {name!r} is invalid: {error}") from error
 
 
 def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from diloco.errors import RendezvousError
 from diloco.protocol.fields import Fields
 from diloco.units import visible
 
-__all__ = ["Entry", "Registry", "difference"]
+__all__ = ["Entry", "Registry", "difference", "entries_message", "entries_of"]
 
 _MOST_PLACES = 16
 _MOST_FACT = 500
@@ -49,6 +49,22 @@ class Entry:
             fields.integer("held_step", -1),
             fields.list_of_texts("places", _MOST_PLACES),
         )
+
+
+def entries_message(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Return entries as JSON, with the facts that all of them share only once: a thousand ranks fit into a message."""
+    messages = [entry.to_message() for entry in entries]
+    for each in messages[1:]:
+        if each["facts"] == messages[0]["facts"]:
+            each["facts"] = None
+    return messages
+
+
+def entries_of(fields: Fields, name: str) -> list[Entry]:
+    """Return the entries in a field that holds an `entries_message`; `ValueError` names a malformed field."""
+    messages = fields.list_of_messages(name)
+    shared = {"facts": messages[0].get("facts")} if messages else {}
+    return [Entry.from_message(each | shared if each.get("facts") is None else each) for each in messages]
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:

@@ -119,6 +119,8 @@ def _key(purpose: str, secret: str) -> bytes:
 @functools.lru_cache(maxsize=16)
 def _root(secret: str) -> bytes:
     """Return the 256 bits of a secret; raise `ValueError` if it has neither form."""
+    if not isinstance(secret, str):
+        raise ValueError(f"it is a {type(secret).__name__} instead of a string")
     if secret.startswith(_RANDOM):
         digits, _, check = secret.removeprefix(_RANDOM).partition("-")
         if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", digits) or check != _check_of(digits):

@@ -97,21 +97,22 @@ class PeerRecord:
     finished: bool = False  # whether the peer has finished all steps of the run and is leaving
     beat: int = 0  # a counter that grows each time the record is stored
     was: str = ""  # the swarm that a searching peer was a member of
-    last: View | None = None  # what it was a member of in that swarm, and has agreed to since; see `Candidate`
+    last: View | None = None  # what it was a member of in that swarm, and has promised since; see `Candidate`
     agreed: View | None = None
+    vote: View | None = None
     proven: bool = True  # whether the author of the record knows the secret of the run
 
     def candidate(self, swarm: str) -> Candidate:
         """Return the record of a searching peer as a `Candidate`, for former members of ``swarm``."""
-        last, agreed = (self.last, self.agreed) if swarm and swarm == self.was else (None, None)
-        return Candidate(self.number, self.held_step, last, agreed)
+        views = (self.last, self.agreed, self.vote) if swarm and swarm == self.was else ()
+        return Candidate(self.number, self.held_step, *views)
 
     def to_bytes(self, admission: Admission) -> bytes:
         """Return the record as stored, with a proof that its author knows the secret of the run."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
         fields |= {"finished": self.finished, "beat": self.beat, "was": self.was}
-        fields |= {"last": view_message(self.last), "agreed": view_message(self.agreed)}
+        fields |= {name: view_message(getattr(self, name)) for name in ("last", "agreed", "vote")}
         content = json.dumps(fields, sort_keys=True)
         return json.dumps(fields | {"proof": admission.of_record(self.peer_id, content)}).encode()
 
@@ -135,6 +136,7 @@ class PeerRecord:
             fields.printable("was"),
             view_of(fields, "last"),
             view_of(fields, "agreed"),
+            view_of(fields, "vote"),
             proven=hmac.compare_digest(fields.text("proof").encode(), proof.encode()),
         )
 

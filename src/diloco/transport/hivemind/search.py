@@ -72,6 +72,7 @@ class Announcer:
             was="" if self.swarm else self._place.swarm,
             last=None if self.swarm or views is None else views.last,
             agreed=None if self.swarm or views is None else views.agreed,
+            vote=None if self.swarm or views is None else views.vote,
         )
         await self._node.announce(self._place.admission, record)
 
@@ -165,10 +166,10 @@ class Search:
             there = there or any(record.swarm and record.peer_id not in why for record in records)
             had_members = any(record.swarm for record in records)
             others = [each.candidate(place.swarm or place.held_swarm) for each in looking]
-            voted = self._election.me.agreed
+            voted = self._election.me.vote
             if not there and (view := self._election.founds(others, asked_s - known_s, had_members=had_members)):
                 return view, None
-            if self._election.me.agreed != voted:
+            if self._election.me.vote != voted:
                 announced_s = -math.inf  # the others wait for this vote
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:

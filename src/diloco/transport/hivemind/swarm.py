@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
-from diloco.protocol.registry import Entry, Registry, difference
+from diloco.protocol.registry import Entry, Registry, difference, entries_message, entries_of
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, Streams, pack, read_frame, within
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
@@ -47,7 +47,7 @@ class SwarmTable:
         return {
             "kind": "table",
             "swarm": self.swarm,
-            "entries": [entry.to_message() for entry in self.entries.values()],
+            "entries": entries_message(self.entries.values()),
             "members": list(self.members),
             "step": self.step,
             "founded_step": self.founded_step,
@@ -57,7 +57,7 @@ class SwarmTable:
     def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
         """Parse a table from JSON; raise `ValueError` if it is invalid."""
         fields = Fields(message)
-        entries = [Entry.from_message(each) for each in fields.list_of_messages("entries")]
+        entries = entries_of(fields, "entries")
         members = tuple(sorted(set(fields.ranks("members"))))
         step, founded_step = fields.integer("step"), fields.integer("founded_step")
         table = cls(fields.printable("swarm"), {each.rank: each for each in entries}, members, step, founded_step)

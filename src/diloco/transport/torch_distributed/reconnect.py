@@ -13,7 +13,7 @@ from diloco.membership.bootstrap import BootstrapElection, Candidate
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.messages import view_message, view_of
-from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.registry import Entry, Registry, entries_message, entries_of
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.opened_link import OpenLink
@@ -49,11 +49,11 @@ def serve_candidates(transport: PeerTransport, registry: Registry, election: Boo
         if transport.last_view is None or transport.failure is not None:
             me = election.me
             reply: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step}
-            reply |= {"last": view_message(me.last), "agreed": view_message(me.agreed)}
+            reply |= {name: view_message(getattr(me, name)) for name in ("last", "agreed", "vote")}
         else:
             try:
                 registry.register(entry)
-                entries = [each.to_message() for each in registry.entries.values()]
+                entries = entries_message(registry.entries.values())
                 reply = {"kind": "members", "entries": entries, "members": list(transport.view.members)}
                 reply["step"] = transport.step
             except RendezvousError as error:
@@ -211,7 +211,7 @@ class Reconnection:
         size = self._transport.rules.ranks_per_replica
         try:
             fields = Fields(answer)
-            told = map(Entry.from_message, fields.list_of_messages("entries"))
+            told = entries_of(fields, "entries")
             entries = {entry.rank: entry for entry in told if entry.rank < self._registry.num_ranks}
             members = tuple(sorted(set(fields.ranks("members"))))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
@@ -230,5 +230,5 @@ class Reconnection:
 
 def _candidate_of(answer: Mapping[str, Any]) -> Candidate:
     fields = Fields(answer)
-    last, agreed = view_of(fields, "last"), view_of(fields, "agreed")
-    return Candidate(fields.rank("number"), fields.integer("held_step", -1), last, agreed)
+    views = (view_of(fields, name) for name in ("last", "agreed", "vote"))
+    return Candidate(fields.rank("number"), fields.integer("held_step", -1), *views)

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
-from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.registry import Entry, Registry, entries_message, entries_of
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
@@ -142,7 +142,7 @@ async def _ask(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}{_refused(answer)}. "
                     "Start the missing ranks, or choose a longer transport.rendezvous_timeout_s."
                 )
-            entries = [Entry.from_message(each) for each in Fields(answer).list_of_messages("entries")]
+            entries = entries_of(Fields(answer), "entries")
             return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
         except TurnedAwayError as error:
             raise RendezvousError(
@@ -236,8 +236,8 @@ def _refused(answer: dict[str, Any]) -> str:
 
 
 def _table(registry: Registry, running: bool) -> dict[str, Any]:
-    entries = [registry.entries[rank].to_message() for rank in sorted(registry.entries)]
-    return {"kind": "table", "entries": entries, "running": running}
+    entries = [registry.entries[rank] for rank in sorted(registry.entries)]
+    return {"kind": "table", "entries": entries_message(entries), "running": running}
 
 
 def share_text(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
