@@ -43,6 +43,7 @@ class ModelWatch:
         self._known = {id(parameter) for parameter in parameters.values()}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._buffers = _layout(model)
+        self._checked: list[tuple[object, ...]] = []  # what the last check has seen
         self.begin()
 
     def begin(self) -> None:
@@ -58,6 +59,13 @@ class ModelWatch:
             ConfigurationError: if one has or can't; the message names it. `FragmentError` for a parameter.
         """
         current = named_parameters(self._model)
+        seen = [(name, *_place(each)) for name, each in (current | persistent_buffers(self._model)).items()]
+        if seen == self._checked:
+            return
+        self._check(current)
+        self._checked = seen
+
+    def _check(self, current: Mapping[str, nn.Parameter]) -> None:
         present = {id(parameter) for parameter in current.values()}
         for name, parameter in self._parameters.items():
             if id(parameter) not in present:
@@ -100,7 +108,7 @@ class ModelWatch:
             if id(parameter) not in self._known
         }
         parts = {part: values for each in frozen.values() for part, values in each.items()}
-        pairs = overlaps({**self._parameters, **parts})
+        pairs = overlaps({**self._parameters, **parts}) if parts else ()
         tied = {part for pair in pairs if self._parameters.keys() & set(pair) for part in pair}  # with a trained one
         return {
             name: digest_tensors({part: _sample(values) for part, values in each.items()})
@@ -114,6 +122,15 @@ def _layout(model: nn.Module) -> set[str]:
     buffers = persistent_buffers(model).items()
     kinds = {name: "" if each.is_floating_point() else f" {each.dtype}" for name, each in buffers}
     return {f"{name} {tuple(each.shape)}{kinds[name]}" for name, each in buffers}
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells a tensor, its memory and its kind from others, at the cost of a few look-ups."""
+    shard = tensor if is_lazy(tensor) else local_shard(tensor)
+    if type(shard) is not Tensor or shard.layout != torch.strided or shard.is_nested:
+        return id(tensor), tensor.requires_grad
+    memory = shard.data_ptr(), shard.shape, shard.stride(), shard.dtype, shard.is_inference()
+    return id(tensor), tensor.requires_grad, *memory
 
 
 def _sample(values: Tensor) -> Tensor:
