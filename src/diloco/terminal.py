@@ -71,7 +71,7 @@ def as_typed(text: str) -> str:
     Raises:
         ConfigurationError: it is not UTF-8.
 
-    >>> as_typed("caf\udcc3\udca9")
+    >>> as_typed("caf\\udcc3\\udca9")
     'café'
     """
     try:

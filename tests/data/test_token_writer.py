@@ -16,7 +16,7 @@ from diloco.data.settings import DataSettings
 from diloco.data.token_folder import TokenFolder
 from diloco.data.token_writer import TokenWriter, tokenize
 from diloco.data.tokenizer import ByteTokenizer
-from diloco.errors import DataError
+from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 
 
@@ -109,7 +109,7 @@ def test_who_comes_second_changes_nothing(tmp_path: Path, there: bool) -> None:
             if there:
                 shutil.move(tmp_path / "aside", second.folder)
 
-    with pytest.raises(DataError, match="tokens can't be written"):
+    with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
         write_both()
     assert TokenFolder(tmp_path / "tokens").splits["train"].bytes == len("first")
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]

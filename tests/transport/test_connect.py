@@ -185,7 +185,7 @@ def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: C
                 lambda: ask(connections, address, Entry(0, str(nowhere)), 20.0),
             ]
         )
-    assert str(found[0]).startswith(f"rank 1 can't reach rank 0 at {nowhere} within 1 s: ")
+    assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(found[0]))
     assert found[0].replicas == (0,)
     assert "`diloco doctor` checks the connection" in str(found[0])
 
