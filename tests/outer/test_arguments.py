@@ -342,7 +342,7 @@ def test_after_a_closed_transport_the_loop_goes_on_over_another() -> None:
 
 def test_the_facts_of_many_fragments_fit_into_the_message_to_register() -> None:
     """Regression: with 250 fragments no replica could register. Which parameters are in which still counts."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(500)))
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(260)))
     names = [name for name, _ in model.named_parameters()]
 
     def facts(patterns: list[list[str]]) -> dict[str, str]:
@@ -351,7 +351,7 @@ def test_the_facts_of_many_fragments_fit_into_the_message_to_register() -> None:
         inner_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return made(model=model, inner_optimizer=inner_optimizer, fragments=fragments, schedule=schedule)._facts
 
-    pairs = [[f"{number}.*"] for number in range(500)]
+    pairs = [[f"{number}.*"] for number in range(260)]
     whole = facts(pairs)
     assert sum(len(name) + len(text) for name, text in whole.items()) < 1 << 13
     assert len(whole) < 1 << 8
