@@ -116,7 +116,7 @@ def make_streams_safe() -> None:
             with suppress(OSError):
                 if os.open(os.devnull, os.O_RDWR) == number:
                     os.set_inheritable(number, True)
-            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115 - stays open
         elif number and type(raw := getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
             stream = io.TextIOWrapper(
                 io.BufferedWriter(StandardOutput(raw.fileno(), "w", closefd=False)),

@@ -214,6 +214,7 @@ class ChatTokenizer(Tokenizer):
             if is_last:
                 raise
             return None
+        # texts and not paths, character by character
         begin = os.path.commonprefix([after, other, *([prompt] if number else [])])  # noqa: RUF071
         if number and len(begin) <= len(before):
             return None

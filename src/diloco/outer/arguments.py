@@ -243,6 +243,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     if offloaded := [name for name, buffer in persistent_buffers(model).items() if buffer.is_meta]:
         raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
     for module in model.modules():
+        # known by name, since importing FSDP is slow
         if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":  # type: ignore[union-attr]
             raise ConfigurationError(
                 "FullyShardedDataParallel (FSDP1) shards parameters over ranks without DTensors, which can't be "

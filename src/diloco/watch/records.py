@@ -95,7 +95,7 @@ _IS: dict[Any, Callable[[object], bool]] = {
     str: lambda value: isinstance(value, str),
     tuple[int, ...]: lambda value: _is_list(value, lambda item: as_whole(item) is not None),
     tuple[float, ...]: lambda value: _is_list(value, _is_finite),
-    Mapping[str, str]: lambda value: _is_flat(value) and all(isinstance(e, str) for e in value.values()),  # type: ignore[attr-defined]
+    Mapping[str, str]: lambda value: _is_flat(value) and all(isinstance(e, str) for e in value.values()),  # type: ignore[attr-defined]  # flat, so a mapping
     Mapping[str, Any]: _is_flat,
 }
 _COMMON = {"schema": _IS[int], "event": _IS[str], "step": _IS[int], "time_s": _is_finite}
@@ -119,7 +119,7 @@ def _check(hint: Any) -> Callable[[object], bool]:
         if hint == kind:
             return check
         if hint == kind | None:
-            return lambda value, check=check: value is None or check(value)  # type: ignore[misc]
+            return lambda value, check=check: value is None or check(value)  # type: ignore[misc]  # bound now
     raise AssertionError(f"no check for a field of type {hint}")
 
 
