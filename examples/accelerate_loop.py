@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from diloco import SyncSchedule, connect_replica, replica_share
 from diloco.integrations.accelerate import AcceleratedDiLoCo
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

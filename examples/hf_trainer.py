@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from diloco import SyncSchedule, connect_replica, replica_share
 from diloco.integrations.transformers import DiLoCoCallback
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from diloco import SyncSchedule, connect_replica, replica_share
 from diloco.integrations.lightning import Connect, DiLoCoCallback
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

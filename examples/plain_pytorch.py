@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from diloco import DiLoCo, SyncSchedule, connect_replica, replica_share
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

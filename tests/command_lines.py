@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diloco.config.flags import CommandLine
+from diloco.config import CommandLine
 
 
 def dotted(values: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from diloco.data.tokenizer import byte_letters
+    from diloco.data import byte_letters
 
     vocabulary = {letter: number for number, letter in enumerate([*byte_letters(), *SPECIAL])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

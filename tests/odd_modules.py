@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule
 from diloco.events import RoundCommitted
-from diloco.transport.in_process import InProcessTransport
+from diloco.transport import InProcessTransport
 from tests.replicas import Swarm
 
 H = 2

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer, Sgd
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import (
+    AlphaMerge,
+    Codec,
+    MergeRule,
+    Nesterov,
+    OuterOptimizer,
+    RebaseMerge,
+    Sgd,
+    SyncSchedule,
+    partition,
+)
 from diloco.events import Event
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
+from diloco.outer import DiLoCo
+from diloco.transport import Fault, InProcessTransport
 
 Gradient = Callable[[int, int, nn.Module], None]
 """A function of (replica, step from 0, model) that sets ``.grad`` of the parameters."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from diloco.config import load_configuration, to_toml
 from diloco.events import Event
-from diloco.train.resolve import resolve
-from diloco.train.run import run_training
+from diloco.train import resolve, run_training
 
 SMALL = (
     "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.sequence-length 16 "

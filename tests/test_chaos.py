@@ -28,8 +28,7 @@ from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
 from benchmarks.chaos.verdict import judge
 from diloco import events as facts
-from diloco.config.configuration import parse_arguments
-from diloco.config.run_plan import plan_run
+from diloco.config import parse_arguments, plan_run
 from diloco.monitor import files
 from tests.commands import Command
 from tests.processes import Processes

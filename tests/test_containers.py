@@ -16,8 +16,7 @@ import tyro
 import yaml
 
 from diloco.cli import MISUSED, dht
-from diloco.config.configuration import parse_arguments
-from diloco.config.run_plan import RunPlan, plan_run
+from diloco.config import RunPlan, parse_arguments, plan_run
 
 ROOT = Path(__file__).parent.parent
 CONTAINER = ROOT / "launch" / "container" / "Containerfile"

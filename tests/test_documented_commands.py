@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import COMMANDS
-from diloco.config.configuration import parse_arguments
-from diloco.config.flags import parse_flags, parse_options
-from diloco.config.run_plan import plan_run
+from diloco.config import parse_arguments, parse_flags, parse_options, plan_run
 from tests.command_lines import command_line
 
 ROOT = Path(__file__).parent.parent

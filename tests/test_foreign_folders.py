@@ -20,20 +20,13 @@ import torch
 from torch import nn
 
 from diloco import Codec, OuterOptimizer, plugins
-from diloco.checkpoint.manifest import read_manifest, write_manifest
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config.commands import resume_command
-from diloco.config.configuration import parse_arguments
-from diloco.config.run_plan import plan_run
-from diloco.data.settings import SourceSettings
-from diloco.data.sources import open_source
-from diloco.data.tokenizer_choice import load_hub_tokenizer
+from diloco.config import parse_arguments, plan_run, resume_command
+from diloco.data import SourceSettings, load_hub_tokenizer, open_source
 from diloco.errors import ConfigurationError, DataError
 from diloco.events import Sink
-from diloco.model.build import build_language_model
-from diloco.model.huggingface_folder import stored_tensors
-from diloco.model.settings import ModelSettings
+from diloco.model import ModelSettings, build_language_model, stored_tensors
 from diloco.plugins import call, find
 from tests.cli.runs import SMALL, refused
 from tests.finetuning import write_base, write_tokenizer

@@ -26,13 +26,10 @@ from diloco import (
     testing,
 )
 from diloco.cli import main
-from diloco.config.configuration import load_configuration
-from diloco.config.run_plan import plan_run
+from diloco.config import load_configuration, plan_run
 from diloco.errors import ConfigurationError
 from diloco.plugins import absolute, call, find
-from diloco.train.components import outline
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.session_reports import handshake_facts
+from diloco.train import handshake_facts, make_inner_optimizer, outline
 from tests.cli.runs import SMALL, read_json, refused
 from tests.command_lines import command_line
 

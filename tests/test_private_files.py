@@ -13,9 +13,8 @@ import pytest
 
 from diloco.cli import main
 from diloco.private_files import make_private_folder
-from diloco.train.torch_threads import Seats
-from diloco.transport.hivemind.direct_streams import DirectStreams
-from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.train import Seats
+from diloco.transport import DirectStreams, PeerStreams
 from tests.cli.runs import SMALL
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 

@@ -13,14 +13,10 @@ from benchmarks.scale.churn_run import ChurnRun
 from benchmarks.scale.messages import counted
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import Scaled, simulate_churn, sweep
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Overheads
-from diloco.simulate.traffic import Workload
-from diloco.simulate.utilization import simulate
-from diloco.transport.links import Link
+from diloco.simulate import Cluster, Overheads, Workload, simulate
+from diloco.transport import Link
 
 FLOAT32 = make_codec("float32")
 SMALL = Workload(parameters=1_000_000, layers=4, step_time_s=1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config.configuration import parse_arguments
+from diloco.config import parse_arguments
 from tests.processes import Processes
 from tests.runs import SMALL, write_text
 from tests.slurm import LIMIT_S, Slurm

@@ -15,13 +15,9 @@ from torch.utils._device import _device_constructors
 
 import diloco
 from diloco import testing
-from diloco.algorithm.buffers import collect_buffers
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_optimizer import Adam, Nesterov
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.in_process import InProcessTransport
+from diloco.algorithm import Adam, AlphaMerge, Codec, Nesterov, SyncSchedule, collect_buffers
+from diloco.outer import DiLoCo
+from diloco.transport import InProcessTransport
 from tests.algorithm.codecs import COARSE, CODECS
 from tests.replicas import Vectors
 from tests.runs import train

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable
 
 from benchmarks.markdown import table
-from diloco.membership.quorum import Policy
-from diloco.protocol.rules import Policies
+from diloco.membership import Policy
+from diloco.protocol import Policies
 from tests.membership.network import Limits, Network, explore, wander
 from tests.protocol.simulated import check_agreement, rank, simulated
 from tests.protocol.simulated_rank import Rank

@@ -53,7 +53,7 @@ def pace(step_s: Callable[[], float]) -> None:
     """Delay each batch until ``step_s()`` seconds after the previous one."""
     from torch import Tensor
 
-    from diloco.data.sampler import Sampler
+    from diloco.data import Sampler
 
     draw, drawn_s = Sampler.next_batch, 0.0
 

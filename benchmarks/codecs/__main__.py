@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
 from diloco.algorithm.codec import native as native_kernels
 
 MOST_COPIES = {

@@ -147,8 +147,7 @@ def work() -> None:
     """For each number on standard input, take this many inner steps and print the seconds per step."""
     import torch
 
-    from diloco.model.presets import get_preset
-    from diloco.model.transformer import build_model
+    from diloco.model import build_model, get_preset
 
     model = build_model(replace(get_preset("tiny").model, vocab_size=257), seed=0, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -24,13 +24,16 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.data.corpus import open_stream
-from diloco.data.sampler import Sampler
-from diloco.data.settings import DataSettings
-from diloco.data.text import read_standard_library
-from diloco.data.token_folder import TokenFolder
-from diloco.data.token_writer import TokenWriter, tokenize
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import (
+    ByteTokenizer,
+    DataSettings,
+    Sampler,
+    TokenFolder,
+    TokenWriter,
+    open_stream,
+    read_standard_library,
+    tokenize,
+)
 
 START_UP = """
 import time

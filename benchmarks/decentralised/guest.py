@@ -121,8 +121,7 @@ class HostConnection:
 
 def first_round(transport: Any, from_step: int) -> None:
     """Run a round of a few values among the members of the current view, at its first step."""
-    from diloco.algorithm.averaging import Contribution, RoundId
-    from diloco.algorithm.codec import make_codec
+    from diloco.algorithm import Contribution, RoundId, make_codec
     from diloco.errors import TransportError
 
     import torch  # isort: skip

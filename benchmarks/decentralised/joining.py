@@ -28,8 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     from benchmarks.decentralised.peers import make_peer
     from benchmarks.decentralised.training import NUM_FRAGMENTS, Trainer, work_of
     from diloco.events import Event, RoundCommitted
-    from diloco.transport.base import Fetching
-    from diloco.transport.peers.connected import join
+    from diloco.transport import Fetching, join
 
     torch.set_num_threads(1)
     host.report("imported")

@@ -32,7 +32,7 @@ class Counts:
     """Counts what a transport does."""
 
     def __init__(self, transport: Any) -> None:
-        from diloco.membership.reports import NextView
+        from diloco.membership import NextView
         from diloco.protocol import actions, events
 
         self.messages: Counter[str] = Counter()  # by kind; without heartbeats, which are packed only once
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     from benchmarks.decentralised.peers import addresses_of, make_peer, wait_for_members
     from benchmarks.decentralised.training import Trainer, work_of
     from diloco.events import Event, RoundCommitted, RoundVoid
-    from diloco.transport.peers.connected import join
+    from diloco.transport import join
 
     torch.set_num_threads(1)
     host.report("imported")

@@ -7,12 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.decentralised.plan import Job
-from diloco.membership.reports import NextView
-from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.connected import Connected, Wire, join
-from diloco.transport.peers.transport import PeerTransport
+from diloco.membership import NextView
+from diloco.transport import (
+    Admission,
+    Connected,
+    NodePlace,
+    PeerStreams,
+    PeerTransport,
+    SwarmPlace,
+    Wire,
+    connect_swarm,
+    join,
+)
 
 __all__ = ["addresses_of", "become_member", "key_file", "make_peer", "wait_for_members"]
 

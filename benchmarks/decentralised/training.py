@@ -11,7 +11,7 @@ from benchmarks.wan.plan import Work
 from benchmarks.wan.work import InnerLoop, Layers
 from diloco import DiLoCo, SyncSchedule
 from diloco.events import Event
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 __all__ = ["INNER_STEPS", "NUM_FRAGMENTS", "Trainer", "work_of"]
 

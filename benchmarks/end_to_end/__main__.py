@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.end_to_end.gather import gather
 from benchmarks.end_to_end.transformers_loss import loss_with_transformers
-from diloco.monitor.files import read_metrics
+from diloco.monitor import read_metrics
 
 HERE = Path(__file__).parent
 

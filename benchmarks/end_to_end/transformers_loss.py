@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from diloco.config.configuration import Configuration
-from diloco.config.keys import build
-from diloco.config.toml import read_toml
-from diloco.data.batches import heldout_batches
-from diloco.data.heldout import heldout_tokens
-from diloco.data.tokenizer_choice import load_tokenizer
+from diloco.config import Configuration, build, read_toml
+from diloco.data import heldout_batches, heldout_tokens, load_tokenizer
 
 __all__ = ["loss_with_transformers"]
 

@@ -16,27 +16,47 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
-from diloco.algorithm.average_rules import Rda, SendersMean
-from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import flatten
-from diloco.algorithm.mean_encoding import MeanEncoding, encode_all_means
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd
+from diloco.algorithm import (
+    Adam,
+    Clipping,
+    Contribution,
+    MeanEncoding,
+    Nesterov,
+    Rda,
+    RoundId,
+    SendersMean,
+    Sgd,
+    ValueSchedule,
+    digest_tensors,
+    encode_all_means,
+    flatten,
+    make_codec,
+    weighted_mean,
+)
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
-from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
-from diloco.model.modules import attend, block_mask, boolean_mask
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.train.inner import InnerLoop
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel, Strategy, parallelise, prepare_blocks
-from diloco.train.resolve import CODEC_NAMES
-from diloco.train.settings import InnerSettings
-from diloco.transport.replica_group import open_replica_group
+from diloco.model import (
+    LanguageModel,
+    LossChunks,
+    ModelSettings,
+    Transformer,
+    attend,
+    block_mask,
+    boolean_mask,
+    build_model,
+    document_numbers,
+)
+from diloco.train import (
+    CODEC_NAMES,
+    InnerLoop,
+    InnerSettings,
+    ParallelModel,
+    Strategy,
+    make_inner_optimizer,
+    parallelise,
+    prepare_blocks,
+)
+from diloco.transport import open_replica_group
 from diloco.units import format_bytes
 
 __all__ = ["CHECKS", "run_checks"]

@@ -11,13 +11,17 @@ import torch
 
 from benchmarks.gpu.sessions import free, make_session, settle, time_session
 from benchmarks.gpu.sizes import Job, Sizes
-from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.model.transformer import build_model
+from diloco.algorithm import (
+    AlphaMerge,
+    Contribution,
+    Nesterov,
+    OuterLoop,
+    RoundId,
+    make_codec,
+    partition,
+    weighted_mean,
+)
+from diloco.model import build_model
 
 __all__ = ["measure_rounds"]
 

@@ -13,16 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.sizes import Job
-from diloco.algorithm.settings import ScheduleSettings
-from diloco.data.corpus import Corpus
-from diloco.data.packed import PackedTokens
-from diloco.data.tokenizer import ByteTokenizer
-from diloco.train.components import make_transport
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.resolve import resolve
-from diloco.train.session import Session
-from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
-from diloco.transport.settings import TransportSettings
+from diloco.algorithm import ScheduleSettings
+from diloco.data import ByteTokenizer, Corpus, PackedTokens
+from diloco.train import InnerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport, resolve
+from diloco.transport import TransportSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from diloco.model.presets import get_preset
-from diloco.model.settings import ModelSettings
+from diloco.model import ModelSettings, get_preset
 
 __all__ = ["FULL", "TINY", "Job", "Sizes"]
 

@@ -12,8 +12,8 @@ from benchmarks.gpu.rival import time_rival
 from benchmarks.gpu.sessions import ADAMW, Measured, free, make_session, time_session
 from benchmarks.gpu.sizes import Job, Sizes
 from diloco.devices import flops_utilization, known_peak_flops_per_s
-from diloco.model.transformer import build_model
-from diloco.train.settings import InnerSettings
+from diloco.model import build_model
+from diloco.train import InnerSettings
 
 __all__ = ["measure_training"]
 

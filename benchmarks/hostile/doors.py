@@ -13,15 +13,21 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
-from diloco.protocol.events import Event, Lost, Received
-from diloco.protocol.failure_detector import Timing
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import ASKS, pack
-from diloco.transport.connections.tcp_streams import NONCE_BYTES, TcpStreams
-from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.secret import PROOF_BYTES, is_proof, new_secret, proof
-from diloco.transport.torch_distributed.doctor import serve_probes
+from diloco.protocol import Event, Lost, Received, Timing
+from diloco.transport import (
+    ASKS,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Address,
+    ConnectionManager,
+    DonorService,
+    TcpStreams,
+    is_proof,
+    new_secret,
+    pack,
+    proof,
+    serve_probes,
+)
 from tests.transport.state_donors import state
 
 __all__ = ["ATTACKS", "memory_bytes"]

@@ -14,24 +14,35 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.hostile.members import HEADER, VOTE
-from diloco.data.shares import Shares
+from diloco.data import Shares
 from diloco.errors import DiLoCoError
-from diloco.membership.proofs import SignedVote
-from diloco.membership.reports import Report
-from diloco.membership.view import View
-from diloco.protocol.faults import Faults, faults_message, read_faults
-from diloco.protocol.fields import json_object
-from diloco.protocol.headers import Header
-from diloco.protocol.messages import RoundVote, change_message, next_view, read, read_answer, speed_of
-from diloco.protocol.registry import Entry
-from diloco.transport.address import parse_address
-from diloco.transport.connections.streams import read_frame
-from diloco.transport.hivemind.identity import PeerRecord, owner_of
-from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.hivemind.status_client import PeerReport, status_of
-from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.peers.state_wire import Description
-from diloco.transport.secret import new_secret
+from diloco.membership import Report, SignedVote, View
+from diloco.protocol import (
+    Entry,
+    Faults,
+    Header,
+    RoundVote,
+    change_message,
+    faults_message,
+    json_object,
+    next_view,
+    read,
+    read_answer,
+    read_faults,
+    speed_of,
+)
+from diloco.transport import (
+    Admission,
+    Description,
+    PeerRecord,
+    PeerReport,
+    SwarmTable,
+    new_secret,
+    owner_of,
+    parse_address,
+    read_frame,
+    status_of,
+)
 from diloco.units import visible
 
 __all__ = ["PARSERS", "feed", "fuzz"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.simulated import Forgery, attacked_by_member
-from diloco.protocol.messages import RoundVote
+from diloco.protocol import RoundVote
 from tests.protocol.simulated_rank import secret_of
 
 __all__ = ["ATTACKS"]

@@ -11,12 +11,8 @@ from typing import Any
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.doors import memory_bytes
 from diloco.cli.peers import row
-from diloco.protocol.fields import json_object
-from diloco.transport.hivemind.identity import PeerRecord
-from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.hivemind.status_client import PeerReport, status_of
-from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.secret import new_secret
+from diloco.protocol import json_object
+from diloco.transport import Admission, PeerRecord, PeerReport, SwarmTable, new_secret, status_of
 
 __all__ = ["ATTACKS"]
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.hostile.attack import Outcome
-from diloco.membership.quorum import Policy
-from diloco.protocol.actions import Timer
-from diloco.protocol.rules import Policies
+from diloco.membership import Policy
+from diloco.protocol import Policies, Timer
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 

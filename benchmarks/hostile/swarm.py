@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.doors import memory_bytes
-from diloco.transport.secret import new_secret
+from diloco.transport import new_secret
 from tests.transport.swarms import Swarms
 from tests.transport.test_swarm_strangers import AFTER_HELLO, OPENINGS, Live, Stranger, frame, hello
 

@@ -21,10 +21,8 @@ import torch
 
 from benchmarks.lm_eval.texts import write_texts
 from diloco.cli import main as diloco
-from diloco.config.configuration import Configuration
-from diloco.config.keys import build
-from diloco.config.toml import read_toml
-from diloco.trained.load import Trained, load_trained
+from diloco.config import Configuration, build, read_toml
+from diloco.trained import Trained, load_trained
 
 HERE = Path(__file__).parent
 RECIPE = "--replicas 2 --data-parallel-steps 0 --data.tokenizer bpe --data.bpe-vocab-size 1024 --monitor.console quiet"

@@ -7,9 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from diloco.data.heldout import split_documents
-from diloco.data.settings import DataSettings
-from diloco.data.text import read_documents
+from diloco.data import DataSettings, read_documents, split_documents
 
 __all__ = ["write_texts"]
 

@@ -9,15 +9,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks.markdown import table, write_below
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Conditions
-from diloco.simulate.traffic import Workload
-from diloco.simulate.utilization import simulate_cycles
-from diloco.transport.links import Link
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec, plan_exchange
+from diloco.simulate import Cluster, Conditions, Workload, simulate_cycles
+from diloco.transport import Link
 
 MARKER = "<!-- what follows is written by python -m benchmarks.means -->"
 REPLICAS = (2, 3, 4, 8, 16, 32, 64)

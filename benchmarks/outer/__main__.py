@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from diloco import DiLoCo, InProcessTransport, Nesterov, OuterState, Rda, RebaseMerge, SendersMean, SyncSchedule
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model import ModelSettings, Transformer, build_model
 
 HERE = Path(__file__).parent
 REPLICAS, INNER_STEPS, STEPS, BATCH, LENGTH = 4, 12, 240, 8, 32

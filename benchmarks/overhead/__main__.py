@@ -20,11 +20,8 @@ from itertools import pairwise
 import torch
 
 from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, make_codec, muon, partition
-from diloco.algorithm.codec.base import largest_magnitude
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.telemetry import measured_outer_step, sampled_ranges, spread_terms
-from diloco.model.presets import get_preset
-from diloco.model.transformer import Transformer, build_model
+from diloco.algorithm import OuterLoop, largest_magnitude, measured_outer_step, sampled_ranges, spread_terms
+from diloco.model import Transformer, build_model, get_preset
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,13 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
-from diloco.transport.hivemind.direct_streams import DirectStreams
-from diloco.transport.peers.round_messages import RoundMessages
+from diloco.algorithm import RoundId, make_codec
+from diloco.transport import DirectStreams, PayloadConnection, ReliableLink, RoundMessages, SendScheduler
 
 HOST, LIMIT_S = "127.0.0.1", 60.0
 LINKS, VALUES = 7, 6_295_552 // 8

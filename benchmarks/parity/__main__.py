@@ -23,8 +23,7 @@ from typing import Any
 
 from benchmarks.parity.plan import ABLATIONS, COMMON, FORK_STEP, MAIN, TUNING, Variant
 from benchmarks.parity.report import write_report
-from diloco.config.configuration import parse_arguments
-from diloco.config.run_plan import plan_run
+from diloco.config import parse_arguments, plan_run
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from diloco.model.presets import get_preset, preset_names
+from diloco.model import get_preset, preset_names
 
 __all__ = ["CASES", "NORMED", "Case", "write_text"]
 

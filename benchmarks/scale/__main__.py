@@ -17,8 +17,8 @@ from benchmarks.markdown import table, write_below
 from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import sweep
-from diloco.algorithm.codec import make_codec
-from diloco.simulate.traffic import Workload
+from diloco.algorithm import make_codec
+from diloco.simulate import Workload
 
 HERE = Path(__file__).parent
 MARKER = "<!-- what follows is written by python -m benchmarks.scale -->"

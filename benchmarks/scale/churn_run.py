@@ -15,12 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.scale.churn import Churn, Membership, ViewChange
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.traffic import Traffic, Workload
-from diloco.simulate.utilization import equivalent_send_s
-from diloco.transport.links import LinkArrays, round_times
+from diloco.algorithm import Codec, SyncSchedule
+from diloco.simulate import Cluster, Traffic, Workload, equivalent_send_s
+from diloco.transport import LinkArrays, round_times
 
 __all__ = ["ChurnRun"]
 

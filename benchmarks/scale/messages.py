@@ -13,12 +13,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from benchmarks.markdown import table
-from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.protocol.actions import Action
-from diloco.protocol.events import Event, Leave
-from diloco.protocol.machine import Machine
-from diloco.protocol.rules import Policies
+from diloco.membership import Policy, View
+from diloco.protocol import Action, Event, Leave, Machine, Policies
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.transport.tcp import streams_to_each
+from diloco.algorithm import Codec, plan_exchange
+from diloco.transport import streams_to_each
 
 __all__ = ["RoundCost"]
 

@@ -14,12 +14,10 @@ from typing import Any
 
 from benchmarks.scale.churn import Churn
 from benchmarks.scale.churn_run import ChurnRun
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.algorithm import Codec, Send, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.traffic import Workload
-from diloco.transport.links import Link
+from diloco.simulate import Cluster, Workload
+from diloco.transport import Link
 
 __all__ = ["Scaled", "simulate_churn", "sweep"]
 

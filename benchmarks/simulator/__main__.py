@@ -24,10 +24,8 @@ from benchmarks.markdown import write_below
 from benchmarks.simulator import real, virtual
 from benchmarks.simulator.rounds import Rounds, fit
 from diloco.cli.tables import columns
-from diloco.simulate.overheads import FITTED
-from diloco.simulate.planner import Site, candidates
-from diloco.simulate.traffic import Workload
-from diloco.transport.links import Link
+from diloco.simulate import FITTED, Site, Workload, candidates
+from diloco.transport import Link
 
 HERE = Path(__file__).parent
 MARK = "<!-- what follows is written by python -m benchmarks.simulator -->"

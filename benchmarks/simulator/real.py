@@ -16,14 +16,17 @@ from benchmarks.wan.planned import congestion_control, planner_links
 from benchmarks.wan.report import baseline_s
 from benchmarks.wan.report import step_s as measured_step_s
 from benchmarks.wan.work import Layers
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.measure import synchronisation_s
-from diloco.simulate.overheads import MERGE_S_PER_VALUE, SEND_S_PER_VALUE, Conditions, Wire
-from diloco.simulate.traffic import Workload
-from diloco.simulate.utilization import simulate_cycles
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.simulate import (
+    MERGE_S_PER_VALUE,
+    SEND_S_PER_VALUE,
+    Cluster,
+    Conditions,
+    Wire,
+    Workload,
+    simulate_cycles,
+    synchronisation_s,
+)
 
 __all__ = ["bare_step_s", "compare", "costs_per_value", "measured_rounds", "missed"]
 

@@ -12,13 +12,8 @@ from typing import Any
 from benchmarks.wan.plan import GRID, LINKS, METHODS, Link, Work
 from benchmarks.wan.planned import congestion_control, planner_links
 from benchmarks.wan.report import round_times
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Conditions, Constants, Fitted, Wire
-from diloco.simulate.traffic import outer_traffic
-from diloco.simulate.utilization import simulate
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.simulate import Cluster, Conditions, Constants, Fitted, Wire, outer_traffic, simulate
 
 __all__ = ["Rounds", "fit", "link_named", "rounds"]
 

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 
 from diloco.config import Configuration, load_configuration
-from diloco.data.corpus import build_corpus
-from diloco.model.transformer import build_model
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.traffic import outer_traffic
-from diloco.simulate.utilization import simulate
-from diloco.train.components import make_configured_codec, make_fragments, make_links, make_transport
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.resolve import make_schedule, resolve
-from diloco.train.session import Session
+from diloco.data import build_corpus
+from diloco.model import build_model
+from diloco.simulate import Cluster, outer_traffic, simulate
+from diloco.train import (
+    InProcessFleet,
+    Session,
+    make_configured_codec,
+    make_fragments,
+    make_links,
+    make_schedule,
+    make_transport,
+    resolve,
+)
 
 __all__ = ["compare"]
 

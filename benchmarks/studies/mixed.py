@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.muon import Muon, muon, orthogonalised
+from diloco.algorithm import Muon, muon, orthogonalised
 
 
 class Mixed(Muon):

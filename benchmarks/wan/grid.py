@@ -11,13 +11,8 @@ from benchmarks.simulator.real import predict_step_s
 from benchmarks.wan.plan import GRID, METHODS, Link
 from benchmarks.wan.planned import planner_links
 from benchmarks.wan.report import HEAD, describe, step_s
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Conditions
-from diloco.simulate.traffic import Workload
-from diloco.simulate.utilization import simulate_cycles
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.simulate import Cluster, Conditions, Workload, simulate_cycles
 
 __all__ = ["grid_tables"]
 

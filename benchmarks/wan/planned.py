@@ -8,11 +8,9 @@ from typing import Any
 
 from benchmarks.wan.plan import Link, Method, Work
 from diloco.errors import ConfigurationError
-from diloco.simulate.overheads import Conditions
-from diloco.simulate.planner import Site, candidates, plan
-from diloco.simulate.traffic import Workload
-from diloco.transport.links import Link as EmulatedLink
-from diloco.transport.tcp import CongestionControl
+from diloco.simulate import Conditions, Site, Workload, candidates, plan
+from diloco.transport import CongestionControl
+from diloco.transport import Link as EmulatedLink
 
 __all__ = ["congestion_control", "planned", "planner_links"]
 

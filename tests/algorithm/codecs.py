@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2, codec_names
-from diloco.algorithm.codec.base import pieces
-from diloco.testing.codecs import same_bits, spread_values
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2, codec_names, pieces
+from diloco.testing import same_bits, spread_values
 
 __all__ = [
     "BLOCK",

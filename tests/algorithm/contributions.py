@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm import Contribution, RoundId, make_codec
 
 SIZE = 515
 """Two blocks of 256 and an odd remainder."""

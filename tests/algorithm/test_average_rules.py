@@ -12,14 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import AverageRule, Clipping, Nesterov, Rda, SendersMean, SyncSchedule
 from diloco.errors import ConfigurationError, ContractError
-from diloco.outer.diloco import DiLoCo
+from diloco.outer import DiLoCo
 from diloco.testing import check_average_rule
-from diloco.transport.in_process import InProcessTransport
+from diloco.transport import InProcessTransport
 from tests.replicas import Swarm, Vectors, quadratic
 
 RULES: list[AverageRule] = [SendersMean(), Rda()]

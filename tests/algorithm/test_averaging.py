@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge, weighted_mean
-from diloco.algorithm.clipping import LARGEST_MEAN
-from diloco.algorithm.codec import codec_names, make_codec
+from diloco.algorithm import LARGEST_MEAN, Contribution, RoundId, Verdict, codec_names, judge, make_codec, weighted_mean
 from diloco.errors import CodecError
 from tests.algorithm.contributions import SIZE, contribution
 

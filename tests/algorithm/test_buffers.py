@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
+from diloco.algorithm import check_buffers, collect_buffers, restore_buffers_
 from diloco.errors import ConfigurationError
-from diloco.outer.diloco import DiLoCo
+from diloco.outer import DiLoCo
 
 VALUES: dict[str, Tensor] = {
     "float32_values": torch.tensor([[1.5, -0.1], [1e-30, 3e38]]),

@@ -12,13 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.algorithm import (
+    UNCLIPPED,
+    AlphaMerge,
+    Clipping,
+    Contribution,
+    Nesterov,
+    SyncSchedule,
+    codec_names,
+    make_codec,
+    scale_factors,
+    vector_norm,
+    weighted_mean,
+)
 from diloco.algorithm import clipping as module
-from diloco.algorithm.averaging import Contribution, weighted_mean
-from diloco.algorithm.clipping import UNCLIPPED, Clipping, scale_factors, vector_norm
-from diloco.algorithm.codec import codec_names, make_codec
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import Swarm, quadratic

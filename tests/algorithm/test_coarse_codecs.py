@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec, Int2, TopK2
-from diloco.algorithm.codec.base import pieces
-from diloco.algorithm.error_feedback import ErrorFeedback
+from diloco.algorithm import Codec, ErrorFeedback, Int2, TopK2, pieces
 from diloco.errors import CodecError
 from tests.algorithm.codecs import BLOCK, COARSE, LARGEST, finite_floats, same_bits, spread_values, vectors
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec, Float32, make_codec
+from diloco.algorithm import Codec, Float32, make_codec
 from diloco.errors import ContractError
 from diloco.testing import check_bytes, check_codec, check_payload
 from tests.algorithm.codecs import BLOCK, COARSE, CODECS, OURS, SIZES, same_bits, vectors

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import FP4, Codec, Int8, make_codec
+from diloco.algorithm import FP4, Codec, Int8, make_codec
 from diloco.algorithm.codec import native as native_kernels
 from diloco.errors import CodecError, ConfigurationError
 from tests.algorithm.codecs import BLOCK, finite_floats, same_bits, spread_values, vectors

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from diloco.algorithm.codec import FP4, BFloat16, Float16, Float32, Int8, make_codec, register
+from diloco.algorithm import FP4, BFloat16, Float16, Float32, Int8, make_codec, register
 from diloco.errors import CodecError, ConfigurationError
 from tests.algorithm.codecs import LARGEST, OURS, PIECE, TINY, same_bits, spread_values
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec, Float32
-from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm import Codec, Float32, largest_magnitude
 from diloco.errors import CodecError
 from tests.algorithm.codecs import (
     BLOCK,

@@ -12,13 +12,26 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
-from diloco.algorithm.averaging import Contribution, RoundId, mean_of_buffers, weighted_mean
-from diloco.algorithm.clipping import Clipping, vector_norm
-from diloco.algorithm.codec.base import divisor
-from diloco.algorithm.mean_encoding import MeanEncoding, Residual, encode_all_means
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
+from diloco.algorithm import (
+    Adam,
+    AverageRule,
+    Clipping,
+    Contribution,
+    MeanEncoding,
+    Nesterov,
+    OuterOptimizer,
+    Rda,
+    Residual,
+    RoundId,
+    SendersMean,
+    Sgd,
+    ValueSchedule,
+    divisor,
+    encode_all_means,
+    mean_of_buffers,
+    vector_norm,
+    weighted_mean,
+)
 from tests.algorithm.codecs import COARSE, CODECS, spread_values
 
 SAME_ON_ALL = re.compile(

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.digest import digest_state, digest_tensors, host_pieces
-from diloco.algorithm.outer_optimizer import OuterState
+from diloco.algorithm import OuterState, digest_state, digest_tensors, host_pieces
 
 SIZE = 67
 

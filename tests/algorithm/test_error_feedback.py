@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.error_feedback import ErrorFeedback
+from diloco.algorithm import ErrorFeedback, make_codec
 from diloco.errors import CheckpointError, CodecError, ConfigurationError
 
 NUMEL = 100

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import Codec, codec_names, make_codec
-from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
-from diloco.algorithm.shards import shard_bounds
+from diloco.algorithm import Codec, codec_names, data_parallel_bytes, make_codec, plan_exchange, shard_bounds
 
 Messages = list[tuple[int, int, int]]
 """``(sender, receiver, bytes)``."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.fragments import Fragment, Strategy, bind, check_coverage, flatten, partition, unflatten_
+from diloco.algorithm import Fragment, Strategy, bind, check_coverage, flatten, partition, unflatten_
 from diloco.errors import FragmentError
 from tests.gpus import Cuda, on_gpu
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.layers import group_layers, match_patterns
+from diloco.algorithm import group_layers, match_patterns
 from diloco.errors import FragmentError
 
 LLAMA = {

@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.algorithm.codec import Float32, make_codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import (
+from diloco.algorithm import (
     PLAIN_MEAN,
+    Float32,
     MeanEncoding,
     Residual,
     collected,
     encode_all_means,
     encode_mean,
     lost_residual_note,
+    make_codec,
     overlap,
+    plan_exchange,
+    shard_bounds,
 )
-from diloco.algorithm.shards import shard_bounds
 from diloco.errors import ConfigurationError
 
 LOSSY = [("bfloat16", {}), ("int8", {"block_size": 8}), ("fp4", {"block_size": 8})]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge, carry_over
+from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, carry_over
 from diloco.testing import check_merge_rule
 
 EPSILON = 2.0**-23

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.muon import Muon, hidden_matrices, muon, orthogonalised
+from diloco.algorithm import Muon, hidden_matrices, muon, orthogonalised
 from diloco.errors import ConfigurationError
 from diloco.testing import check_inner_optimizer
 

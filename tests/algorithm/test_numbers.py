@@ -23,7 +23,7 @@ from diloco import (
     partition,
 )
 from diloco.errors import ConfigurationError, FragmentError
-from diloco.transport.peers.connected import Wire
+from diloco.transport import Wire
 
 NAN, INF = math.nan, math.inf
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, OuterLoop, RebaseMerge, partition
 
 
 def loops(count: int) -> list[OuterLoop]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
+from diloco.algorithm import Adam, Nesterov, OuterOptimizer, Sgd, ValueSchedule
 from diloco.errors import ConfigurationError
 from diloco.testing import check_outer_optimizer
 from tests.algorithm.codecs import PIECE

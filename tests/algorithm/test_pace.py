@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.pace import StepRate, steps_to_train, trains_at
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import Nesterov, StepRate, SyncSchedule, steps_to_train, trains_at
 from diloco.errors import ConfigurationError
 from tests.replicas import Swarm, quadratic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm.schedule import Merge, Send, SyncSchedule
+from diloco.algorithm import Merge, Send, SyncSchedule
 from diloco.errors import ConfigurationError
 
 

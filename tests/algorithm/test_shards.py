@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import Exchange, plan_exchange
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.shards import MOST_SHARE, UNKNOWN_UPLINK, Uplink, owned_shares, shard_bounds, speeds
+from diloco.algorithm import (
+    MOST_SHARE,
+    UNKNOWN_UPLINK,
+    Exchange,
+    MeanEncoding,
+    Uplink,
+    make_codec,
+    owned_shares,
+    plan_exchange,
+    shard_bounds,
+    speeds,
+)
 
 BLOCK = 256
 INT8 = make_codec("int8", block_size=BLOCK)

@@ -8,11 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import Contribution, weighted_mean
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
-from diloco.algorithm.telemetry import OuterStepMeasures, measured_outer_step, sample, sampled_ranges
+from diloco.algorithm import (
+    Adam,
+    Contribution,
+    Nesterov,
+    OuterLoop,
+    OuterOptimizer,
+    OuterStepMeasures,
+    Sgd,
+    measured_outer_step,
+    partition,
+    sample,
+    sampled_ranges,
+    weighted_mean,
+)
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import quadratic, streaming

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm import ValueSchedule
 from diloco.errors import ConfigurationError
 
 

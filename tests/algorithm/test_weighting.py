@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.algorithm.weighting import (
+from diloco.algorithm import (
     GREATEST_WEIGHT,
     LEAST_WEIGHT,
+    Send,
+    SyncSchedule,
     TrainedSteps,
     check_base_weight,
     contribution_weight,

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.checkpoint import open_checkpoint, save_checkpoint
 
 
 def tree(mark: float) -> dict[str, Any]:

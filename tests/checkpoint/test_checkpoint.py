@@ -14,9 +14,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
-from diloco.checkpoint.shards import SavedValues, load_own
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.checkpoint import SavedValues, list_checkpoints, load_own, open_checkpoint, save_checkpoint
 from tests.checkpoint.marked_checkpoints import mark_of, names, save, tree
 from tests.same import same
 

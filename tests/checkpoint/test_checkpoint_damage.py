@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
+from diloco.checkpoint import list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import save
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint.disk import hidden_name
-from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.checkpoint import hidden_name, list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import mark_of, names, save
 from tests.processes import Processes

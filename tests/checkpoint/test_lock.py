@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from diloco.checkpoint.lock import LOCK_FILE, lock_folder, shared_lock
+from diloco.checkpoint import LOCK_FILE, lock_folder, shared_lock
 from diloco.errors import ConfigurationError
 from tests.processes import Processes, receive, report
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.averaging import RoundId
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.algorithm import RoundId
+from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError
-from diloco.trained.load import read_weights
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.trained import read_weights
+from diloco.transport import ReplicaGroup
 from tests.processes import Processes
 from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal

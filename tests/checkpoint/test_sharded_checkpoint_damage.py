@@ -11,11 +11,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.checkpoint.disk import FileFacts
-from diloco.checkpoint.parts import Whole, whole
-from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.checkpoint.shards import SavedValues, Shards, load_own
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.checkpoint import (
+    Checkpoint,
+    FileFacts,
+    SavedValues,
+    Shards,
+    Whole,
+    list_checkpoints,
+    load_own,
+    open_checkpoint,
+    save_checkpoint,
+    whole,
+)
 from diloco.errors import CheckpointError
 from tests.processes import Processes
 from tests.train.ranks import Rank, Setup, open_group, save, unequal

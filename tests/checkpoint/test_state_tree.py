@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco.checkpoint.parts import read_part, tensor_chunks, write_part
+from diloco.checkpoint import read_part, tensor_chunks, write_part
 from diloco.errors import CheckpointError
 from diloco.state_tree import DTYPE_NAMES, flatten, unflatten
 from tests.same import raw, same

@@ -16,7 +16,7 @@ import pytest
 from diloco import __version__
 from diloco.cli import COMMANDS, main
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
-from diloco.model.presets import get_preset, preset_names
+from diloco.model import get_preset, preset_names
 from tests.cli.runs import refused
 
 
@@ -247,7 +247,7 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
 )
 def test_a_prompt_is_taken_as_it_is(words: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco.cli.generate import GenerateOptions
-    from diloco.config.flags import parse_options
+    from diloco.config import parse_options
 
     given = parse_options(GenerateOptions, "generate", "", ["run", *words.split()])
     assert given.prompt == prompt
@@ -256,7 +256,7 @@ def test_a_prompt_is_taken_as_it_is(words: str, prompt: str, monkeypatch: pytest
 
 
 def test_words_after_two_dashes_are_positional() -> None:
-    from diloco.config.configuration import parse_arguments
+    from diloco.config import parse_arguments
 
     line = parse_arguments(["--steps", "5", "--", "-run.toml"])
     assert (line.file, line.values) == (Path("-run.toml"), {"train.steps": 5})

@@ -13,15 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.checkpoint.manifest import read_manifest, write_manifest
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config.commands import join_command
-from diloco.config.configuration import Configuration
-from diloco.config.keys import flatten
-from diloco.config.run_plan import CONFIG_FILE, plan_run
-from diloco.config.toml import to_toml
-from diloco.trained.load import load_trained
+from diloco.config import CONFIG_FILE, Configuration, flatten, join_command, plan_run, to_toml
+from diloco.trained import load_trained
 from tests.finetuning import asked, write_base, write_records
 
 ANSWERS = {"red?": "rot", "blue?": "blau"}

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from diloco.cli import main, plan_model
-from diloco.config import load_configuration
-from diloco.config.keys import flatten
+from diloco.config import flatten, load_configuration
 from diloco.events import json_ready
-from diloco.simulate.bandwidth import METHODS
-from diloco.simulate.overheads import accuracy
-from diloco.train.resolve import resolve
+from diloco.simulate import METHODS, accuracy
+from diloco.train import resolve
 from tests.transport.wires import answering_probes
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
-from diloco.protocol.faults import Faults, faults_message
+from diloco.protocol import Faults, faults_message
 from diloco.transport.hivemind import status_client
 from tests.commands import Command
 from tests.processes import Processes

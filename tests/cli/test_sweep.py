@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.lock import lock_folder, shared_lock
+from diloco.checkpoint import lock_folder, shared_lock
 from diloco.cli import main
-from diloco.sweep import study
-from diloco.sweep.execute import places, run_all
-from diloco.sweep.study import read_study
+from diloco.sweep import places, read_study, run_all, study
 from tests.cli.runs import SMALL, refused
 
 POPEN = subprocess.Popen

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.checkpoint.lock import lock_folder
+from diloco.checkpoint import lock_folder
 from diloco.cli import main
-from diloco.monitor.files import read_metrics
+from diloco.monitor import read_metrics
 from tests.cli.runs import read_json, refused, train
 from tests.commands import Command
 from tests.processes import Processes

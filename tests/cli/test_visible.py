@@ -24,13 +24,12 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from diloco import events
-from diloco.checkpoint.manifest import read_manifest, write_manifest
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.cli.tables import columns, facts_table
-from diloco.config.toml import in_toml
+from diloco.config import in_toml
 from diloco.errors import DataError
-from diloco.monitor.console import LiveConsole
+from diloco.monitor import LiveConsole
 from tests.cli.runs import train
 from tests.monitor.made_events import started
 

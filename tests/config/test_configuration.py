@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
-from diloco.config import Configuration, load_configuration
-from diloco.config.configuration import compose, parse_arguments
-from diloco.config.keys import flatten, keys_of
-from diloco.config.presets import RUN_PRESETS, preset_values
-from diloco.config.run_plan import plan_run
+from diloco.config import (
+    RUN_PRESETS,
+    Configuration,
+    compose,
+    flatten,
+    keys_of,
+    load_configuration,
+    parse_arguments,
+    plan_run,
+    preset_values,
+)
 from diloco.errors import ConfigurationError
-from diloco.model.presets import get_preset, preset_names
-from diloco.train.resolve import resolve
+from diloco.model import get_preset, preset_names
+from diloco.train import resolve
 from tests.command_lines import command_line, toml_file
 
 

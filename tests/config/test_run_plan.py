@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from diloco.config.commands import join_command, resume_command
-from diloco.config.configuration import compose, load_configuration, parse_arguments
-from diloco.config.flags import command_text
-from diloco.config.keys import flatten
-from diloco.config.run_plan import plan_run
+from diloco.config import (
+    command_text,
+    compose,
+    flatten,
+    join_command,
+    load_configuration,
+    parse_arguments,
+    plan_run,
+    resume_command,
+)
 from diloco.errors import ConfigurationError
 
 PEER = "--swarm.behind-nat --out x --train.device cpu --train.threads 1 --swarm.secret-file s --swarm.direct-port 7 \

@@ -11,15 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import Configuration, load_configuration, to_toml
-from diloco.config.configuration import compose, parse_arguments
-from diloco.config.keys import build, flatten, keys_of
-from diloco.config.presets import preset_values
-from diloco.config.run_plan import plan_run
-from diloco.config.toml import parse_toml
+from diloco.config import (
+    Configuration,
+    build,
+    compose,
+    flatten,
+    keys_of,
+    load_configuration,
+    parse_arguments,
+    parse_toml,
+    plan_run,
+    preset_values,
+    to_toml,
+)
 from diloco.errors import ConfigurationError
-from diloco.model.presets import preset_names
-from diloco.train.resolve import resolve
+from diloco.model import preset_names
+from diloco.train import resolve
 from tests.command_lines import command_line, toml_file
 
 WRONG_FILES = [

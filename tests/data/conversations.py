@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diloco.data.chat import heldout_rows
-from diloco.data.chat_tokenizer import ChatTokenizer
-from diloco.data.settings import DataSettings
+from diloco.data import ChatTokenizer, DataSettings, heldout_rows
 
 CALLS = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"

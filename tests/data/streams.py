@@ -9,14 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from diloco.data.batches import Batch, Batches, Prefetcher
-from diloco.data.block_reader import BlockReader
-from diloco.data.heldout import is_heldout
-from diloco.data.packed import Mixture, PackedTokens
-from diloco.data.sampler import Sampler
-from diloco.data.sources import DocumentSource
-from diloco.data.stream import DocumentStream
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import (
+    Batch,
+    Batches,
+    BlockReader,
+    ByteTokenizer,
+    DocumentSource,
+    DocumentStream,
+    Mixture,
+    PackedTokens,
+    Prefetcher,
+    Sampler,
+    is_heldout,
+)
 
 LENGTH, SIZE = 8, 2
 """Tokens per sequence, and sequences per batch."""

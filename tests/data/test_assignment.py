@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.data.assignment import Assignment, Range
-from diloco.data.permutation import permute, windows_at
+from diloco.data import Assignment, Range, permute, windows_at
 from diloco.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.data.batches import Batches
+from diloco.data import Batches
 from diloco.errors import CheckpointError
 from tests.data.streams import KINDS, LENGTH, SIZE, lists
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.data.assignment import Assignment
-from diloco.data.permutation import windows_at
-from diloco.data.sampler import Sampler
+from diloco.data import Assignment, Sampler, windows_at
 from diloco.errors import CheckpointError, ConfigurationError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 

@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.chat import build_chat_corpus, heldout_rows, read_questions
-from diloco.data.chat_tokenizer import ChatTokenizer
-from diloco.data.heldout import is_heldout
-from diloco.data.rows import Example
-from diloco.data.settings import DataSettings
+from diloco.data import (
+    ChatTokenizer,
+    DataSettings,
+    Example,
+    build_chat_corpus,
+    heldout_rows,
+    is_heldout,
+    read_questions,
+)
 from diloco.errors import ConfigurationError, DataError, DiLoCoError
 from tests.data.conversations import BOTH, KNOWN_ROLES, TEMPLATE, TOOL, TOOL_TEXT, answer, called, rows_of, said, share
 from tests.data.conversations import MARKED as MARKED_ROLES

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.data.chat import build_chat_corpus, read_questions
-from diloco.data.chat_tokenizer import ChatTokenizer
-from diloco.data.settings import DataSettings
+from diloco.data import ChatTokenizer, DataSettings, build_chat_corpus, read_questions
 from diloco.errors import DataError
 from tests.data.conversations import (
     ALTERNATING,

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.corpus import Corpus, build_corpus
-from diloco.data.heldout import split_documents
-from diloco.data.settings import DataSettings
-from diloco.data.text import read_standard_library
+from diloco.data import Corpus, DataSettings, build_corpus, read_standard_library, split_documents
 from diloco.errors import ConfigurationError, DataError
 
 

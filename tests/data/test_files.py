@@ -16,10 +16,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from diloco.data.chat import heldout_rows
-from diloco.data.corpus import build_corpus
-from diloco.data.settings import DataSettings
-from diloco.data.text import read_documents, read_records
+from diloco.data import DataSettings, build_corpus, heldout_rows, read_documents, read_records
 from diloco.errors import DataError, NoDataError
 from tests.lazy import Lazy
 
@@ -278,8 +275,7 @@ def test_a_corpus_is_that_of_its_good_rows(tmp_path: Path, caplog: pytest.LogCap
 def test_rows_of_a_library_keep_their_numbers_when_one_is_left_out(tmp_path: Path) -> None:
     import datasets
 
-    from diloco.data.settings import SourceSettings
-    from diloco.data.sources import open_source
+    from diloco.data import SourceSettings, open_source
 
     datasets.Dataset.from_dict({"text": ["one", None, "two"]}).save_to_disk(str(tmp_path / "saved"))
     about = SourceSettings(data=(f"hf:{tmp_path}/saved",), skip_bad=True)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.packed import CYCLE, Mixture, PackedTokens, shares_of
-from diloco.data.sampler import Sampler
+from diloco.data import CYCLE, Mixture, PackedTokens, Sampler, shares_of
 from diloco.errors import ConfigurationError, DataError
 
 LENGTH = 4

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import EOS, Tokenizer, byte_letters
-from diloco.data.tokenizer_choice import given_tokenizer, load_hub_tokenizer, load_tokenizer, train_bpe
+from diloco.data import (
+    EOS,
+    DataSettings,
+    Tokenizer,
+    byte_letters,
+    given_tokenizer,
+    load_hub_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from diloco.errors import ConfigurationError, DataError
 
 

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.data.assignment import Assignment
-from diloco.data.batches import Prefetcher
-from diloco.data.sampler import Sampler
+from diloco.data import Assignment, Prefetcher, Sampler
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import lists
 

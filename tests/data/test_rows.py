@@ -8,12 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.batches import heldout_batches
-from diloco.data.rows import Example, PackedRows, fitting, pack_rows
-from diloco.data.sampler import Sampler
+from diloco.data import Example, PackedRows, Sampler, fitting, heldout_batches, pack_rows
 from diloco.errors import DataError
-from diloco.model.language_model import document_numbers
-from diloco.model.loss import ENDS
+from diloco.model import ENDS, document_numbers
 
 LENGTH = 12
 sizes = st.lists(st.integers(2, LENGTH), min_size=1, max_size=30)

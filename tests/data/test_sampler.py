@@ -11,10 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.assignment import Sharding
-from diloco.data.batches import heldout_batches
-from diloco.data.permutation import permute
-from diloco.data.sampler import Sampler
+from diloco.data import Sampler, Sharding, heldout_batches, permute
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 

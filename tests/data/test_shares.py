@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.assignment import Assignment
-from diloco.data.shares import Shares
+from diloco.data import Assignment, Shares
 
 B = 3
 MARGIN = 4

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from diloco.data.corpus import build_corpus, open_stream
-from diloco.data.settings import DataSettings, SourceSettings
-from diloco.data.sources import open_source, parse_hub_name
+from diloco.data import DataSettings, SourceSettings, build_corpus, open_source, open_stream, parse_hub_name
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy

@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.batches import Batches, Prefetcher
-from diloco.data.permutation import permute
-from diloco.data.stream import DocumentStream
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import Batches, ByteTokenizer, DocumentStream, Prefetcher, permute
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from tests.data.streams import LENGTH, SIZE, lists, numbered, packed, stream, texts, trained
 

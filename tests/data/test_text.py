@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.data.text import FOLDER_SUFFIXES, read_documents, read_standard_library
+from diloco.data import FOLDER_SUFFIXES, read_documents, read_standard_library
 from diloco.errors import ConfigurationError, DataError
 from tests.lazy import Lazy
 

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 
 from diloco.cli import main
-from diloco.data import token_writer
-from diloco.data.corpus import build_corpus
-from diloco.data.heldout import heldout_tokens, split_documents
-from diloco.data.sampler import Sampler
-from diloco.data.settings import DataSettings
-from diloco.data.token_folder import TokenFolder, is_token_folder
-from diloco.data.token_writer import tokenize
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import (
+    ByteTokenizer,
+    DataSettings,
+    Sampler,
+    TokenFolder,
+    build_corpus,
+    heldout_tokens,
+    is_token_folder,
+    split_documents,
+    token_writer,
+    tokenize,
+)
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train

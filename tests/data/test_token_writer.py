@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.data.corpus import build_corpus
-from diloco.data.settings import DataSettings
-from diloco.data.token_folder import TokenFolder
-from diloco.data.token_writer import TokenWriter, tokenize
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import ByteTokenizer, DataSettings, TokenFolder, TokenWriter, build_corpus, tokenize
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 

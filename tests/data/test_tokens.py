@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer
-from diloco.data.tokenizer_choice import load_tokenizer, make_tokenizer, train_bpe
+from diloco.data import EOS, ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer, train_bpe
 from diloco.errors import ConfigurationError, DataError
 
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.batches import heldout_batches
-from diloco.data.packed import num_windows
-from diloco.data.permutation import permute
+from diloco.data import heldout_batches, num_windows, permute
 from diloco.errors import ConfigurationError, DataError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 

@@ -18,18 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diloco import SyncSchedule
-from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
-from diloco.data.corpus import Corpus
-from diloco.data.packed import PackedTokens
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.algorithm import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
+from diloco.data import ByteTokenizer, Corpus, PackedTokens
 from diloco.events import Event
-from diloco.model.language_model import LanguageModel, LossParts
-from diloco.model.settings import ModelSettings
-from diloco.train.components import make_transport
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.session import Session
-from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
-from diloco.transport.settings import TransportSettings
+from diloco.model import LanguageModel, LossParts, ModelSettings
+from diloco.train import InnerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport
+from diloco.transport import TransportSettings
 
 __all__ = ["STEPS", "assert_equal", "example", "options", "schedule_of", "session_of", "trained_by_us"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, trained_by_us
 from tests.integrations.turns import in_turns
 from tests.lazy import Lazy

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diloco import DiLoCo, SyncSchedule
-from diloco.algorithm.model_tensors import local_shard
-from diloco.algorithm.outer_optimizer import Sgd
+from diloco.algorithm import Sgd, local_shard
 from diloco.errors import ConfigurationError
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 from tests.finetuning import write_base
 from tests.integrations.turns import in_turns
 from tests.lazy import Lazy

@@ -11,8 +11,7 @@ from torch import nn
 
 from diloco import DiLoCo, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import StepWatch, bare_model, bare_optimizer, replica_share
-from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
+from diloco.integrations import DiLoCoArguments, HostedReplica, StepWatch, bare_model, bare_optimizer, replica_share
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:

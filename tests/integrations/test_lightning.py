@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns
 from tests.lazy import Lazy

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, trained_by_us
 from tests.integrations.turns import in_turns
 

@@ -12,12 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco import DiLoCo, Sgd, SyncSchedule, connect_replica
-from diloco.algorithm.model_tensors import local_shard
+from diloco.algorithm import local_shard
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import bare_model, check_ranks
-from diloco.integrations.hosted_replica import load_state, save_state
-from diloco.transport.address import Address
-from diloco.transport.in_process import InProcessTransport
+from diloco.integrations import bare_model, check_ranks, load_state, save_state
+from diloco.transport import Address, InProcessTransport
 from tests.processes import Processes
 from tests.transport.nowhere import free_address
 from tests.transport.wires import QUICK
@@ -119,7 +117,7 @@ def _unfit(held: Held) -> Any:
     """Return a transport that does not fit ``held``."""
     if held == "whole":
         return InProcessTransport(2).endpoint(0)
-    from diloco.transport.leader import LeaderTransport
+    from diloco.transport import LeaderTransport
 
     return LeaderTransport.__new__(LeaderTransport)
 

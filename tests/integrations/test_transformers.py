@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 from tests.integrations import reference
 from tests.integrations.reference import assert_equal, example, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns

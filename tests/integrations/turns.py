@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution
-from diloco.protocol.actions import Average
-from diloco.transport.base import Pending, SnapshotSource, Transport
-from diloco.transport.in_process import InProcessTransport
+from diloco.algorithm import Contribution
+from diloco.protocol import Average
+from diloco.transport import InProcessTransport, Pending, SnapshotSource, Transport
 
 __all__ = ["in_turns"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.membership.ballot import Tally, Vote, tally
+from diloco.membership import Tally, Vote, tally
 
 VOTES = st.one_of(
     st.sampled_from([Vote(True, "a"), Vote(True, "b")]),

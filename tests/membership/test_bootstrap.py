@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.bootstrap import BootstrapElection, Candidate, LastViews
-from diloco.membership.quorum import Policy, decide
-from diloco.membership.view import View
+from diloco.membership import BootstrapElection, Candidate, LastViews, Policy, View, decide
 
 NOW_S = 60.0
 POLICY = Policy()

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.membership import proofs
-from diloco.membership.change import Change
-from diloco.membership.proofs import SignedVote
-from diloco.membership.quorum import Policy
-from diloco.membership.reports import Report
-from diloco.membership.view import View
+from diloco.membership import Change, Policy, Report, SignedVote, View, proofs
 
 
 def report_of(rank: int, **known: Any) -> Report:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.grace import SHARE, Grace, due_s
-from diloco.membership.quorum import byzantine_quorum
+from diloco.membership import SHARE, Grace, byzantine_quorum, due_s
 
 times_s = st.floats(0, 1e6)
 speeds = st.floats(1e-9, 1e9)

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.next_view import largest_set, next_view, reachable_from, staying_members
-from diloco.membership.quorum import Policy
-from diloco.membership.reports import Agreed, NextView, Report
-from diloco.membership.view import View
+from diloco.membership import (
+    Agreed,
+    NextView,
+    Policy,
+    Report,
+    View,
+    largest_set,
+    next_view,
+    reachable_from,
+    staying_members,
+)
 
 PAIRS = st.sets(st.tuples(st.integers(0, 11), st.integers(0, 11)))
 

@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.membership.quorum import Decision, Policy, consequences, decide
-from diloco.membership.view import View
+from diloco.membership import Decision, Policy, View, consequences, decide
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model import ModelSettings, Transformer, build_model
 
 SMALL = ModelSettings(layers=2, width=24, ffn_width=40, heads=6, vocab_size=31, max_sequence_length=16)
 VARIANTS = {

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model.adapters import save_adapter
-from diloco.model.build import base_digest, build_language_model
-from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.language_model import LossChunks, document_numbers
-from diloco.model.settings import ModelSettings
+from diloco.model import (
+    HuggingFaceModel,
+    LossChunks,
+    ModelSettings,
+    base_digest,
+    build_language_model,
+    document_numbers,
+    save_adapter,
+)
 from tests.finetuning import write_base
 
 TOKENS = torch.arange(24).reshape(2, 12) % 11 + 40

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import native_settings, native_weights
-from diloco.model.huggingface_folder import is_huggingface_folder
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model import ModelSettings, Transformer, build_model, is_huggingface_folder, native_settings, native_weights
 from tests.lazy import Lazy
 
 transformers = Lazy("transformers")

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.model.language_model import document_numbers
-from diloco.model.modules import attend, block_mask, boolean_mask
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.train.parallel import prepare_blocks
+from diloco.model import ModelSettings, Transformer, attend, block_mask, boolean_mask, build_model, document_numbers
+from diloco.train import prepare_blocks
 
 END = 9
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
+from diloco.model import ModelSettings, build_language_model
 from diloco.waiting import LOGGER
 from tests.huggingface import config_of
 from tests.lazy import Lazy

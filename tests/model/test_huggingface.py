@@ -12,16 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import partition
+from diloco.algorithm import partition
 from diloco.errors import ConfigurationError
-from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
-from diloco.model.huggingface import UNLIMITED, HuggingFaceModel
-from diloco.model.language_model import LossChunks
-from diloco.model.settings import ModelSettings
-from diloco.train.parallel import parallelise, prepare_blocks
-from diloco.trained.generate import generate
-from diloco.trained.sampling import Sampling
-from diloco.transport.replica_group import open_replica_group
+from diloco.model import (
+    UNLIMITED,
+    HuggingFaceModel,
+    LossChunks,
+    ModelSettings,
+    build_language_model,
+    check_vocabulary,
+    with_vocabulary,
+)
+from diloco.train import parallelise, prepare_blocks
+from diloco.trained import Sampling, generate
+from diloco.transport import open_replica_group
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 
 EXACT = {"atol": 2e-6, "rtol": 2e-5}

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
-from diloco.trained.load import load_parameters
+from diloco.model import ModelSettings, build_language_model
+from diloco.trained import load_parameters
 from tests.huggingface import config_of, write_config
 from tests.lazy import Lazy
 

@@ -7,9 +7,7 @@ import dataclasses
 import pytest
 
 from diloco.errors import ConfigurationError
-from diloco.model.presets import count_parameters, get_preset, preset_names
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
+from diloco.model import ModelSettings, build_model, count_parameters, get_preset, preset_names
 
 STREAMING_NOMINAL = {  # the companion paper's table, and the tolerance that its digits allow
     "streaming-35m": (35e6, 0.03),

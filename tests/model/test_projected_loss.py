@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.model.language_model import LossChunks
-from diloco.model.loss import FLOAT16_CHUNK_TOKENS, cross_entropy_with_z_loss, projected_cross_entropy
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model import (
+    FLOAT16_CHUNK_TOKENS,
+    LossChunks,
+    ModelSettings,
+    Transformer,
+    build_model,
+    cross_entropy_with_z_loss,
+    projected_cross_entropy,
+)
 
 SMALL = ModelSettings(layers=1, width=16, ffn_width=24, heads=2, vocab_size=31, max_sequence_length=16)
 

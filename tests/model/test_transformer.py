@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
+from diloco.model import ModelSettings, build_model, cross_entropy_with_z_loss
 from tests.model.decoders import SMALL, VARIANTS, build_uneven, every_variant, random_tokens
 
 # --- properties -------------------------------------------------------------------------------------------------------

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model import modules
-from diloco.model.modules import KeyValueCache
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model import KeyValueCache, ModelSettings, Transformer, build_model, modules
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
 
 

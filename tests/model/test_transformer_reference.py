@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer
+from diloco.model import ModelSettings, Transformer
 from tests.model.decoders import build_uneven, every_variant, random_tokens
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco import events
-from diloco.monitor.console import LiveConsole, PlainConsole
+from diloco.monitor import LiveConsole, PlainConsole
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
 REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions are usable, 2 are needed."

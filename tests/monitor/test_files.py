@@ -9,8 +9,7 @@ import pytest
 
 from diloco import events
 from diloco.errors import DataError
-from diloco.monitor import files
-from diloco.monitor.files import MetricsFile, TensorBoardSink, read_metrics
+from diloco.monitor import MetricsFile, TensorBoardSink, files, read_metrics
 from tests.monitor.made_events import committed, evaluated, started, step
 
 

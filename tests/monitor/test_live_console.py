@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from diloco import events
-from diloco.monitor.console import LiveConsole
+from diloco.monitor import LiveConsole
 from tests.monitor.made_events import evaluated, started, void
 from tests.monitor.story import REASON, Clock, tell, told_step
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from diloco import events
-from diloco.monitor.console import PlainConsole
+from diloco.monitor import PlainConsole
 from tests.monitor.made_events import evaluated, started
 from tests.monitor.story import REASON, Clock, tell, told_step
 

@@ -3,8 +3,7 @@ import math
 import pytest
 
 from diloco import events
-from diloco.monitor import wording
-from diloco.monitor.progress import Ema, RoundCounts, RunProgress, Throughput
+from diloco.monitor import Ema, RoundCounts, RunProgress, Throughput, wording
 from tests.monitor.made_events import committed, evaluated, fetched, sent, step, void
 
 

@@ -7,9 +7,7 @@ import pytest
 
 from diloco.errors import ConfigurationError
 from diloco.events import Event, Note, RunStarted
-from diloco.monitor.files import read_metrics
-from diloco.monitor.settings import MonitorSettings
-from diloco.monitor.sinks import Sinks, make_sinks
+from diloco.monitor import MonitorSettings, Sinks, make_sinks, read_metrics
 
 
 class Recorder:

@@ -17,10 +17,8 @@ from diloco.cli import main
 from diloco.cli.train_processes import monitor_settings
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
-from diloco.monitor.settings import MonitorSettings, WandbSettings
-from diloco.monitor.sinks import Sinks, make_sinks
-from diloco.monitor.wandb_runs import WandbSink, run_id
-from diloco.train.roles import Role
+from diloco.monitor import MonitorSettings, Sinks, WandbSettings, WandbSink, make_sinks, run_id
+from diloco.train import Role
 from tests.monitor.made_events import evaluated, started, step
 from tests.runs import SMALL, write_text
 

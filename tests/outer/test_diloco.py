@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import codec_names
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.outer_optimizer import Nesterov, Sgd
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import (
+    AlphaMerge,
+    MergeRule,
+    Nesterov,
+    RebaseMerge,
+    RoundId,
+    Sgd,
+    SyncSchedule,
+    codec_names,
+    partition,
+)
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from diloco.events import RoundCommitted, RoundSent
-from diloco.outer.diloco import DiLoCo
+from diloco.outer import DiLoCo
 from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic, streaming
 
 

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.fragments import partition
+from diloco.algorithm import RoundId, make_codec, partition
 from diloco.events import RoundCommitted, RoundVoid
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
+from diloco.transport import Fault, InProcessTransport
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer, Sgd
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, OuterOptimizer, RebaseMerge, Sgd, SyncSchedule, partition
 from tests.replicas import Swarm
 
 

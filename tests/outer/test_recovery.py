@@ -12,18 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import Contribution, Nesterov, OuterLoop, RoundId, SyncSchedule, partition
 from diloco.errors import TransportError
 from diloco.events import Event, Note
-from diloco.membership.view import View
-from diloco.outer.diloco import DiLoCo
-from diloco.outer.recovery import SharedState, StateRecovery
-from diloco.protocol.actions import Average
-from diloco.transport.base import Fetching, Pending, Transport
+from diloco.membership import View
+from diloco.outer import DiLoCo, SharedState, StateRecovery
+from diloco.protocol import Average
+from diloco.transport import Fetching, Pending, Transport
 
 FRAGMENTS = 2
 VIEW = View(1, (0, 1, 2))

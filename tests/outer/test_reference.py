@@ -8,10 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import AlphaMerge, Nesterov, SyncSchedule, partition
 from tests.replicas import Swarm, Vectors
 
 M, P, H, TAU, ALPHA, STEPS = 3, 3, 10, 2, 0.5, 200

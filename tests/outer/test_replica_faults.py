@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import AlphaMerge, MergeRule, RebaseMerge, RoundId, SyncSchedule
 from diloco.errors import NonFiniteError
 from diloco.events import RoundCommitted, RoundVoid
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault, FaultKind
+from diloco.transport import Fault, FaultKind, InProcessTransport
 from tests.replicas import Swarm, agree, quadratic, streaming
 
 

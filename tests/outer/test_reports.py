@@ -16,11 +16,10 @@ import torch
 
 from diloco import ConfigurationError, DiLoCo, Fault, InProcessTransport, RoundId, SyncSchedule
 from diloco.events import Event, Note, RoundCommitted, RoundVoid, StepFinished
-from diloco.integrations.hosted_replica import Figures
-from diloco.monitor.files import Curves, MetricsFile
-from diloco.monitor.sinks import Sinks
-from diloco.outer.reports import Warnings
-from diloco.watch.followed import FollowedFolder
+from diloco.integrations import Figures
+from diloco.monitor import Curves, MetricsFile, Sinks
+from diloco.outer import Warnings
+from diloco.watch import FollowedFolder
 from tests.replicas import Vectors
 
 EVERY_STEP = SyncSchedule(inner_steps=1)

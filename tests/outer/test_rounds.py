@@ -9,14 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import Nesterov, RoundId, SyncSchedule, partition
 from diloco.events import Event, RoundCommitted
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
+from diloco.outer import DiLoCo
+from diloco.transport import Fault, InProcessTransport
 from tests.replicas import Swarm, Vectors, quadratic, streaming
 
 STEPS = 14

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.outer.recovery import SharedState, StateRecovery
-from diloco.transport.base import Fetching
+from diloco.outer import SharedState, StateRecovery
+from diloco.transport import Fetching
 from tests.outer.test_recovery import FakeTransport, Pair, Slow, outer_loop
 
 

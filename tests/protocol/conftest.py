@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from diloco.membership.lateness import Lateness
+from diloco.membership import Lateness
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.membership.quorum import Policy
-from diloco.protocol.rules import Policies
+from diloco.membership import Policy
+from diloco.protocol import Policies
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated_rank import Rank, weight_of
 

@@ -13,19 +13,10 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import Contribution, Mean, RoundId, Uplink, Verdict, make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.reports import NextView
-from diloco.membership.view import View
-from diloco.protocol import actions, events
-from diloco.protocol.actions import Average, Timer
-from diloco.protocol.failure_detector import Loss
-from diloco.protocol.machine import Machine
-from diloco.protocol.messages import next_view
-from diloco.protocol.registry import Entry
-from diloco.protocol.rules import Policies, Rules
+from diloco.membership import NextView, View
+from diloco.protocol import Average, Entry, Loss, Machine, Policies, Rules, Timer, actions, events, next_view
 from tests.membership.network import Network
 
 __all__ = ["LATE_S", "TIMEOUT_S", "Rank", "secret_of", "weight_of"]

@@ -13,14 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import DivergedError
-from diloco.membership.ballot import Vote
-from diloco.membership.reports import Agreed, NextView, Report
-from diloco.membership.view import View
-from diloco.protocol.events import ExchangeEnded
-from diloco.protocol.messages import RoundVote, adopted_message, change_message
-from diloco.protocol.misbehaviour import Misbehaviour
+from diloco.membership import Agreed, NextView, Report, View, Vote
+from diloco.protocol import ExchangeEnded, Misbehaviour, RoundVote, adopted_message, change_message
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank, secret_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.failure_detector import Timing, silent_ones
+from diloco.protocol import Timing, silent_ones
 
 TIMING = Timing(heartbeat_s=2.0, silence_s=15.0)
 DEAD = 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.protocol.fields import Fields, json_object
+from diloco.protocol import Fields, json_object
 from diloco.units import visible
 
 REFUSED = {

@@ -14,21 +14,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import TransportError
-from diloco.membership.ballot import Vote
-from diloco.membership.quorum import Policy
-from diloco.membership.reports import NextView, Report
-from diloco.membership.view import View
-from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
-from diloco.protocol.events import Announce, Begin, Close, ConnectionEnded, ConnectionMade, Enter, Lost, Received
-from diloco.protocol.failure_detector import Loss
-from diloco.protocol.fields import MessageError, json_object, room_bytes
-from diloco.protocol.headers import Header
-from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote, adopted_message, change_message, facts_message, next_view, speed_message
-from diloco.protocol.registry import Entry
-from diloco.protocol.rules import Policies, Rules
+from diloco.membership import NextView, Policy, Report, View, Vote
+from diloco.protocol import (
+    Action,
+    Announce,
+    Begin,
+    Close,
+    ConnectionEnded,
+    ConnectionMade,
+    Enter,
+    Entry,
+    HangUp,
+    Header,
+    Introduce,
+    Loss,
+    Lost,
+    Machine,
+    MessageError,
+    OpenLinks,
+    Policies,
+    Received,
+    Register,
+    RoundVote,
+    Rules,
+    SendMessage,
+    adopted_message,
+    change_message,
+    facts_message,
+    json_object,
+    next_view,
+    room_bytes,
+    speed_message,
+)
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")

@@ -11,9 +11,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.scale.messages import Counted, counted
-from diloco.protocol.actions import Timer
-from diloco.protocol.events import TimerFired
-from diloco.protocol.machine import Machine
+from diloco.protocol import Machine, Timer, TimerFired
 from tests.membership.network import Limits
 from tests.protocol.simulated import check_agreement, simulate
 from tests.protocol.simulated_rank import LATE_S, Rank

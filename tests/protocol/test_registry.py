@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
-from diloco.protocol.fields import MOST_RANK, Fields, MessageError
-from diloco.protocol.registry import Entry, Registry, difference, entries_message, entries_of
+from diloco.protocol import MOST_RANK, Entry, Fields, MessageError, Registry, difference, entries_message, entries_of
 
 NAMES = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=300)
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}

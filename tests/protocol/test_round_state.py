@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import DivergedError, RoundVoidError, TransportError
-from diloco.membership.ballot import Vote
-from diloco.membership.lateness import Lateness
-from diloco.protocol.headers import Header, donor_for
-from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Rules
+from diloco.membership import Lateness, Vote
+from diloco.protocol import Decided, Header, RoundState, Rules, donor_for
 
 ROUND = RoundId(1, 4)
 HEADER = Header(ROUND, 8, 1.0, 1.0, "d", None, None, "", False)

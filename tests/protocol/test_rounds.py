@@ -8,31 +8,33 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.membership.ballot import Vote
-from diloco.membership.quorum import Policy
-from diloco.membership.reports import NextView
-from diloco.membership.view import View
-from diloco.protocol.actions import Action, Commit, SendMessage, SetTimer, StartExchange
-from diloco.protocol.events import (
+from diloco.algorithm import Contribution, Mean, RoundId, make_codec
+from diloco.membership import NextView, Policy, View, Vote
+from diloco.protocol import (
+    Action,
     Begin,
+    Commit,
     Computed,
     ConnectionMade,
     Enter,
     Event,
     ExchangeEnded,
+    Header,
+    Loss,
     Lost,
+    Machine,
+    Policies,
     Received,
+    RoundState,
+    RoundVote,
+    Rules,
+    SendMessage,
+    SetTimer,
+    StartExchange,
     Submitted,
+    header_of,
+    public_key,
 )
-from diloco.protocol.failure_detector import Loss
-from diloco.protocol.headers import Header, header_of
-from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote
-from diloco.protocol.round_state import RoundState
-from diloco.protocol.rules import Policies, Rules
-from diloco.protocol.signing import public_key
 
 VIEW, ROUND = View(3, (0, 1, 2)), RoundId(0, 4)
 TIMEOUT_S = 10.0

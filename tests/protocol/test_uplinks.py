@@ -8,21 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
-from diloco.membership.ballot import Vote
-from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.protocol.actions import Action, Commit, SendMessage, StartExchange
-from diloco.protocol.events import Begin, Computed, ConnectionMade, Event, ExchangeEnded, Received, Submitted
-from diloco.protocol.headers import Header, header_of
-from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote
-from diloco.protocol.round_state import RoundState
-from diloco.protocol.rules import Policies, Rules
-from diloco.protocol.signing import public_key
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Exchange, Mean, RoundId, Uplink, make_codec
+from diloco.membership import Policy, View, Vote
+from diloco.protocol import (
+    Action,
+    Begin,
+    Commit,
+    Computed,
+    ConnectionMade,
+    Event,
+    ExchangeEnded,
+    Header,
+    Machine,
+    Policies,
+    Received,
+    RoundState,
+    RoundVote,
+    Rules,
+    SendMessage,
+    StartExchange,
+    Submitted,
+    header_of,
+    public_key,
+)
 
 VIEW, NUMEL = View(3, (0, 1, 2)), 12
 CODEC = make_codec("float32")

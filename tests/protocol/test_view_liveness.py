@@ -7,11 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.bootstrap import BootstrapElection, LastViews
-from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.protocol import events
-from diloco.protocol.rules import Policies
+from diloco.membership import BootstrapElection, LastViews, Policy, View
+from diloco.protocol import Policies, events
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.simulated import check_agreement, rank, simulated
 from tests.protocol.simulated_rank import Rank

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import ViewChangedError
-from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.protocol.events import Received
-from diloco.protocol.messages import Leaving
+from diloco.membership import Policy, View
+from diloco.protocol import Leaving, Received
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank

@@ -10,17 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import RoundId
-from diloco.membership.ballot import Vote
-from diloco.membership.proofs import SignedVote
-from diloco.membership.quorum import Policy, decide
-from diloco.membership.reports import Agreed, NextView, Report
-from diloco.membership.view import View
-from diloco.protocol.actions import Adopt, SendMessage
-from diloco.protocol.events import Received
-from diloco.protocol.fields import Fields, MessageError
-from diloco.protocol.headers import Header
-from diloco.protocol.messages import Leaving, RoundVote, adopted_message, change_message, next_view, read, view_of
+from diloco.algorithm import RoundId
+from diloco.membership import Agreed, NextView, Policy, Report, SignedVote, View, Vote, decide
+from diloco.protocol import (
+    Adopt,
+    Fields,
+    Header,
+    Leaving,
+    MessageError,
+    Received,
+    RoundVote,
+    SendMessage,
+    adopted_message,
+    change_message,
+    next_view,
+    read,
+    view_of,
+)
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.protocol.simulated_rank import Rank

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.chaos.histories import bridge, outcome
-from diloco.membership.quorum import Policy
-from diloco.protocol.rules import Policies
+from diloco.membership import Policy
+from diloco.protocol import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.simulated import check_agreement, simulate, simulated
 from tests.protocol.simulated_rank import Rank

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm.averaging import RoundId
-from diloco.membership.view import View
-from diloco.protocol.actions import GiveVerdict, Timer
-from diloco.protocol.events import Received, TimerFired
-from diloco.protocol.headers import Header
+from diloco.algorithm import RoundId
+from diloco.membership import View
+from diloco.protocol import GiveVerdict, Header, Received, Timer, TimerFired
 from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import Rank

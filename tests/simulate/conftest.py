@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Overheads
-from diloco.simulate.timeline import Span, timeline
-from diloco.simulate.traffic import outer_traffic
-from diloco.simulate.utilization import simulate
-from diloco.transport.links import Link
+from diloco.algorithm import SyncSchedule, make_codec
+from diloco.simulate import Cluster, Overheads, Span, outer_traffic, simulate, timeline
+from diloco.transport import Link
 
 
 @pytest.fixture(scope="session")

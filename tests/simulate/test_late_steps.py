@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.errors import ConfigurationError
-from diloco.membership.grace import SHARE
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.timeline import timeline
-from diloco.simulate.traffic import Traffic, outer_traffic
-from diloco.simulate.utilization import Simulated, simulate
-from diloco.transport.links import Link
+from diloco.membership import SHARE
+from diloco.simulate import Cluster, Simulated, Traffic, outer_traffic, simulate, timeline
+from diloco.transport import Link
 
 FP4 = make_codec("fp4")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulator import real
-from diloco.simulate.overheads import FITTED, Conditions, accuracy
+from diloco.simulate import FITTED, Conditions, accuracy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "simulator" / "results.json"
 

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import ConfigurationError
-from diloco.simulate import pictures
-from diloco.simulate.picture_files import SUFFIXES, check_picture_path
-from diloco.simulate.pictures import draw_timeline, draw_utilization
-from diloco.simulate.timeline import Span
+from diloco.simulate import SUFFIXES, Span, check_picture_path, draw_timeline, draw_utilization, pictures
 from tests.lazy import Lazy
 from tests.processes import Processes
 from tests.simulate.svg import names, texts

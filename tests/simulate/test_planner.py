@@ -10,16 +10,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule
 from diloco.cli.plan_model import planned_values
-from diloco.model.settings import ModelSettings
-from diloco.simulate.bandwidth import bandwidth_needed
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import IDEAL, Conditions
-from diloco.simulate.planner import Candidate, Plan, Site, candidates, plan, predict
-from diloco.simulate.traffic import Workload
-from diloco.simulate.utilization import simulate_cycles
-from diloco.transport.links import Link
+from diloco.model import ModelSettings
+from diloco.simulate import (
+    IDEAL,
+    Candidate,
+    Cluster,
+    Conditions,
+    Plan,
+    Site,
+    Workload,
+    bandwidth_needed,
+    candidates,
+    plan,
+    predict,
+    simulate_cycles,
+)
+from diloco.transport import Link
 from tests.runs import train, write_text
 
 MODEL = Workload(parameters=10**9, layers=24, outside=10**8, step_time_s=1.0)
@@ -137,7 +145,7 @@ def test_equal_replicas_are_two_of_them() -> None:
         for candidate in candidates(here, inner_steps=(10,), overlaps=(1,), codecs=("int8",))
         if candidate.algorithm == "streaming"
     ]
-    from diloco.algorithm.codec import make_codec
+    from diloco.algorithm import make_codec
 
     traffic = MODEL.traffic(schedule, [make_codec("int8")], 7)
     whole = Cluster.of(here.links, 1.0, overheads=here.overheads)
@@ -190,7 +198,7 @@ def test_rounds_that_the_usual_time_out_would_end_get_a_longer_one() -> None:
 
 
 def test_the_bandwidth_that_is_needed_is_the_least_that_does() -> None:
-    from diloco.algorithm.codec import make_codec
+    from diloco.algorithm import make_codec
 
     traffic = MODEL.traffic(SyncSchedule(inner_steps=50), [make_codec("float32")], 2)
     cluster = Cluster.of([Link(latency_s=0.05)] * 2, 1.0)

@@ -12,15 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Overheads
-from diloco.simulate.timeline import Lane, Span, peak_bytes_per_s, timeline
-from diloco.simulate.traffic import Traffic, outer_traffic
-from diloco.simulate.utilization import Simulated, simulate
-from diloco.transport.links import Link
+from diloco.simulate import (
+    Cluster,
+    Lane,
+    Overheads,
+    Simulated,
+    Span,
+    Traffic,
+    outer_traffic,
+    peak_bytes_per_s,
+    simulate,
+    timeline,
+)
+from diloco.transport import Link
 
 LOOP = ("compute", "wait", "spent")
 MEGABYTE_PER_S = 8e6

@@ -11,9 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from diloco.simulate import pictures
-from diloco.simulate.pictures import draw_timeline
-from diloco.simulate.timeline import Lane, Span
+from diloco.simulate import Lane, Span, draw_timeline, pictures
 from tests.simulate.svg import SVG, boxes, names, texts
 
 

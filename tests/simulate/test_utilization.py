@@ -13,17 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.algorithm import Contribution, RoundId, Send, SyncSchedule, make_codec
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import Overheads
-from diloco.simulate.traffic import Traffic, data_parallel_traffic, outer_traffic
-from diloco.simulate.utilization import Simulated, simulate, simulate_cycles
-from diloco.transport.base import Pending
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.links import Link, VirtualNetwork
+from diloco.simulate import (
+    Cluster,
+    Overheads,
+    Simulated,
+    Traffic,
+    data_parallel_traffic,
+    outer_traffic,
+    simulate,
+    simulate_cycles,
+)
+from diloco.transport import InProcessTransport, Link, Pending, VirtualNetwork
 
 FP4, FLOAT32 = make_codec("fp4"), make_codec("float32")
 

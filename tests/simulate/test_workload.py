@@ -9,15 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, make_codec, partition
 from diloco.errors import ConfigurationError
-from diloco.model.presets import get_preset, preset_names
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
-from diloco.simulate.bandwidth import METHODS, method_named
-from diloco.simulate.traffic import Workload, gradient_ready, layer_releases
+from diloco.model import ModelSettings, build_model, get_preset, preset_names
+from diloco.simulate import METHODS, Workload, gradient_ready, layer_releases, method_named
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config.configuration import Configuration
-from diloco.config.toml import parse_toml
+from diloco.config import Configuration, parse_toml
 from diloco.errors import ConfigurationError
-from diloco.sweep.outcomes import table
-from diloco.sweep.study import read_study
+from diloco.sweep import read_study, table
 
 STUDY = """
 [base]

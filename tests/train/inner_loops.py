@@ -7,13 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
-from diloco.train.inner import InnerLoop
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel
-from diloco.train.settings import InnerSettings
+from diloco.algorithm import ValueSchedule
+from diloco.model import ModelSettings, build_model
+from diloco.train import InnerLoop, InnerSettings, ParallelModel, make_inner_optimizer
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 CONSTANT = ValueSchedule(peak=1e-2)

@@ -11,24 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.checkpoint.reading import Checkpoint
-from diloco.checkpoint.shards import SavedValues, Shards, load_own
-from diloco.checkpoint.writing import save_checkpoint
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
-from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import Strategy, parallelise, prepare_model
-from diloco.train.replica_state import ReplicaState
-from diloco.train.settings import InnerSettings, TrainSettings
-from diloco.transport.base import Transport
-from diloco.transport.replica_group import ReplicaGroup, open_replica_group
+from diloco.algorithm import Codec, RoundId, SyncSchedule, ValueSchedule, make_codec, partition
+from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, save_checkpoint
+from diloco.model import ModelSettings, build_model
+from diloco.outer import DiLoCo
+from diloco.train import (
+    InnerLoop,
+    InnerSettings,
+    InnerStep,
+    ReplicaState,
+    Strategy,
+    TrainSettings,
+    make_inner_optimizer,
+    parallelise,
+    prepare_model,
+)
+from diloco.transport import ReplicaGroup, Transport, open_replica_group
 
 CPU = torch.device("cpu")
 MODEL = ModelSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diloco.config.run_plan import RunPlan, plan_run
-from diloco.train.run import run_training
+from diloco.config import RunPlan, plan_run
+from diloco.train import run_training
 from tests.command_lines import command_line
 from tests.runs import Listener
 

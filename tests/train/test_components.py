@@ -9,24 +9,33 @@ from typing import Literal
 import pytest
 import torch
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.merge import AlphaMerge, RebaseMerge
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd, at
-from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
+from diloco.algorithm import (
+    Adam,
+    AlphaMerge,
+    CodecSettings,
+    FragmentSettings,
+    MergeSettings,
+    Nesterov,
+    OuterSettings,
+    RebaseMerge,
+    RoundId,
+    ScheduleSettings,
+    Sgd,
+    at,
+)
 from diloco.devices import choose_device, use_device
 from diloco.errors import ConfigurationError
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
-from diloco.train.components import (
+from diloco.model import ModelSettings, build_model
+from diloco.train import (
+    RunSettings,
     make_configured_codec,
     make_fragments,
     make_merge_rule,
     make_outer_optimizer,
+    make_schedule,
     make_transport,
 )
-from diloco.train.resolve import make_schedule
-from diloco.train.settings import RunSettings
-from diloco.transport.settings import TransportSettings
+from diloco.transport import TransportSettings
 
 
 class TestDevice:

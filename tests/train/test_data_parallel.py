@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import codec_names, make_codec
-from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm import RoundId, ValueSchedule, codec_names, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.train.data_parallel import GradientAverager, average_gradients
-from diloco.train.inner import InnerLoop
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel
-from diloco.train.settings import InnerSettings
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.model import ModelSettings, Transformer, build_model
+from diloco.train import (
+    GradientAverager,
+    InnerLoop,
+    InnerSettings,
+    ParallelModel,
+    average_gradients,
+    make_inner_optimizer,
+)
+from diloco.transport import Fault, InProcessTransport, ReplicaGroup
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 

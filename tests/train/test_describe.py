@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.config.keys import build
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.train.describe import describe
-from diloco.train.resolve import resolve
-from diloco.train.settings import RunSettings
+from diloco.algorithm import MeanEncoding, data_parallel_bytes, make_codec, partition, plan_exchange
+from diloco.config import build
+from diloco.model import ModelSettings, Transformer, build_model
+from diloco.train import RunSettings, describe, resolve
 from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 

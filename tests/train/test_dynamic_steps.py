@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.pace import trains_at
+from diloco.algorithm import trains_at
 from diloco.config import load_configuration
-from diloco.data.corpus import build_corpus
+from diloco.data import build_corpus
 from diloco.events import Event, RoundCommitted, RoundSent
-from diloco.membership.view import View
-from diloco.train.components import make_transport
-from diloco.train.dynamic_steps import DynamicSteps, make_pace
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.resolve import resolve
-from diloco.train.session import Session
-from diloco.train.settings import RunSettings
+from diloco.membership import View
+from diloco.train import DynamicSteps, InProcessFleet, RunSettings, Session, make_pace, make_transport, resolve
 from tests.runs import SMALL
 
 

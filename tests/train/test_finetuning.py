@@ -9,25 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.outer_optimizer import Sgd
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.algorithm import Sgd, SyncSchedule, make_codec
+from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
 from diloco.cli.plan import finetune_memory
-from diloco.config.finetune import finetune_line, with_steps
-from diloco.config.run_plan import RunPlan, plan_run
-from diloco.data.chat import build_chat_corpus
+from diloco.config import RunPlan, finetune_line, plan_run, with_steps
+from diloco.data import build_chat_corpus
 from diloco.errors import ConfigurationError
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
-from diloco.outer.diloco import DiLoCo
-from diloco.train.components import outline
-from diloco.train.inner import InnerLoop
-from diloco.train.parallel import ParallelModel
-from diloco.train.session_reports import handshake_facts
-from diloco.trained.load import load_trained
-from diloco.transport.in_process import InProcessTransport
+from diloco.model import ModelSettings, build_language_model
+from diloco.outer import DiLoCo
+from diloco.train import InnerLoop, ParallelModel, handshake_facts, outline
+from diloco.trained import load_trained
+from diloco.transport import InProcessTransport
 from tests.command_lines import command_line
 from tests.finetuning import asked, write_base, write_records, write_sums
 from tests.train.source_runs import BASE, trained

@@ -12,16 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from diloco.data.chat import build_chat_corpus
+from diloco.data import build_chat_corpus
 from diloco.events import Event, Note, ViewChanged
-from diloco.model.build import with_vocabulary
-from diloco.train.fleet.torch_fleet import TorchFleet
-from diloco.train.joining import follow_views, join_run
-from diloco.train.session import Session
-from diloco.train.stopping import StopAsked
-from diloco.transport.address import Address
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.model import with_vocabulary
+from diloco.train import Session, StopAsked, TorchFleet, follow_views, join_run
+from diloco.transport import Address, Place, TcpStreams, TcpWire, connect
 from tests.finetuning import write_base, write_sums
 from tests.train.test_finetuning import plan_of
 from tests.transport.wires import QUICK, at_once, rendezvous

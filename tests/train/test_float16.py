@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import inner_learning_rate
-from diloco.train.settings import InnerSettings
-from diloco.transport.in_process import InProcessTransport
+from diloco.algorithm import SyncSchedule
+from diloco.outer import DiLoCo
+from diloco.train import InnerSettings, inner_learning_rate
+from diloco.transport import InProcessTransport
 from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights
 
 

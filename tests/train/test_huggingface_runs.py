@@ -12,20 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from diloco.algorithm.muon import hidden_matrices
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.algorithm import hidden_matrices
+from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
-from diloco.config.configuration import compose
-from diloco.config.keys import flatten
-from diloco.config.run_plan import plan_run
-from diloco.data.corpus import build_corpus
-from diloco.data.sampler import Sampler
-from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.config import compose, flatten, plan_run
+from diloco.data import ByteTokenizer, DataSettings, Sampler, build_corpus
 from diloco.errors import ConfigurationError
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
-from diloco.trained.load import load_trained
+from diloco.model import ModelSettings, build_language_model
+from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 from tests.runs import Listener

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm import ValueSchedule
 from diloco.errors import NonFiniteError
-from diloco.model.language_model import document_numbers
-from diloco.train.inner import inner_learning_rate
-from diloco.train.settings import InnerSettings
+from diloco.model import document_numbers
+from diloco.train import InnerSettings, inner_learning_rate
 from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights
 
 

@@ -12,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm import ValueSchedule
 from diloco.errors import ConfigurationError
-from diloco.model.transformer import build_model
-from diloco.train.inner import InnerLoop, inner_learning_rate
-from diloco.train.inner_optimizer import inner_optimizer_in_words, make_inner_optimizer
-from diloco.train.parallel import ParallelModel
-from diloco.train.settings import InnerSettings
+from diloco.model import build_model
+from diloco.train import (
+    InnerLoop,
+    InnerSettings,
+    ParallelModel,
+    inner_learning_rate,
+    inner_optimizer_in_words,
+    make_inner_optimizer,
+)
 from tests.train.inner_loops import CONSTANT, MODEL, batch, make_loop, train
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.config.run_plan import plan_run
+from diloco.checkpoint import open_checkpoint
+from diloco.config import plan_run
 from diloco.errors import ConfigurationError
 from diloco.events import Note
-from diloco.train.run import run_training
-from diloco.trained.export import export_safetensors
-from diloco.trained.load import load_trained
+from diloco.train import run_training
+from diloco.trained import export_safetensors, load_trained
 from tests.command_lines import command_line
 from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained

@@ -12,13 +12,12 @@ import pytest
 from torch.distributed import TCPStore
 
 import diloco.train.run
-from diloco.checkpoint import writing
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint import open_checkpoint, writing
 from diloco.cli import main
 from diloco.errors import TransportError
-from diloco.train.session_reports import handshake_facts
-from diloco.trained.sampling import Sampling
-from diloco.transport.peers.transport import PeerTransport
+from diloco.train import handshake_facts
+from diloco.trained import Sampling
+from diloco.transport import PeerTransport
 from tests.processes import Processes, free_port
 from tests.runs import SMALL
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.config.run_plan import plan_run
+from diloco.checkpoint import open_checkpoint
+from diloco.config import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.build import ForeignModel, build_language_model
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer
-from diloco.trained.load import load_trained
+from diloco.model import ForeignModel, ModelSettings, Transformer, build_language_model
+from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.train.source_runs import plan_of, trained
 

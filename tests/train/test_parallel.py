@@ -11,18 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.codec.casts import Float32
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.model_tensors import local_shard
+from diloco.algorithm import Float32, digest_tensors, local_shard, make_codec
 from diloco.errors import ConfigurationError
-from diloco.model.transformer import build_model
-from diloco.train.data_parallel import GradientAverager
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import parallelise
-from diloco.train.settings import InnerSettings
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.model import build_model
+from diloco.train import GradientAverager, InnerSettings, make_inner_optimizer, parallelise
+from diloco.transport import InProcessTransport, ReplicaGroup
 from tests.processes import Processes
 from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal
 

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.algorithm.fragments import bind, flatten, partition, unflatten_
-from diloco.algorithm.model_tensors import local_shard
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, bind, flatten, local_shard, partition, unflatten_
 from diloco.errors import ConfigurationError, ReplicaLostError
-from diloco.model.transformer import build_model
-from diloco.outer.diloco import DiLoCo
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import parallelise
-from diloco.train.settings import InnerSettings
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.model import build_model
+from diloco.outer import DiLoCo
+from diloco.train import InnerSettings, make_inner_optimizer, parallelise
+from diloco.transport import ReplicaGroup
 from tests.processes import Processes, receive, report
 from tests.train.ranks import CPU, MODEL, Rank, Setup, open_group, whole
 

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.model.language_model import document_numbers
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.train.parallel import blocks_of, prepare_blocks, prepare_model
-from diloco.train.settings import TrainSettings
+from diloco.model import ModelSettings, Transformer, build_model, document_numbers
+from diloco.train import TrainSettings, blocks_of, prepare_blocks, prepare_model
 
 SETTINGS = ModelSettings(
     layers=2, width=16, ffn_width=24, heads=4, kv_heads=2, vocab_size=17, qk_norm=True, max_sequence_length=16

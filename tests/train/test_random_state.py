@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
+from diloco.model import ModelSettings, build_language_model
 from diloco.state_tree import flatten, unflatten
-from diloco.train.random_state import RandomState
-from diloco.train.settings import RunSettings
+from diloco.train import RandomState, RunSettings
 
 
 def draw() -> tuple[Any, ...]:

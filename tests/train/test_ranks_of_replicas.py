@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from diloco.transport.address import Address
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.replica_group import ReplicaGroup
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.transport import (
+    Address,
+    InProcessTransport,
+    LeaderTransport,
+    PeerTransport,
+    Place,
+    ReplicaGroup,
+    TcpWire,
+    connect,
+)
 from tests.processes import Processes
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, open_group, unequal
 from tests.transport.wires import QUICK, at_once, rendezvous

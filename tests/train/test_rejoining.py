@@ -12,14 +12,10 @@ from unittest import mock
 import pytest
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
-from diloco.membership.bootstrap import BootstrapElection
-from diloco.membership.view import View
-from diloco.protocol.registry import Entry
-from diloco.train import joining
-from diloco.train.fleet.torch_fleet import TorchFleet
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
-from diloco.transport.torch_distributed.rendezvous import ask
+from diloco.membership import BootstrapElection, View
+from diloco.protocol import Entry
+from diloco.train import TorchFleet, joining
+from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
 from tests.transport.nowhere import nobody_at
 from tests.transport.swarms import wait_for_members
 from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.config.keys import build
+from diloco.algorithm import SyncSchedule
+from diloco.config import build
 from diloco.errors import ConfigurationError
-from diloco.train.resolve import CODEC_NAMES, notes, resolve
-from diloco.train.settings import RunSettings
+from diloco.train import CODEC_NAMES, RunSettings, notes, resolve
 from tests.algorithm.codecs import OURS
 from tests.command_lines import dotted
 

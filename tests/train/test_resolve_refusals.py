@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm.codec import make_codec
-from diloco.config.keys import build, flatten
+from diloco.algorithm import make_codec
+from diloco.config import build, flatten
 from diloco.errors import ConfigurationError
-from diloco.train.resolve import resolve
-from diloco.train.settings import RunSettings
+from diloco.train import RunSettings, resolve
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule

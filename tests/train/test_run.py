@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, NonFiniteError
 from diloco.events import (
     CheckpointSaved,
@@ -27,7 +27,7 @@ from diloco.events import (
     RunStarted,
     StepFinished,
 )
-from diloco.trained.load import load_trained
+from diloco.trained import load_trained
 from tests.runs import Listener, train, write_text
 
 CONTRACT = {

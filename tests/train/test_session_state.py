@@ -14,19 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
+from diloco.checkpoint import list_checkpoints, open_checkpoint
 from diloco.cli import main
 from diloco.config import load_configuration
-from diloco.data.corpus import build_corpus
-from diloco.data.sampler import Sampler
-from diloco.data.settings import DataSettings
+from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
-from diloco.train.components import make_transport
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.resolve import resolve
-from diloco.train.session import Session
-from diloco.train.session_state import load_session, save_session
+from diloco.train import InProcessFleet, Session, load_session, make_transport, resolve, save_session
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import ByteTokenizer
 from diloco.devices import flops_utilization, known_peak_flops_per_s, to_device
-from diloco.model.language_model import document_numbers
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
+from diloco.model import ModelSettings, build_model, document_numbers
 from diloco.trained import evaluate as evaluation
 
 CPU = torch.device("cpu")

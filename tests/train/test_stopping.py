@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 
-from diloco.train.stopping import StopAsked, StopRequest
+from diloco.train import StopAsked, StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

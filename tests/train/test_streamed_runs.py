@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.data.block_reader import BlockReader
-from diloco.data.corpus import open_stream
-from diloco.data.heldout import split_documents
-from diloco.data.settings import DataSettings
-from diloco.data.stream import DocumentStream
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.checkpoint import open_checkpoint
+from diloco.data import BlockReader, ByteTokenizer, DataSettings, DocumentStream, open_stream, split_documents
 from diloco.errors import CheckpointError, DataError
 from diloco.events import Note
 from tests.data.streams import numbered
@@ -90,8 +85,7 @@ def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> No
         f'b = {{ data = "{other}", document_separator = "\\n\\n" }}\n'
     )
     from diloco.config import load_configuration, to_toml
-    from diloco.train.resolve import resolve
-    from diloco.train.run import run_training
+    from diloco.train import resolve, run_training
     from tests.runs import SMALL
 
     configuration = load_configuration([str(toml), *SMALL.removesuffix(" --data").split()])

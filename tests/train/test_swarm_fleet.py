@@ -10,19 +10,12 @@ from typing import cast
 
 import pytest
 
-from diloco.data.shares import Shares
+from diloco.data import Shares
 from diloco.errors import RunOverError
 from diloco.events import Event, Note, ViewChanged
-from diloco.membership.change import NextView
-from diloco.membership.view import View
-from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.joining import follow_views
-from diloco.train.resuming import Held
-from diloco.train.session import Session
-from diloco.train.stopping import StopRequest
-from diloco.train.torch_threads import PeerThreads, Seats
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.connected import Wire
+from diloco.membership import NextView, View
+from diloco.train import Held, PeerThreads, Seats, Session, StopRequest, SwarmFleet, follow_views
+from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 from tests.transport.wires import at_once
 

@@ -14,18 +14,10 @@ from typing import cast
 import pytest
 import torch
 
-from diloco.protocol.registry import Entry
-from diloco.train import launcher
+from diloco.protocol import Entry
+from diloco.train import PeerThreads, Role, RunSettings, Seats, choose_threads, launch, launcher, resolve
 from diloco.train.fleet import connecting
-from diloco.train.launcher import launch
-from diloco.train.resolve import resolve
-from diloco.train.roles import Role
-from diloco.train.settings import RunSettings
-from diloco.train.torch_threads import PeerThreads, Seats, choose_threads
-from diloco.transport.address import Address
-from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.settings import TransportSettings
+from diloco.transport import Address, Connected, PeerTransport, Table, TransportSettings
 from tests.processes import Processes, receive, report
 
 

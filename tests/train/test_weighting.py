@@ -13,18 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import RebaseMerge
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.algorithm.weighting import LEAST_WEIGHT
+from diloco.algorithm import LEAST_WEIGHT, Nesterov, RebaseMerge, RoundId, SyncSchedule, partition
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RoundCommitted, RoundSent
-from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import InnerLoop
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
+from diloco.outer import DiLoCo
+from diloco.train import InnerLoop
+from diloco.transport import Fault, InProcessTransport
 from tests.replicas import Gradient, Swarm, Vectors, quadratic
 from tests.runs import Listener, train, write_text
 

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer
-from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows, sliding_windows
+from diloco.model import ModelSettings, Transformer
+from diloco.trained import document_streams, evaluate, evaluate_windows, sliding_windows
 from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257, max_sequence_length=12)

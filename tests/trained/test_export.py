@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.checkpoint.shards import Shards
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.checkpoint import Shards, open_checkpoint, save_checkpoint
 from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.language_model import LanguageModel
-from diloco.model.transformer import Transformer
-from diloco.trained.export import export_huggingface, export_safetensors
-from diloco.trained.load import Trained, load_parameters, load_trained, read_weights
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.model import LanguageModel, Transformer
+from diloco.trained import Trained, export_huggingface, export_safetensors, load_parameters, load_trained, read_weights
+from diloco.transport import ReplicaGroup
 from tests.lazy import Lazy
 from tests.runs import train, write_text
 

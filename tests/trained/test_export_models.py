@@ -10,8 +10,7 @@ import torch
 
 from diloco.cli import main
 from diloco.errors import ConfigurationError
-from diloco.trained.export import export_huggingface
-from diloco.trained.load import load_trained, read_weights
+from diloco.trained import export_huggingface, load_trained, read_weights
 from tests.lazy import Lazy
 from tests.runs import write_text
 

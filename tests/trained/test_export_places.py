@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.build import build_language_model
-from diloco.model.settings import ModelSettings
-from diloco.trained.export import export_huggingface, export_safetensors
-from diloco.trained.load import Trained, load_trained
+from diloco.model import ModelSettings, build_language_model
+from diloco.trained import Trained, export_huggingface, export_safetensors, load_trained
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, NonFiniteError
-from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
-from diloco.trained.generate import generate, generate_together
-from diloco.trained.sampling import Sampling
+from diloco.model import ModelSettings, Transformer, build_model
+from diloco.trained import Sampling, generate, generate_together
 from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)

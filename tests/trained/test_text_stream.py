@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.tokenizer import ByteTokenizer, Tokenizer
-from diloco.data.tokenizer_choice import train_bpe
+from diloco.data import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError
-from diloco.trained.generate import TextStream
+from diloco.trained import TextStream
 
 BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport import ConnectionManager
 from tests.transport.connection_managers import MakeRank, Rank, makes
 from tests.transport.state_donors import Donor, Fetcher, MakeDonor
 from tests.transport.swarms import Swarms

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, Protocol, TypeVar
 
-from diloco.protocol.events import Event, Lost, Received
-from diloco.protocol.failure_detector import Loss, Timing
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.protocol import Event, Loss, Lost, Received, Timing
+from diloco.transport import Address, ConnectionManager, TcpStreams
 
 
 class HasBoard(Protocol):

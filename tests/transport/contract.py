@@ -13,15 +13,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.algorithm.average_rules import Rda, SendersMean
-from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
-from diloco.algorithm.clipping import UNCLIPPED, Clipping
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual, encode_all_means
+from diloco.algorithm import (
+    PLAIN_MEAN,
+    UNCLIPPED,
+    Clipping,
+    Contribution,
+    MeanEncoding,
+    Rda,
+    Residual,
+    RoundId,
+    SendersMean,
+    encode_all_means,
+    make_codec,
+    plan_exchange,
+    weighted_mean,
+)
 from diloco.errors import ConfigurationError, DivergedError, RoundVoidError, TransportError
-from diloco.protocol.actions import Average
-from diloco.transport.base import Transport
+from diloco.protocol import Average
+from diloco.transport import Transport
 from tests.algorithm.codecs import OURS
 from tests.transport.wires import at_once
 

@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from diloco.transport import ConnectionManager, ReliableLink
 from diloco.transport.connections import connection_manager, control_connection
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.reliable_link import ReliableLink
 
 __all__ = ["Cut"]
 

@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.algorithm.averaging import Mean, RoundId
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm import Mean, Nesterov, RoundId, partition
 from diloco.errors import TransportError
 from diloco.events import Event
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.address import Address
-from diloco.transport.base import Transport
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.peers.connected import join
-from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.pending import Contributed
-from diloco.transport.torch_distributed.connect import Place, connect
+from diloco.outer import DiLoCo
+from diloco.transport import (
+    Address,
+    ConnectionManager,
+    Contributed,
+    PayloadExchange,
+    Place,
+    ReliableLink,
+    Transport,
+    connect,
+    join,
+)
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
 from tests.transport.cut import Cut

@@ -7,10 +7,9 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import RoundId, SyncSchedule
 from diloco.events import Event, RoundCommitted, RoundVoid
-from diloco.transport.torch_distributed.connect import TcpWire
+from diloco.transport import TcpWire
 
 __all__ = [
     "BEFORE",

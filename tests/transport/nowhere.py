@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import RendezvousError
-from diloco.transport.address import Address
-from diloco.transport.torch_distributed.connect import Place, TcpWire
+from diloco.transport import Address, Place, TcpWire
 from tests.transport.wires import QUICK
 
 __all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "wire"]

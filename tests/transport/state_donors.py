@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-from diloco.protocol.failure_detector import Timing
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack, read_frame
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.peers.state_transfer import fetch_state
-from diloco.transport.peers.state_wire import describe
+from diloco.protocol import Timing
+from diloco.transport import (
+    MAX_BLOB_BYTES,
+    MAX_JSON_BYTES,
+    Address,
+    ConnectionManager,
+    DonorService,
+    TcpStreams,
+    describe,
+    fetch_state,
+    pack,
+    read_frame,
+)
 
 LIMIT_S = 30.0
 NUMEL = 1_600_000  # 12.8 MB with a slot of the same size: 32 blocks, each of two chunks

@@ -10,13 +10,20 @@ from typing import Any, Literal
 
 import pytest
 
-from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.hivemind.status_client import PeerReport, open_status_client
-from diloco.transport.peers.connected import Connected, Wire, join
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport import (
+    Admission,
+    Connected,
+    NodePlace,
+    PeerReport,
+    PeerStatus,
+    PeerStreams,
+    PeerTransport,
+    SwarmPlace,
+    Wire,
+    connect_swarm,
+    join,
+    open_status_client,
+)
 from tests.transport.wires import at_once
 
 __all__ = ["HIVEMIND_LEAVES_CONNECTIONS", "LOOPBACK", "QUICK", "Swarms", "wait_for_members"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport import Address, local_host_towards, parse_address, parse_ports
 
 PORTS = st.integers(0, 65535)
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=6)

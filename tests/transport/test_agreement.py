@@ -12,10 +12,7 @@ from torch import nn
 
 from diloco import AlphaMerge, Clipping, DiLoCo, Nesterov, SyncSchedule, connect_replica
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.peers.connected import Connected, join
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.transport import Connected, InProcessTransport, Place, TcpWire, Transport, connect, join
 from tests.processes import free_port
 from tests.transport.wires import QUICK, Wires, at_once
 

@@ -12,11 +12,7 @@ from typing import Any, cast
 import pytest
 
 from diloco.errors import TransportError
-from diloco.transport.connections.backoff import Backoff
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link_manager import LinkManager
-from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.streams import Stream
+from diloco.transport import Backoff, ConnectionManager, LinkManager, LinkRequest, OpenedLink, Route, Stream
 
 PATIENCE_S = 16.0
 CONNECTIONS = 64

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
-from diloco.protocol.actions import Average
-from diloco.protocol.registry import Entry, Registry
-from diloco.transport.address import Address, parse_address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.peers.connected import Connected
-from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.rendezvous import ask, serve
+from diloco.protocol import Average, Entry, Registry
+from diloco.transport import Address, Connected, ConnectionManager, ask, connect, parse_address, serve
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous

@@ -14,10 +14,7 @@ from torch import nn
 
 from diloco import DiLoCo, SyncSchedule, connect_peer
 from diloco.errors import RendezvousError
-from diloco.transport.hivemind.peer_config import NodePlace
-from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.secret import new_secret
+from diloco.transport import NodePlace, PeerStatus, PeerTransport, new_secret
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK, QUICK
 from tests.transport.wires import at_once
 

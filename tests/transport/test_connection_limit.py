@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.connections.connection_limit import ConnectionLimit
+from diloco.transport import ConnectionLimit
 
 
 def test_a_flood_from_one_origin_keeps_nobody_out() -> None:

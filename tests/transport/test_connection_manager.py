@@ -11,12 +11,9 @@ from contextlib import closing
 import pytest
 
 from diloco.errors import TransportError
-from diloco.protocol.failure_detector import Loss, Timing
-from diloco.transport.address import Address
+from diloco.protocol import Loss, Timing
+from diloco.transport import MAX_BLOB_BYTES, Address, ConnectionManager, Stream, TcpStreams, pack
 from diloco.transport.connections import control_thread
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_BLOB_BYTES, Stream, pack
-from diloco.transport.connections.tcp_streams import TcpStreams
 from tests.processes import Processes, receive, report
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair, stranger_at
 from tests.transport.wires import at_once

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from diloco.errors import TransportError
+from diloco.transport import UNKNOWN_PEER_BLOB_BYTES, pack, read_frame
 from diloco.transport.connections import connection_manager
-from diloco.transport.connections.streams import UNKNOWN_PEER_BLOB_BYTES, pack, read_frame
 from tests.transport.connection_managers import LIMIT_S, MakeRank, Rank, pair, said_to, stranger_at
 
 STRANGERS = {

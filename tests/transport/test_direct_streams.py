@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import TransportError
-from diloco.transport.connections.opened_link import LinkRequest
-from diloco.transport.hivemind.direct_streams import DirectStreams
-from diloco.transport.peers.connected import join
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport import DirectStreams, LinkRequest, PeerTransport, join
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, wait_for_members
 from tests.transport.wires import at_once

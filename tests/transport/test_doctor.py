@@ -10,9 +10,7 @@ import threading
 import pytest
 
 from diloco.cli import main
-from diloco.transport.address import Address
-from diloco.transport.connections.streams import pack
-from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine
+from diloco.transport import MOST_BYTES, Address, Finding, examine, pack
 from tests.transport.wires import Wires, answering_probes
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, TransportError
-from diloco.transport.peers.donor_session import MAX_FETCHERS, DonorService
+from diloco.transport import MAX_FETCHERS, DonorService
 from tests.same import same_values
 from tests.transport.state_donors import LIMIT_S, Conversation, Fetcher, MakeDonor, state
 from tests.transport.wires import at_once

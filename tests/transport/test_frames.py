@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import TransportError
-from diloco.transport.connections.streams import MAX_BLOB_BYTES, MAX_JSON_BYTES, PROTOCOL, pack, read_frame, unpack_head
+from diloco.transport import MAX_BLOB_BYTES, MAX_JSON_BYTES, PROTOCOL, pack, read_frame, unpack_head
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 60), 1 << 60) | st.floats(allow_nan=False, allow_infinity=False)

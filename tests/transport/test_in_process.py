@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
-from diloco.protocol.actions import Average
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault, parse_fault
+from diloco.protocol import Average
+from diloco.transport import Fault, InProcessTransport, Transport, parse_fault
 from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution, exchange
 
 

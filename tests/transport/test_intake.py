@@ -15,19 +15,29 @@ from typing import Any, cast
 import pytest
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import json_object, room_bytes
+from diloco.protocol import json_object, room_bytes
+from diloco.transport import (
+    HEAD,
+    MAX_JSON_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Admission,
+    DonorService,
+    Head,
+    NodePlace,
+    PayloadConnection,
+    PeerAddress,
+    PeerRecord,
+    PeerStreams,
+    ReliableLink,
+    SendScheduler,
+    StatusClient,
+    Stream,
+    load_identity,
+    pack,
+    serve_probes,
+)
 from diloco.transport.connections import reliable_link
-from diloco.transport.connections.parts import HEAD, MAX_MESSAGE_BYTES, Head
-from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
-from diloco.transport.connections.streams import MAX_JSON_BYTES, PROTOCOL, Stream, pack
-from diloco.transport.hivemind.identity import PeerRecord, load_identity
-from diloco.transport.hivemind.peer_config import Admission, NodePlace
-from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
-from diloco.transport.hivemind.status_client import StatusClient
-from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.torch_distributed.doctor import serve_probes
 from tests.transport.connection_managers import MakeRank, stranger_at
 from tests.transport.test_payload_connection import Listening, head_of
 

@@ -15,22 +15,22 @@ import pytest
 import torch
 
 from diloco.errors import RoundVoidError, TransportError
-from diloco.protocol import actions, events
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.fields import Fields
-from diloco.protocol.machine import Machine
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.parts import HEAD
-from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.peers.background import in_thread
-from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.payload_links import HostCopies, PayloadLinks
-from diloco.transport.peers.runner import ProtocolRunner
-from diloco.transport.peers.transport import PeerTransport
+from diloco.protocol import Fields, Machine, Timing, actions, events
+from diloco.transport import (
+    HEAD,
+    Address,
+    ConnectionManager,
+    HostCopies,
+    PayloadConnection,
+    PayloadExchange,
+    PayloadLinks,
+    PeerTransport,
+    ProtocolRunner,
+    ReliableLink,
+    SendScheduler,
+    TcpStreams,
+    in_thread,
+)
 from tests.transport.connection_managers import LIMIT_S, MakeRank, pair, stranger_at
 from tests.transport.contract import contribution
 from tests.transport.test_payload_connection import Listening, head_of

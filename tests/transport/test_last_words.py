@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from diloco.transport.connections.streams import drain_on_reset
+from diloco.transport import drain_on_reset
 
 
 async def broken(said: bytes) -> asyncio.StreamReader:

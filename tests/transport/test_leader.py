@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm import RoundId, make_codec
 from diloco.errors import (
     ConfigurationError,
     DiLoCoError,
@@ -21,11 +20,7 @@ from diloco.errors import (
     RoundVoidError,
     TransportError,
 )
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import Fault
-from diloco.transport.leader import LeaderTransport
-from diloco.transport.replica_group import ReplicaGroup, open_replica_group
+from diloco.transport import Fault, InProcessTransport, LeaderTransport, ReplicaGroup, Transport, open_replica_group
 from tests.processes import Processes
 from tests.same import same
 from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution

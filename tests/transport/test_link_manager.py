@@ -15,23 +15,27 @@ import pytest
 import torch
 import xxhash
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import TransportError
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Entry
-from diloco.transport.address import Address
+from diloco.protocol import Entry, Timing
+from diloco.transport import (
+    HEAD,
+    Address,
+    ConnectionManager,
+    Head,
+    Link,
+    LinkManager,
+    LinkRequest,
+    Outgoing,
+    Pacer,
+    Part,
+    ReliableLink,
+    RoundMessages,
+    SendScheduler,
+    TcpStreams,
+    pack,
+)
 from diloco.transport.connections import reliable_link
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.link_manager import LinkManager
-from diloco.transport.connections.opened_link import LinkRequest
-from diloco.transport.connections.parts import HEAD, Head, Outgoing, Part
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
-from diloco.transport.connections.streams import pack
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.links import Link
-from diloco.transport.peers.round_messages import RoundMessages
-from diloco.transport.shaping import Pacer
 from tests.transport.connection_managers import said_to
 from tests.transport.wires import at_once
 

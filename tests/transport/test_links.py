@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError, RoundVoidError
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.links import Link, LinkArrays, LinkState, Transfer, VirtualNetwork, round_times, transfer_times
+from diloco.transport import (
+    InProcessTransport,
+    Link,
+    LinkArrays,
+    LinkState,
+    Transfer,
+    VirtualNetwork,
+    round_times,
+    transfer_times,
+)
 from tests.transport.contract import SIZE, contribution, exchange
 
 FREE = [LinkState(), LinkState()]

@@ -11,12 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import MeanEncoding, Residual
-from diloco.transport.peers.mean_exchange import MeanExchange
-from diloco.transport.peers.round_messages import RoundMessages
+from diloco.algorithm import Contribution, MeanEncoding, Residual, RoundId, make_codec, plan_exchange
+from diloco.transport import MeanExchange, RoundMessages
 
 BLOCK = 64
 CODEC = make_codec("fp4", block_size=BLOCK)

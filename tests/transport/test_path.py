@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.shards import UNKNOWN_UPLINK
-from diloco.transport.connections.path import (
+from diloco.algorithm import UNKNOWN_UPLINK
+from diloco.transport import (
     CYCLE,
     LEAST_SEGMENTS,
+    MOST_IN_ALL,
     REMEMBERED_S,
     TRIPS,
     UTILIZATION,
     WINDOW,
+    Counters,
     Pace,
     PathEstimate,
     PathSample,
+    connections_worth_having,
 )
-from diloco.transport.tcp import MOST_IN_ALL, Counters, connections_worth_having
 
 TRIP_S = 0.1
 INTERVAL_S = 0.05

@@ -18,14 +18,19 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm import make_codec
 from diloco.errors import TransportError
-from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.parts import HEAD, Head
-from diloco.transport.connections.path import PathSample
-from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
+from diloco.transport import (
+    HEAD,
+    Head,
+    LinkRequest,
+    OpenedLink,
+    PathSample,
+    PayloadConnection,
+    ReliableLink,
+    Route,
+    SendScheduler,
+)
 
 
 class Listening(asyncio.Transport):

@@ -7,17 +7,11 @@ from typing import cast
 import pytest
 import torch
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm import Contribution, RoundId, make_codec
 from diloco.errors import TransportError
-from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.protocol.rules import Policies, Rules
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.opened_link import LinkRequest
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.peers.background import Threads
-from diloco.transport.peers.payload_links import HostCopies, PayloadLinks
+from diloco.membership import Policy, View
+from diloco.protocol import Policies, Rules
+from diloco.transport import ConnectionManager, HostCopies, LinkRequest, PayloadLinks, ReliableLink, Threads
 from tests.gpus import Cuda, on_gpu
 
 LIMIT_S = 30.0

@@ -10,12 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.cli.peers import row
-from diloco.membership.view import View
-from diloco.transport.hivemind.identity import MAX_RECORD_BYTES, PeerRecord
-from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.hivemind.status_client import PeerReport, status_of
-from diloco.transport.hivemind.swarm import SwarmTable
-from diloco.transport.secret import new_secret
+from diloco.membership import View
+from diloco.transport import MAX_RECORD_BYTES, Admission, PeerRecord, PeerReport, SwarmTable, new_secret, status_of
 
 ADMISSION = Admission("run", new_secret())
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)), View(5, (1,)))

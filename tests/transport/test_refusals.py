@@ -9,10 +9,9 @@ import torch
 
 from diloco.errors import RoundVoidError
 from diloco.events import RoundCommitted
-from diloco.monitor.progress import RunProgress
-from diloco.monitor.wording import line
-from diloco.protocol.headers import header_of
-from diloco.transport.peers.transport import PeerTransport
+from diloco.monitor import RunProgress, line
+from diloco.protocol import header_of
+from diloco.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.wires import Wires
 

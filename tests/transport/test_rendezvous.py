@@ -15,15 +15,21 @@ from typing import Any
 
 import pytest
 
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Entry, Registry
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import PROTOCOL, pack, read_frame
-from diloco.transport.connections.tcp_streams import TcpStreams
+from diloco.protocol import Entry, Registry, Timing
+from diloco.transport import (
+    PROTOCOL,
+    Address,
+    ConnectionManager,
+    TcpStreams,
+    ask,
+    connect,
+    greet,
+    pack,
+    read_frame,
+    serve,
+    share_text,
+)
 from diloco.transport.torch_distributed import connect as torch_connect
-from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.rendezvous import ask, greet, serve, share_text
 from tests.transport.connection_managers import stranger_at
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous

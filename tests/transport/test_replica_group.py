@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.errors import CheckpointError, ConfigurationError, RendezvousError, ReplicaLostError
-from diloco.transport.replica_group import ReplicaGroup, open_replica_group
+from diloco.transport import ReplicaGroup, open_replica_group
 from tests.processes import Processes, receive, report
 
 CPU = torch.device("cpu")

@@ -10,13 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import partition
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_optimizer import Nesterov
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.links import Link
+from diloco.algorithm import AlphaMerge, Codec, Nesterov, SyncSchedule, make_codec, partition
+from diloco.outer import DiLoCo
+from diloco.transport import Link
 from tests.replicas import Swarm, Vectors, quadratic
 from tests.transport.wires import Wires
 

@@ -12,9 +12,7 @@ import pytest
 from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.private_files import create_private
-from diloco.transport.hivemind.identity import load_identity
-from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.secret import check_secret, new_secret, proof, read_secret
+from diloco.transport import Admission, check_secret, load_identity, new_secret, proof, read_secret
 from tests.transport.nowhere import wire
 
 SECRET = new_secret()

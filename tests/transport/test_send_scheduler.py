@@ -13,11 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.connections.parts import Part
-from diloco.transport.connections.path import UTILIZATION, WINDOW, PathSample
-from diloco.transport.connections.payload_connection import PayloadConnection
-from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
+from diloco.transport import UTILIZATION, WINDOW, Part, PathSample, PayloadConnection, ReliableLink, SendScheduler
 
 BITS_PER_S = 1e8
 

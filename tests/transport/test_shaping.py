@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.links import Link, LinkState, Transfer, transfer_times
-from diloco.transport.shaping import Pacer
+from diloco.transport import Link, LinkState, Pacer, Transfer, transfer_times
 
 MESSAGES = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 10**7)), min_size=1, max_size=20)
 """Messages as (seconds since the previous message, bytes)."""

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import RoundId
-from diloco.membership.grace import SHARE
-from diloco.membership.reports import NextView
-from diloco.protocol.messages import speed_message, speed_of
-from diloco.transport.peers.transport import PeerTransport
+from diloco.algorithm import RoundId
+from diloco.membership import SHARE, NextView
+from diloco.protocol import speed_message, speed_of
+from diloco.transport import PeerTransport
 from tests.transport.contract import contribution
 from tests.transport.wires import Wires, at_once
 

@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
-from diloco.transport.address import Address
-from diloco.transport.peers.block_assembly import Assembly
-from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
-from diloco.transport.peers.state_wire import block_bytes
+from diloco.transport import MAX_CHUNK_BYTES, Address, Assembly, block_bytes
 from tests.same import same_values
 from tests.transport.state_donors import LIMIT_S, Donor, Fetcher, MakeDonor, lying, size_of, state
 

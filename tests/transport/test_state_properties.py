@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import TransportError
-from diloco.transport.peers.block_assembly import Assembly
-from diloco.transport.peers.donor_session import Snapshot, SnapshotCache
-from diloco.transport.peers.state_transfer import choose, donors_in_turn
-from diloco.transport.peers.state_wire import MAX_DEPTH, Description, block_bytes, describe
-from diloco.transport.shaping import TokenBucket
+from diloco.transport import (
+    MAX_DEPTH,
+    Assembly,
+    Description,
+    Snapshot,
+    SnapshotCache,
+    TokenBucket,
+    block_bytes,
+    choose,
+    describe,
+    donors_in_turn,
+)
 from tests.same import same_values
 
 numbers = st.integers() | st.floats(allow_nan=True) | st.booleans() | st.none()

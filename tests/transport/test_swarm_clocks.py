@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.transport import join, load_engine
 from diloco.transport.hivemind import node
-from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.peers.connected import join
 from tests.processes import Processes, receive, report
 from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
 

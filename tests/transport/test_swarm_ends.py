@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport import PeerStreams, PeerTransport
 from tests.processes import Processes, receive, report
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 

@@ -15,15 +15,19 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.transport.address import Address
-from diloco.transport.connections.streams import pack
-from diloco.transport.hivemind.identity import load_identity, number_of
-from diloco.transport.hivemind.peer_config import Admission
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.hivemind.search import Search
-from diloco.transport.peers.connected import Connected, join
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.secret import new_secret
+from diloco.transport import (
+    Address,
+    Admission,
+    Connected,
+    PeerStreams,
+    PeerTransport,
+    Search,
+    join,
+    load_identity,
+    new_secret,
+    number_of,
+    pack,
+)
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once

@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.transport.connections.streams import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack
-from diloco.transport.hivemind.identity import load_identity
-from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.peer_config import Admission, NodePlace
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.secret import new_secret
+from diloco.transport import (
+    MAX_BLOB_BYTES,
+    MAX_JSON_BYTES,
+    Admission,
+    Node,
+    NodePlace,
+    PeerStreams,
+    PeerTransport,
+    load_identity,
+    new_secret,
+    pack,
+)
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 

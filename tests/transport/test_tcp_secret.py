@@ -10,15 +10,20 @@ from contextlib import closing, contextmanager
 import pytest
 
 from diloco.errors import RendezvousError
-from diloco.protocol.failure_detector import Timing
+from diloco.protocol import Timing
+from diloco.transport import (
+    ConnectionManager,
+    TcpStreams,
+    TurnedAwayError,
+    connect,
+    examine,
+    greet,
+    new_secret,
+    pack,
+    proof,
+    serve_probes,
+)
 from diloco.transport.connections import tcp_streams
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import pack
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.secret import TurnedAwayError, new_secret, proof
-from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.doctor import examine, serve_probes
-from diloco.transport.torch_distributed.rendezvous import greet
 from tests.transport.connection_managers import LIMIT_S, said_to, stranger_at
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import place, wire

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, weighted_mean
+from diloco.algorithm import Contribution, Mean, RoundId, weighted_mean
 from diloco.errors import RoundVoidError
-from diloco.membership.view import View
-from diloco.protocol.actions import Average
-from diloco.transport.base import Pending, SnapshotSource, Transport
+from diloco.membership import View
+from diloco.protocol import Average
+from diloco.transport import Pending, SnapshotSource, Transport
 from tests.processes import Processes
 from tests.transport.fault_replicas import digests, make_replica, replica
 from tests.transport.fault_scenarios import (

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
-from diloco.transport.base import Transport
-from diloco.transport.peers.background import in_thread
-from diloco.transport.tcp import congestion_control, streams_to_each
+from diloco.transport import Transport, congestion_control, in_thread, streams_to_each
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires
 

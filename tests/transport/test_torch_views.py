@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from diloco.algorithm.schedule import Merge
+from diloco.algorithm import Merge
 from tests.processes import Processes
 from tests.transport.fault_replicas import replica
 from tests.transport.fault_scenarios import LIMIT_S, PAUSE, SCHEDULE, VOID_PER_JOIN, Outcome, Scenario, name

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diloco.transport.connections.streams import within
+from diloco.transport import within
 
 
 def test_what_is_there_in_time_is_returned_and_what_is_not_is_an_error() -> None:

@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Registry
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.links import Link
-from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
-from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.rendezvous import serve
+from diloco.protocol import Registry, Timing
+from diloco.transport import (
+    Address,
+    Connected,
+    ConnectionManager,
+    Link,
+    PeerTransport,
+    Place,
+    TcpStreams,
+    TcpWire,
+    connect,
+    serve,
+    serve_probes,
+)
 
 QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
 

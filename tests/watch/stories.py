@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from diloco.events import Event, to_record
-from diloco.watch.history import RunHistory
+from diloco.watch import RunHistory
 
 NOW_S = 1_000_000.0
 

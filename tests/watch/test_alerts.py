@@ -11,9 +11,7 @@ import pytest
 from diloco import events
 from diloco.errors import ConfigurationError
 from diloco.events import Event
-from diloco.watch.alerts import Alert, Thresholds, find_alerts
-from diloco.watch.history import RunHistory
-from diloco.watch.members import Seen
+from diloco.watch import Alert, RunHistory, Seen, Thresholds, find_alerts
 from tests.monitor.made_events import committed, sent, started, step, void
 from tests.watch.stories import NOW_S, history
 

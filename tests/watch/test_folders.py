@@ -9,7 +9,7 @@ import pytest
 
 from diloco.errors import ConfigurationError
 from diloco.events import Event, to_record
-from diloco.watch.followed import FollowedFolder, flat_settings
+from diloco.watch import FollowedFolder, flat_settings
 from tests.monitor.made_events import started, step
 
 

@@ -8,10 +8,8 @@ import pytest
 
 from diloco import events
 from diloco.events import to_record
-from diloco.protocol.faults import Faults, faults_message
-from diloco.watch.grid import OUTER_STEPS, Grid
-from diloco.watch.history import RunHistory
-from diloco.watch.members import Seen, member_rows
+from diloco.protocol import Faults, faults_message
+from diloco.watch import OUTER_STEPS, Grid, RunHistory, Seen, member_rows
 from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, void
 from tests.watch.stories import NOW_S, history
 

@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 
 from diloco.events import Event, to_record
-from diloco.watch.alerts import Thresholds
-from diloco.watch.followed import FollowedFolder, FollowedSwarm
-from diloco.watch.page_data import Watched, page_data
-from diloco.watch.records import Tail, parse
+from diloco.watch import FollowedFolder, FollowedSwarm, Tail, Thresholds, Watched, page_data, parse
 from tests.monitor import made_events as made
 from tests.watch.test_history import view
 from tests.watch.test_swarms import NOW_S, answer, report

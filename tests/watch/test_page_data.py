@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import events
-from diloco.watch.alerts import Thresholds
-from diloco.watch.grid import OUTER_STEPS
-from diloco.watch.history import RunHistory
-from diloco.watch.page_data import CHUNK_ROWS, MOST_LINES, Watched, difference, page_data
+from diloco.watch import CHUNK_ROWS, MOST_LINES, OUTER_STEPS, RunHistory, Thresholds, Watched, difference, page_data
 from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step
 from tests.watch.stories import NOW_S, history
 

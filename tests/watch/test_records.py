@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.events import to_record
-from diloco.monitor.files import MetricsFile, read_metrics
-from diloco.watch.records import Record, Tail, number, numbers, parse, text, whole
+from diloco.monitor import MetricsFile, read_metrics
+from diloco.watch import Record, Tail, number, numbers, parse, text, whole
 from tests.monitor import made_events as made
 
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.watch.series import Series
+from diloco.watch import Series
 
 
 @settings(max_examples=50, deadline=None)

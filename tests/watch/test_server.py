@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from diloco.watch.page import export_page
-from diloco.watch.server import Board, make_app
+from diloco.watch import Board, export_page, make_app
 
 HOSTILE = "</script><script>alert('here')</script><img src=x onerror=alert(1)>"
 

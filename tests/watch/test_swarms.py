@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from diloco.events import to_record
-from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.hivemind.status_client import PeerReport
-from diloco.watch.followed import FollowedSwarm
+from diloco.transport import PeerReport, PeerStatus
+from diloco.watch import FollowedSwarm
 from tests.monitor.made_events import sent, started, step
 
 NOW_S = 1_000.0

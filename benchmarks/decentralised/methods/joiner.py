@@ -15,7 +15,7 @@ from benchmarks.decentralised.methods import base
 from benchmarks.decentralised.peers import addresses_of, become_member, key_file, make_peer, wait_for_members
 from benchmarks.decentralised.plan import Job
 from benchmarks.decentralised.training import Trainer, work_of
-from diloco.transport.hivemind.identity import load_identity
+from diloco.transport import load_identity
 
 __all__ = ["Program"]
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from benchmarks.decentralised.methods import base
 from benchmarks.decentralised.peers import addresses_of, become_member, make_peer, wait_for_members
 from benchmarks.decentralised.plan import Job
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
+from diloco.algorithm import Contribution, MeanEncoding, RoundId, make_codec
 
 __all__ = ["Program"]
 

@@ -15,8 +15,8 @@ from benchmarks.decentralised.guest import Guest, first_round
 from benchmarks.decentralised.methods import base
 from benchmarks.decentralised.peers import addresses_of, become_member, key_file, make_peer, wait_for_members
 from benchmarks.decentralised.plan import Job
-from diloco.membership.reports import NextView
-from diloco.transport.hivemind.identity import load_identity
+from diloco.membership import NextView
+from diloco.transport import load_identity
 
 __all__ = ["Program"]
 

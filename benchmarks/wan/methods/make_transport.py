@@ -13,9 +13,7 @@ from benchmarks.wan.counters import DEVICE
 from benchmarks.wan.plan import Job
 from diloco import Link as SenderLink
 from diloco import connect_replica
-from diloco.transport.base import Transport
-from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport import Connected, PeerTransport, Transport
 
 __all__ = ["Connector"]
 

@@ -12,8 +12,8 @@ from benchmarks.wan.methods.make_transport import Connector
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
-from diloco.algorithm.averaging import Contribution
-from diloco.transport.base import Pending
+from diloco.algorithm import Contribution
+from diloco.transport import Pending
 
 __all__ = ["Program"]
 

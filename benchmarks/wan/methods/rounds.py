@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.wan.methods import base
 from benchmarks.wan.methods.make_transport import Connector
 from benchmarks.wan.plan import Job
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm import Contribution, RoundId, make_codec
 
 __all__ = ["Program"]
 

@@ -15,3 +15,7 @@ A checkpoint that is saved again is first renamed to ``....replaced`` and stays 
 name. Every move is a single rename, so a kill happens either before or after it. Only one process may write to a
 folder (`diloco.checkpoint.lock`); any number may read it.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

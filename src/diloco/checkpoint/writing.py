@@ -36,7 +36,7 @@ from diloco.checkpoint.reading import find_checkpoint, list_checkpoints
 from diloco.checkpoint.shards import Shards, pieces_of
 from diloco.errors import CheckpointError
 from diloco.state_tree import JSON
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport import ReplicaGroup
 
 __all__ = ["save_checkpoint"]
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 
 __all__ = ["run"]
 
@@ -49,8 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(options: DhtOptions) -> None:
-    from diloco.transport.hivemind.library import run_peer
-    from diloco.transport.hivemind.peer_config import NodePlace
+    from diloco.transport import NodePlace, run_peer
 
     def ready(addresses: tuple[str, ...]) -> None:
         print("diloco: peers of any run can find each other through this peer with")

@@ -15,11 +15,10 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
-from diloco.config.flags import command_text, parse_options
+from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
-from diloco.train.stopping import StopRequest
-from diloco.transport.address import parse_address
-from diloco.transport.secret import read_secret
+from diloco.train import StopRequest
+from diloco.transport import parse_address, read_secret
 from diloco.units import format_rate
 
 __all__ = ["run"]
@@ -68,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _examine(options: DoctorOptions) -> int:
-    from diloco.transport.torch_distributed.doctor import examine
+    from diloco.transport import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
     num_bytes, secret = int(options.megabytes * 1e6), read_secret(options.secret_file, "--secret-file")
@@ -96,10 +95,8 @@ def _examine(options: DoctorOptions) -> int:
 
 
 def _listen(text: str, secret_file: Path | None) -> int:
-    from diloco.protocol.failure_detector import Timing
-    from diloco.transport.connections.connection_manager import ConnectionManager
-    from diloco.transport.connections.tcp_streams import TcpStreams
-    from diloco.transport.torch_distributed.doctor import serve_probes
+    from diloco.protocol import Timing
+    from diloco.transport import ConnectionManager, TcpStreams, serve_probes
 
     secret = read_secret(secret_file, "--secret-file")
     address = parse_address(text, key="--listen")

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.config.configuration import Configuration
-from diloco.config.flags import parse_options
-from diloco.config.keys import build
-from diloco.config.run_plan import CONFIG_FILE
-from diloco.config.toml import read_toml
-from diloco.data.settings import DataSettings
+from diloco.config import CONFIG_FILE, Configuration, build, parse_options, read_toml
+from diloco.data import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.waiting import waiting_for
@@ -25,9 +21,8 @@ from diloco.waiting import waiting_for
 if TYPE_CHECKING:
     import numpy as np
 
-    from diloco.data.tokenizer import Tokenizer
-    from diloco.trained.evaluate import Evaluation
-    from diloco.trained.load import Trained
+    from diloco.data import Tokenizer
+    from diloco.trained import Evaluation, Trained
 
 __all__ = ["run"]
 
@@ -119,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
     given = parse_options(EvaluateOptions, "evaluate", DESCRIPTION, arguments)
 
-    from diloco.trained.load import load_trained
+    from diloco.trained import load_trained
 
     trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     settings = _settings_of(trained, given)
@@ -158,9 +153,8 @@ def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
 
 def _evaluate_answers(trained: Trained, settings: Configuration, given: EvaluateOptions, length: int) -> int:
     """Evaluate on conversations and print."""
-    from diloco.data.chat import heldout_rows, read_questions
-    from diloco.trained.evaluate import evaluate
-    from diloco.trained.generate import answer_questions
+    from diloco.data import heldout_rows, read_questions
+    from diloco.trained import answer_questions, evaluate
 
     if given.stride is not None or given.by_document:
         raise ConfigurationError(
@@ -206,7 +200,7 @@ def _evaluate_answers(trained: Trained, settings: Configuration, given: Evaluate
 def _evaluate(
     trained: Trained, settings: Configuration, given: EvaluateOptions, tokens: np.ndarray, length: int
 ) -> Evaluation:
-    from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows
+    from diloco.trained import document_streams, evaluate, evaluate_windows
 
     model, tokenizer = trained.model, trained.tokenizer
     batch_size, sequences = _amounts(settings, given)
@@ -259,8 +253,7 @@ def _reported_progress() -> Iterator[Callable[[int], None]]:
 
 def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:
     """Return the tokens to evaluate: all documents packed, each followed by the end-of-document token."""
-    from diloco.data.heldout import heldout_tokens
-    from diloco.data.sources import read_texts
+    from diloco.data import heldout_tokens, read_texts
 
     changes: dict[str, Any] = {
         name: value for name in ("text_field", "document_separator") if (value := getattr(given, name)) is not None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_count, parse_bytes
 from diloco.waiting import waiting_for
@@ -78,8 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _export(given: ExportOptions, largest: str) -> None:
-    from diloco.trained.export import export_adapter, export_huggingface, export_safetensors
-    from diloco.trained.load import load_trained
+    from diloco.trained import export_adapter, export_huggingface, export_safetensors, load_trained
 
     trained = load_trained(
         given.run, step=given.checkpoint, replica=given.replica, source=given.model, dequantize=given.merge

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.cli.train import run_line, torchrun_values
-from diloco.config.configuration import Configuration, compose
-from diloco.config.finetune import SHOWN, finetune_line, with_steps
-from diloco.config.flags import CommandLine, parse_flags
-from diloco.config.keys import flatten
+from diloco.config import SHOWN, CommandLine, Configuration, compose, finetune_line, flatten, parse_flags, with_steps
 from diloco.errors import ConfigurationError
-from diloco.model.settings import NATIVE_ONLY
+from diloco.model import NATIVE_ONLY
 
 __all__ = ["parse_arguments", "run"]
 
@@ -65,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas
         rows = 0
         if "train.steps" not in typed.values:
-            from diloco.data.chat import build_chat_corpus
+            from diloco.data import build_chat_corpus
 
             rows = len(build_chat_corpus(asked.data, asked.train.sequence_length).train) // asked.train.sequence_length
         line, words = with_steps(line, rows, epochs, replicas)

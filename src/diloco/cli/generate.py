@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.terminal import as_typed, plain
-from diloco.trained.sampling import Sampling
+from diloco.trained import Sampling
 
 if TYPE_CHECKING:
-    from diloco.trained.generate import TextStream
-    from diloco.trained.load import Trained
+    from diloco.trained import TextStream, Trained
 
 __all__ = ["run"]
 
@@ -106,8 +105,7 @@ def run(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from diloco.trained.generate import TextStream, generate_together
-    from diloco.trained.load import load_trained
+    from diloco.trained import TextStream, generate_together, load_trained
 
     trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     if given.chat:
@@ -151,7 +149,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
     """Answer the prompt, or every line of standard input."""
-    from diloco.trained.generate import TextStream, answer
+    from diloco.trained import TextStream, answer
 
     tokenizer, window = trained.chat_tokenizer(), trained.length(given.context, "--context")
     messages: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.cli.tables import columns, facts_table
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from diloco.checkpoint.reading import Checkpoint
+    from diloco.checkpoint import Checkpoint
 
 __all__ = ["run"]
 
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the contents of the manifest."""
     given = parse_options(InspectOptions, "inspect", DESCRIPTION, arguments)
 
-    from diloco.checkpoint.reading import open_checkpoint
+    from diloco.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(given.path)
     try:

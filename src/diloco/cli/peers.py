@@ -19,14 +19,14 @@ from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, arg
 
 from diloco.cli.tables import columns
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
-from diloco.monitor.console import VisibleConsole
-from diloco.protocol.faults import Faults, faults_seen
+from diloco.monitor import VisibleConsole
+from diloco.protocol import Faults, faults_seen
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.status_client import PeerReport, StatusClient
+    from diloco.transport import PeerReport, StatusClient
 
 __all__ = ["asking", "run"]
 
@@ -84,9 +84,8 @@ def run(arguments: Sequence[str]) -> int:
 @contextlib.asynccontextmanager
 async def asking(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[StatusClient]:
     """Connect to the DHT of a run and yield a client that queries its peers."""
+    from diloco.transport import Admission, NodePlace, read_secret
     from diloco.transport.hivemind import status_client
-    from diloco.transport.hivemind.peer_config import Admission, NodePlace
-    from diloco.transport.secret import read_secret
 
     admission = Admission(run, read_secret(secret_file, "--secret-file"))
     place = NodePlace(join=tuple(join), listen=(), map_ports=False)
@@ -124,7 +123,7 @@ def _report(found: Sequence[PeerReport], run: str) -> str:
 
 
 def _table(found: Sequence[PeerReport]) -> str:
-    from diloco.transport.hivemind.status_client import absence
+    from diloco.transport import absence
 
     statuses = {each.number: each.status for each in found}
     rows = [[*row(each, absence(each, found)), _faults(faults_seen(each.number, statuses))] for each in found]
@@ -143,7 +142,7 @@ def _faults(seen: Faults | None) -> str:
 
 def _remarks(found: Sequence[PeerReport], run: str) -> Iterator[str]:
     """Explain why peers do not answer, why digests differ, or why there are no peers."""
-    from diloco.transport.hivemind.status_client import absence
+    from diloco.transport import absence
 
     for each in found:
         if each.problem:

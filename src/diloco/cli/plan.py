@@ -13,11 +13,9 @@ from tyro.conf import arg
 
 from diloco.cli.sites import SiteOptions
 from diloco.cli.tables import columns
-from diloco.config.configuration import compose
-from diloco.config.finetune import finetune_line, with_steps
-from diloco.config.flags import CommandLine, parse_options
+from diloco.config import CommandLine, compose, finetune_line, parse_options, with_steps
 from diloco.errors import ConfigurationError
-from diloco.train.resolve import resolve
+from diloco.train import resolve
 from diloco.units import format_bytes, format_count, parse_share
 
 __all__ = ["PlanOptions", "finetune_memory", "run"]
@@ -133,9 +131,8 @@ def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dic
     Args:
         rank: the rank of the adapters; 0: all weights are trained.
     """
-    from diloco.algorithm.codec import make_codec
-    from diloco.train.components import outline
-    from diloco.train.describe import bytes_per_frozen, bytes_per_trained
+    from diloco.algorithm import make_codec
+    from diloco.train import bytes_per_frozen, bytes_per_trained, outline
 
     values: dict[str, Any] = {"data.paths": (Path("chat.jsonl"),), "data.tokenizer": "bytes"}
     if rank:

@@ -10,21 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint import write_whole
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
-from diloco.config.configuration import Configuration
-from diloco.config.flags import command_text
-from diloco.config.keys import Values, build, flatten
-from diloco.config.presets import preset_values
-from diloco.config.toml import in_toml, write_values
+from diloco.config import Configuration, Values, build, command_text, flatten, in_toml, preset_values, write_values
 from diloco.events import json_ready
-from diloco.model.presets import get_preset
-from diloco.simulate.overheads import CAREFULLY, IDEAL, accuracy
-from diloco.simulate.planner import Candidate, Plan, Site, candidates, clipped_bytes, plan, predict
-from diloco.train.resolve import resolve
-from diloco.transport.links import Link
-from diloco.transport.settings import TransportSettings
+from diloco.model import get_preset
+from diloco.simulate import CAREFULLY, IDEAL, Candidate, Plan, Site, accuracy, candidates, clipped_bytes, plan, predict
+from diloco.train import resolve
+from diloco.transport import Link, TransportSettings
 from diloco.units import format_bytes, format_count, format_duration, format_rate, parse_duration_s
 
 if TYPE_CHECKING:
@@ -76,7 +70,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
     else:
         from diloco.devices import use_device
-        from diloco.simulate.measure import measure_step
+        from diloco.simulate import measure_step
 
         settings = _preset(options)
         device = use_device(options.device)
@@ -90,7 +84,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
     if options.bandwidth:
         links = options.links()
     else:
-        from diloco.simulate.measure import measure_links
+        from diloco.simulate import measure_links
 
         found = measure_links(options.peers)
         measured["links"] = {peer: dataclasses.asdict(link) for peer, link in zip(options.peers, found, strict=True)}

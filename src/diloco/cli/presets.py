@@ -9,11 +9,10 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from diloco.algorithm.settings import ScheduleSettings
+from diloco.algorithm import ScheduleSettings
 from diloco.cli.tables import columns
-from diloco.config.flags import parse_options
-from diloco.config.presets import preset_values
-from diloco.model.presets import Preset, get_preset, preset_names
+from diloco.config import parse_options, preset_values
+from diloco.model import Preset, get_preset, preset_names
 
 __all__ = ["run"]
 

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from diloco.checkpoint.disk import write_whole
-from diloco.checkpoint.lock import LOCK_FILE, lock_folder
-from diloco.config.flags import command_text
-from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.checkpoint import LOCK_FILE, lock_folder, write_whole
+from diloco.config import CONFIG_FILE, RunPlan, command_text
 from diloco.errors import ConfigurationError
 from diloco.private_files import make_private_folder
-from diloco.train.roles import Role
+from diloco.train import Role
 
 __all__ = [
     "claimed_folder",
@@ -63,7 +61,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
     Raises:
         ConfigurationError: if the ranks have no way to agree on a common folder.
     """
-    from diloco.transport.torch_distributed.rendezvous import share_text
+    from diloco.transport import share_text
 
     settings, torchrun = plan.configuration, role.torchrun
     base = settings.out or plan.source
@@ -152,7 +150,7 @@ def writable(folder: Path) -> Path:
 
 def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
     """Rewrite ``config.toml`` when a run resumes with changes or in a folder other than ``source``."""
-    from diloco.data.tokenizer_choice import load_tokenizer
+    from diloco.data import load_tokenizer
 
     if folder != source:
         load_tokenizer(source).save(folder)

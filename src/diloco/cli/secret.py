@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 
 __all__ = ["run"]
 
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     """Create the file; return 0."""
     from diloco.errors import ConfigurationError
     from diloco.private_files import create_private
-    from diloco.transport.secret import new_secret
+    from diloco.transport import new_secret
 
     path = parse_options(SecretOptions, "secret", DESCRIPTION, arguments).file
     try:

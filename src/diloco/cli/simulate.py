@@ -12,11 +12,11 @@ from tyro.conf import arg
 
 from diloco.cli.sites import SiteOptions
 from diloco.cli.tables import columns
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from diloco.simulate.bandwidth import Cell
+    from diloco.simulate import Cell
 
 __all__ = ["SimulateOptions", "run"]
 
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _table(options: SimulateOptions) -> int:
-    from diloco.simulate.bandwidth import PAPER, paper_cells
+    from diloco.simulate import PAPER, paper_cells
 
     if options != SimulateOptions(table=options.table, json=options.json):
         raise ConfigurationError(

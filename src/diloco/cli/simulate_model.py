@@ -10,20 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import MeanEncoding, Uplink, make_codec
 from diloco.cli.sites import per_replica
 from diloco.cli.tables import columns, facts_table
 from diloco.errors import ConfigurationError
-from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.overheads import IDEAL, Overheads, accuracy
-from diloco.simulate.picture_files import check_picture_path
-from diloco.simulate.pictures import draw_timeline, draw_utilization
-from diloco.simulate.timeline import peak_bytes_per_s, timeline
-from diloco.simulate.traffic import Release, Traffic, Workload
-from diloco.simulate.utilization import Simulated, simulate
+from diloco.simulate import (
+    IDEAL,
+    METHODS,
+    Cluster,
+    Method,
+    Needed,
+    Overheads,
+    Release,
+    Simulated,
+    Traffic,
+    Workload,
+    accuracy,
+    bandwidth_needed,
+    check_picture_path,
+    draw_timeline,
+    draw_utilization,
+    method_named,
+    peak_bytes_per_s,
+    simulate,
+    timeline,
+    utilization_curve,
+)
 from diloco.units import (
     format_bytes,
     format_count,

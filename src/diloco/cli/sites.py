@@ -12,9 +12,8 @@ from diloco.errors import ConfigurationError
 from diloco.units import parse_count, parse_duration_s, parse_rate_bits_per_s, parse_share
 
 if TYPE_CHECKING:
-    from diloco.simulate.overheads import Conditions
-    from diloco.simulate.traffic import Workload
-    from diloco.transport.links import Link
+    from diloco.simulate import Conditions, Workload
+    from diloco.transport import Link
 
 __all__ = ["SiteOptions", "per_replica"]
 
@@ -50,8 +49,8 @@ class SiteOptions:
         Raises:
             ConfigurationError: unless exactly one of the two is given.
         """
-        from diloco.model.presets import get_preset
-        from diloco.simulate.traffic import Workload
+        from diloco.model import get_preset
+        from diloco.simulate import Workload
 
         if self.preset and not self.parameters and self.layers is None:
             found = get_preset(self.preset)
@@ -65,7 +64,7 @@ class SiteOptions:
 
     def links(self, *, unless_given: str = "", half_duplex: bool = False) -> list[Link]:
         """Return the link of every replica, with the bandwidth ``unless_given`` if --bandwidth is not given."""
-        from diloco.transport.links import Link
+        from diloco.transport import Link
 
         texts = self.bandwidth or (unless_given,)
         rates = per_replica(
@@ -83,7 +82,7 @@ class SiteOptions:
         Raises:
             ConfigurationError: for a loss out of range.
         """
-        from diloco.simulate.overheads import Conditions
+        from diloco.simulate import Conditions
 
         loss = parse_share(self.loss, "--loss")
         conditions = Conditions(wire=self.transport, congestion_control=self.congestion_control, loss=loss)

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.checkpoint.disk import write_whole
-from diloco.checkpoint.lock import lock_folder
-from diloco.config.flags import parse_options
+from diloco.checkpoint import lock_folder, write_whole
+from diloco.config import parse_options
 from diloco.errors import ConfigurationError
-from diloco.sweep.study import read_study
+from diloco.sweep import read_study
 
 if TYPE_CHECKING:
-    from diloco.sweep.execute import Ended
-    from diloco.sweep.outcomes import Outcomes
-    from diloco.sweep.study import Run
+    from diloco.sweep import Ended, Outcomes, Run
 
 __all__ = ["run"]
 
@@ -69,8 +66,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"--jobs must be at least 1, got {given.jobs}.")
     runs = read_study(given.study)
 
-    from diloco.sweep.execute import places, run_all
-    from diloco.sweep.outcomes import Outcomes, table
+    from diloco.sweep import Outcomes, places, run_all, table
 
     if given.dry_run:
         outcomes = Outcomes(given.out / "results.jsonl")

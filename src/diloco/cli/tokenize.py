@@ -10,12 +10,10 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from diloco.config.flags import parse_flags
-from diloco.config.keys import build, flatten
-from diloco.config.toml import read_toml
-from diloco.data.settings import DataSettings
+from diloco.config import build, flatten, parse_flags, read_toml
+from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
-from diloco.monitor.console import VisibleConsole
+from diloco.monitor import VisibleConsole
 from diloco.units import format_bytes
 
 __all__ = ["TokenizeSettings", "run"]
@@ -53,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     if settings.out is None:
         raise ConfigurationError("--out FOLDER is required: it is where the tokens are written.")
 
-    from diloco.data.token_writer import tokenize
+    from diloco.data import tokenize
 
     started_s = time.monotonic()
     with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal

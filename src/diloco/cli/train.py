@@ -10,13 +10,17 @@ from pathlib import Path
 
 from diloco.cli import FAILED, INTERRUPTED
 from diloco.cli.run_folder import claimed_folder
-from diloco.config.commands import resume_command
-from diloco.config.configuration import Configuration, parse_arguments
-from diloco.config.flags import CommandLine
-from diloco.config.keys import Values
-from diloco.config.run_plan import RunPlan, plan_run
-from diloco.config.toml import read_toml
-from diloco.train.roles import Role, read_torchrun, role_of
+from diloco.config import (
+    CommandLine,
+    Configuration,
+    RunPlan,
+    Values,
+    parse_arguments,
+    plan_run,
+    read_toml,
+    resume_command,
+)
+from diloco.train import Role, read_torchrun, role_of
 
 __all__ = ["run"]
 
@@ -56,7 +60,7 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         if torchrun is not None or launched:
             folder = None  # the launcher of this process prints how to resume
         if launched and code == FAILED:
-            from diloco.train.launcher import IN_VAIN
+            from diloco.train import IN_VAIN
 
             code = IN_VAIN  # a failure of another kind is an exception; after this one no restart would help
     else:
@@ -95,9 +99,8 @@ def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed:
 
 def _facts(configuration: Configuration) -> dict[str, str]:
     """Return what follows from the settings, using a model without allocated parameters."""
-    from diloco.data.corpus import corpus_vocabulary_size
-    from diloco.train.components import outline
-    from diloco.train.describe import describe
+    from diloco.data import corpus_vocabulary_size
+    from diloco.train import describe, outline
 
     vocab_size = configuration.model.vocab_size or corpus_vocabulary_size(configuration.data)
     return describe(configuration, outline(configuration, vocab_size))

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.checkpoint.lock import lock_folder
+from diloco.checkpoint import lock_folder
 from diloco.cli import INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder,
@@ -19,27 +19,21 @@ from diloco.cli.run_folder import (
     has_other_files,
     not_empty_error,
 )
-from diloco.config.commands import join_command, resume_command
-from diloco.config.configuration import Configuration
-from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.config import CONFIG_FILE, Configuration, RunPlan, join_command, resume_command
 from diloco.events import Event, RoundVoid
-from diloco.monitor.settings import MonitorSettings
-from diloco.monitor.sinks import Sinks, make_sinks
-from diloco.monitor.wording import exit_code, nothing_committed
-from diloco.train.roles import Role
-from diloco.train.settings import TrainSettings
-from diloco.transport.address import Address
+from diloco.monitor import MonitorSettings, Sinks, exit_code, make_sinks, nothing_committed
+from diloco.train import Role, TrainSettings
+from diloco.transport import Address
 
 if TYPE_CHECKING:
-    from diloco.train.fleet.swarm_fleet import SwarmFleet
-    from diloco.train.fleet.torch_fleet import TorchFleet
+    from diloco.train import SwarmFleet, TorchFleet
 
 __all__ = ["launch_ranks", "monitor_settings", "train_alone", "train_peer", "train_rank"]
 
 
 def train_alone(plan: RunPlan, folder: Path) -> int:
     """Train all replicas in this process."""
-    from diloco.train.run import run_training
+    from diloco.train import run_training
 
     if plan.source is not None:
         continue_record(plan, plan.source, folder)
@@ -56,9 +50,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     Args:
         typed: the command and its arguments.
     """
-    from diloco.train.fleet.connecting import connect_peer
-    from diloco.train.joining import OVER
-    from diloco.train.run import run_training
+    from diloco.train import OVER, connect_peer, run_training
 
     settings = plan.configuration
     if plan.source is not None and (folder / CONFIG_FILE).exists():
@@ -103,7 +95,7 @@ def _how_to_resume(command: str, settings: Configuration, folder: Path, fleets: 
 
 def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool, lock: int) -> int:
     """Start every rank on this machine with the arguments of this command, and wait for them."""
-    from diloco.train.launcher import launch
+    from diloco.train import launch
 
     def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
         added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
@@ -137,9 +129,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 
 def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> int:
     from diloco.devices import choose_device
-    from diloco.train.fleet.connecting import connect_rank
-    from diloco.train.resuming import checkpoint_home, held_step
-    from diloco.train.run import run_training
+    from diloco.train import checkpoint_home, connect_rank, held_step, run_training
 
     settings = plan.configuration
     occupied = plan.source is None and has_other_files(folder)

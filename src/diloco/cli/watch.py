@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from diloco.config.flags import parse_options
+from diloco.config import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError, from_extra
-from diloco.watch.alerts import Thresholds
-from diloco.watch.followed import FollowedFolder, FollowedSwarm
-from diloco.watch.page import export_page, plotly_script
-from diloco.watch.page_data import page_data
+from diloco.watch import FollowedFolder, FollowedSwarm, Thresholds, export_page, page_data, plotly_script
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.status_client import StatusClient
+    from diloco.transport import StatusClient
 
 __all__ = ["run"]
 
@@ -112,7 +109,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from diloco.watch.server import LOOPBACK, Board, make_app
+    from diloco.watch import LOOPBACK, Board, make_app
 
     local, board = options.host in LOOPBACK, Board()
     token, port = secrets.token_urlsafe(16), int(listening.getsockname()[1])
@@ -175,7 +172,7 @@ def _address(listening: socket.socket, token: str) -> str:
 
 
 def _visibility(options: WatchOptions) -> str:
-    from diloco.watch.server import LOOPBACK
+    from diloco.watch import LOOPBACK
 
     if options.host in LOOPBACK:
         return "from this machine only"
@@ -193,7 +190,7 @@ def _asking(options: WatchOptions) -> contextlib.AbstractAsyncContextManager[Sta
 
 
 async def _ask(client: StatusClient, swarm: FollowedSwarm) -> None:
-    from diloco.transport.hivemind.status_client import absence
+    from diloco.transport import absence
 
     try:
         found = await client.ask(swarm.since)

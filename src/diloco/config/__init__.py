@@ -1,8 +1,5 @@
 """The settings of a run, in layers: preset, TOML file, command line. This package works without torch."""
 
-from __future__ import annotations
+import lazy_loader
 
-from diloco.config.configuration import Configuration, load_configuration
-from diloco.config.toml import to_toml
-
-__all__ = ["Configuration", "load_configuration", "to_toml"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

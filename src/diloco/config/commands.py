@@ -14,9 +14,9 @@ from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values, flatten, keys_of
 from diloco.config.run_plan import CONFIG_FILE, PEER_KEYS, PROCESS_KEYS, absolute_inputs, model_limits
 from diloco.errors import ConfigurationError
-from diloco.model.settings import native_keys, parse_source
+from diloco.model import native_keys, parse_source
 from diloco.plugins import own_code
-from diloco.train.resolve import resolve
+from diloco.train import resolve
 
 __all__ = ["join_command", "resume_command"]
 

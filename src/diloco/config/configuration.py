@@ -12,11 +12,10 @@ from diloco.config.keys import Values, build, flatten
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.presets import get_preset
-from diloco.model.settings import native_keys, native_only_error, parse_source
-from diloco.monitor.settings import MonitorSettings
+from diloco.model import get_preset, native_keys, native_only_error, parse_source
+from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
-from diloco.train.settings import RunSettings
+from diloco.train import RunSettings
 
 __all__ = ["Configuration", "compose", "filled_tables", "load_configuration", "overlay", "parse_arguments"]
 
@@ -163,7 +162,7 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     """
     if path.suffix == ".safetensors" or (path / "config.json").is_file():
         return {}
-    from diloco.checkpoint.reading import open_checkpoint
+    from diloco.checkpoint import open_checkpoint
 
     try:
         checkpoint = open_checkpoint(path)
@@ -173,7 +172,7 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     stored, named = described.get("source") if isinstance(described, dict) else None, typed.get("model.source")
     if stored is None or (named is not None and not (is_own(stored) and same_code(stored, named))):
         return {}
-    from diloco.trained.load import model_settings
+    from diloco.trained import model_settings
 
     settings = model_settings(checkpoint, named)
     return {f"model.{name}": getattr(settings, name) for name, value in described.items() if value is not None}
@@ -184,7 +183,7 @@ def _model_of_folder(init_from: Path | None) -> Values:
     folder = None if init_from is None else init_from.expanduser()
     if folder is None or not (folder / "config.json").is_file():
         return {}
-    from diloco.model.architectures import SIZES, native_settings
+    from diloco.model import SIZES, native_settings
 
     model = native_settings(folder)
     sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}

@@ -12,7 +12,7 @@ from diloco.config.configuration import filled_tables, overlay
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
-from diloco.model.settings import parse_source
+from diloco.model import parse_source
 
 __all__ = ["SHOWN", "finetune_line", "outer_values", "with_steps"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.config.keys import Values
-from diloco.model.presets import get_preset
+from diloco.model import get_preset
 
 __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 

@@ -15,9 +15,9 @@ from diloco.config.keys import Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model.settings import native_keys, parse_source
+from diloco.model import native_keys, parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
-from diloco.train.resolve import notes, resolve
+from diloco.train import notes, resolve
 
 __all__ = ["CONFIG_FILE", "PEER_KEYS", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run"]
 
@@ -90,7 +90,7 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
     """
     if settings.model.source is None:
         return {"num_layers": settings.model.layers, "max_sequence_length": settings.model.max_sequence_length}
-    from diloco.train.components import outline
+    from diloco.train import outline
 
     built = outline(settings, 1024)  # any vocabulary size will do: layers and positions don't depend on it
     return {"num_layers": built.num_layers, "max_sequence_length": built.max_sequence_length}
@@ -100,7 +100,7 @@ def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
     if any(is_own(name) for name in _named(resolved).values()):
-        from diloco.train.components import check_own_code
+        from diloco.train import check_own_code
 
         check_own_code(resolved)
     return resolved

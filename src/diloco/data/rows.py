@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diloco.data.packed import PackedTokens
 from diloco.errors import DataError
-from diloco.model.loss import ENDS, NOT_COUNTED
+from diloco.model import ENDS, NOT_COUNTED
 
 __all__ = ["Example", "PackedRows", "fitting", "pack_rows"]
 

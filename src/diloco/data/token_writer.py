@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.checkpoint.disk import new_folder
+from diloco.checkpoint import new_folder
 from diloco.data.heldout import split_lazily
 from diloco.data.settings import DataSettings
 from diloco.data.sources import read_source

@@ -10,8 +10,8 @@ from torch import nn
 from diloco.errors import from_extra
 from diloco.integrations.host import StepWatch, refuse_unfit, unwrapped
 from diloco.integrations.hosted_replica import DiLoCoArguments, Figures, load_state, save_state
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.base import Transport
+from diloco.outer import DiLoCo
+from diloco.transport import Transport
 
 with from_extra("hf", "AcceleratedDiLoCo needs accelerate"):
     from accelerate import Accelerator

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from diloco.algorithm.model_tensors import content_of, named_parameters
-from diloco.algorithm.numbers import check_replica
+from diloco.algorithm import check_replica, content_of, named_parameters
 from diloco.errors import ConfigurationError
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 __all__ = [
     "StepWatch",

@@ -15,25 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import Fragment
-from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.model_tensors import local_shard
-from diloco.algorithm.numbers import check_choice
-from diloco.algorithm.outer_optimizer import OuterOptimizer
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.checkpoint.writing import save_checkpoint
+from diloco.algorithm import (
+    AverageRule,
+    Clipping,
+    Codec,
+    Fragment,
+    MergeRule,
+    OuterOptimizer,
+    SyncSchedule,
+    check_choice,
+    digest_tensors,
+    local_shard,
+)
+from diloco.checkpoint import open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, is_sharded, unwrapped
-from diloco.outer.arguments import check_kinds
-from diloco.outer.diloco import DiLoCo
-from diloco.outer.reports import Warnings
-from diloco.transport.base import Transport
+from diloco.outer import DiLoCo, Warnings, check_kinds
+from diloco.transport import Transport
 
 __all__ = [
     "DiLoCoArguments",

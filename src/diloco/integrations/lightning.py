@@ -13,12 +13,12 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from diloco.algorithm.model_tensors import all_parameters
+from diloco.algorithm import all_parameters
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.integrations.host import names_of, refuse_unfit
 from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, exact_state, restore
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.base import Transport
+from diloco.outer import DiLoCo
+from diloco.transport import Transport
 
 with from_extra("lightning", "DiLoCoCallback needs lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer

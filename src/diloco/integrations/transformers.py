@@ -18,8 +18,8 @@ from diloco.integrations.hosted_replica import (
     load_state,
     save_state,
 )
-from diloco.outer.diloco import DiLoCo
-from diloco.transport.base import Transport
+from diloco.outer import DiLoCo
+from diloco.transport import Transport
 
 with from_extra("hf", "DiLoCoCallback needs transformers and accelerate"):
     import accelerate  # noqa: F401  # the Trainer needs it

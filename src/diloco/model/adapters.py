@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diloco.algorithm.model_tensors import model_state, named_parameters
+from diloco.algorithm import model_state, named_parameters
 from diloco.errors import ConfigurationError, from_extra
 from diloco.model.huggingface import HuggingFaceModel, alike
 from diloco.model.settings import ModelSettings, parse_source

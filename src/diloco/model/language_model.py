@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.layers import group_layers
-from diloco.algorithm.model_tensors import model_state
+from diloco.algorithm import group_layers, model_state, trainable_parameters
 from diloco.errors import ConfigurationError
 from diloco.model.loss import ENDS
 

@@ -14,22 +14,27 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.buffers import buffer_layout, check_buffers
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.model_tensors import persistent_buffers, unwrapped_name
-from diloco.algorithm.outer_optimizer import OuterOptimizer
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import (
+    AverageRule,
+    Clipping,
+    Codec,
+    Fragment,
+    MeanEncoding,
+    MergeRule,
+    OuterOptimizer,
+    SyncSchedule,
+    buffer_layout,
+    check_buffers,
+    check_coverage,
+    persistent_buffers,
+    trainable_parameters,
+    unwrapped_name,
+)
 from diloco.errors import CheckpointError, ConfigurationError, ContractError
 from diloco.outer.model_watch import frozen_digests
 from diloco.plugins import code_digest
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
+from diloco.transport import InProcessTransport, Transport
 
 __all__ = [
     "Arguments",

@@ -17,17 +17,28 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.clipping import UNCLIPPED, Clipping
-from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import Fragment, holding, partition
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.model_tensors import reshard
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
-from diloco.algorithm.schedule import Merge, Send, SyncSchedule
-from diloco.algorithm.weighting import check_base_weight
+from diloco.algorithm import (
+    UNCLIPPED,
+    AlphaMerge,
+    AverageRule,
+    Clipping,
+    Codec,
+    Fragment,
+    Merge,
+    MergeRule,
+    Nesterov,
+    OuterLoop,
+    OuterOptimizer,
+    RebaseMerge,
+    RoundId,
+    Send,
+    SyncSchedule,
+    check_base_weight,
+    holding,
+    make_codec,
+    partition,
+    reshard,
+)
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
 from diloco.outer.arguments import (
@@ -41,8 +52,7 @@ from diloco.outer.arguments import (
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.outer.model_watch import ModelWatch
 from diloco.outer.reports import Reports
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
+from diloco.transport import InProcessTransport, Transport
 
 __all__ = ["DiLoCo"]
 

@@ -13,20 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.buffers import collect_buffers, not_finite, restore_buffers_
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.error_feedback import ErrorFeedback
-from diloco.algorithm.mean_encoding import Residual
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.telemetry import measured_outer_step
-from diloco.algorithm.weighting import TrainedSteps, contribution_weight
+from diloco.algorithm import (
+    Codec,
+    Contribution,
+    ErrorFeedback,
+    OuterLoop,
+    Residual,
+    RoundId,
+    TrainedSteps,
+    collect_buffers,
+    contribution_weight,
+    measured_outer_step,
+    not_finite,
+    restore_buffers_,
+)
 from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.arguments import Arguments
 from diloco.outer.recovery import SharedState, StateRecovery
-from diloco.protocol.actions import Average
-from diloco.transport.base import Pending, Transport
+from diloco.protocol import Average
+from diloco.transport import Pending, Transport
 
 __all__ = ["FragmentRounds"]
 

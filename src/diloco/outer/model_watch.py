@@ -8,10 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from diloco.algorithm.buffers import check_buffers
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import check_parameters
-from diloco.algorithm.model_tensors import local_shard, named_parameters, overlaps, persistent_buffers
+from diloco.algorithm import (
+    check_buffers,
+    check_parameters,
+    digest_tensors,
+    local_shard,
+    named_parameters,
+    overlaps,
+    persistent_buffers,
+)
 from diloco.errors import ConfigurationError, FragmentError
 
 __all__ = ["ModelWatch", "frozen_digests"]

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.digest import digest_state
-from diloco.algorithm.merge import AlphaMerge
-from diloco.algorithm.outer_loop import OuterLoop
-from diloco.algorithm.outer_optimizer import OuterState
+from diloco.algorithm import AlphaMerge, OuterLoop, OuterState, digest_state
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
-from diloco.protocol.actions import Average
-from diloco.transport.base import Fetching, Transport
+from diloco.protocol import Average
+from diloco.transport import Fetching, Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 

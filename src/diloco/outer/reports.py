@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError
 from diloco.events import Event, Note, RoundCommitted, RoundVoid, StepFinished
-from diloco.transport.base import Transport
+from diloco.transport import Transport
 
 __all__ = ["Reports", "Warnings"]
 

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
-from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import ValueRange
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, ValueRange, Verdict
 from diloco.errors import TransportError
-from diloco.membership.reports import NextView
-from diloco.membership.view import View
+from diloco.membership import NextView, View
 from diloco.protocol.registry import Entry
 
 __all__ = [

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.reports import Rounds
-from diloco.membership.view import View
+from diloco.membership import Rounds, View
 from diloco.protocol.actions import Void
 from diloco.protocol.events import Outbox, Submitted
 from diloco.protocol.misbehaviour import Misbehaviour

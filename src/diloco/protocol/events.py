@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Mean, RoundId, Uplink
 from diloco.errors import TransportError
-from diloco.membership.reports import NextView, Report
-from diloco.membership.view import View
+from diloco.membership import NextView, Report, View
 from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss
 

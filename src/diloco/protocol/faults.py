@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diloco.membership.quorum import byzantine_quorum
+from diloco.membership import byzantine_quorum
 from diloco.protocol.fields import MOST_RANK, Fields, MessageError
 
 __all__ = ["Faults", "faults_message", "faults_seen", "read_faults"]

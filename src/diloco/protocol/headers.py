@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
-from diloco.algorithm.mean_encoding import ValueRange
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, ValueRange, Verdict, judge
 from diloco.errors import CodecError
-from diloco.membership.quorum import byzantine_quorum
+from diloco.membership import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
 from diloco.protocol.signing import KEY_CHARACTERS
 

@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError
-from diloco.membership.ballot import Vote
-from diloco.membership.proofs import Commits, SignedVote
-from diloco.membership.reports import Agreed, NextView, Report
-from diloco.membership.view import View
+from diloco.membership import Agreed, Commits, NextView, Report, SignedVote, View, Vote
 from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, MOST_RANK, Fields, MessageError
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry

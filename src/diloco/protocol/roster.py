@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from diloco.membership.view import View
+from diloco.membership import View
 from diloco.protocol.rules import Rules
 
 __all__ = ["Roster"]

@@ -7,15 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from diloco.algorithm.averaging import Mean, RoundId, Verdict
-from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import lost_residual_note
-from diloco.algorithm.weighting import bounded_weights
+from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights, lost_residual_note
 from diloco.errors import DivergedError, RoundVoidError, TransportError
-from diloco.membership.ballot import Vote
-from diloco.membership.lateness import Lateness
-from diloco.membership.proofs import Commits, SignedVote
-from diloco.membership.reports import Rounds
+from diloco.membership import Commits, Lateness, Rounds, SignedVote, Vote
 from diloco.protocol.events import Submitted
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote

@@ -6,14 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from diloco.algorithm.averaging import RoundId, Verdict
-from diloco.algorithm.exchange import plan_round
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
 from diloco.errors import TransportError, ViewChangedError
-from diloco.membership.ballot import Vote
-from diloco.membership.proofs import SignedVote
-from diloco.membership.quorum import enough_without
-from diloco.membership.reports import NextView, Report
+from diloco.membership import NextView, Report, SignedVote, Vote, enough_without
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.events import Computed, ExchangeEnded, Outbox, Submitted
 from diloco.protocol.headers import Header, header_of

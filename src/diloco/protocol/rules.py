@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError
-from diloco.membership.quorum import Policy, names_of
-from diloco.membership.reports import NextView
+from diloco.membership import NextView, Policy, names_of
 from diloco.protocol.misbehaviour import Misbehaviour
 
 __all__ = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from diloco.membership.reports import NextView, Report
+from diloco.membership import NextView, Report
 from diloco.protocol.fields import MOST_ROUNDS
 
 __all__ = ["believed", "blamed_replicas", "could_follow"]

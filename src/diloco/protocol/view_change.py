@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from diloco.membership.change import Change
-from diloco.membership.reports import News, NextView, Report
-from diloco.membership.view import View
+from diloco.membership import Change, News, NextView, Report, View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox

@@ -6,8 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 
-from diloco.membership.quorum import enough_without, names_of
-from diloco.membership.reports import Report
+from diloco.membership import Report, enough_without, names_of
 from diloco.protocol.actions import SetTimer, Timer
 from diloco.protocol.events import Outbox, ViewBegan
 from diloco.protocol.failure_detector import Loss

@@ -6,9 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership.quorum import byzantine_quorum
-from diloco.membership.reports import News, NextView, Rounds
-from diloco.membership.view import View
+from diloco.membership import News, NextView, Rounds, View, byzantine_quorum
 from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox, Submitted, ViewBegan

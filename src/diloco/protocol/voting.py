@@ -6,13 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from diloco.algorithm.averaging import Verdict
+from diloco.algorithm import Verdict
 from diloco.errors import TransportError
-from diloco.membership.ballot import Vote, tally
-from diloco.membership.lateness import Lateness
-from diloco.membership.proofs import SignedVote
-from diloco.membership.reports import Report, Rounds
-from diloco.membership.view import View
+from diloco.membership import Lateness, Report, Rounds, SignedVote, View, Vote, tally
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.events import Outbox, RoundsSpoilt
 from diloco.protocol.messages import RoundVote, vote_text

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Parcel, Traffic, Workload, data_parallel_traffic, layer_releases
 from diloco.simulate.utilization import simulate_cycles
-from diloco.transport.links import Link
+from diloco.transport import Link
 
 __all__ = [
     "GRID_GBIT_PER_S",

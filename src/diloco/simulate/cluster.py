@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm.pace import steps_to_train, trains_at
-from diloco.algorithm.schedule import Send
+from diloco.algorithm import Send, steps_to_train, trains_at
 from diloco.errors import ConfigurationError
-from diloco.membership.grace import SHARE, Grace
-from diloco.membership.quorum import byzantine_quorum
+from diloco.membership import SHARE, Grace, byzantine_quorum
 from diloco.simulate.overheads import IDEAL, Overheads
 from diloco.simulate.traffic import Parcel, Traffic
-from diloco.transport.links import Link, LinkArrays
+from diloco.transport import Link, LinkArrays
 
 __all__ = ["Cluster", "LateSteps"]
 

@@ -11,17 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
-from diloco.model.build import build_language_model
-from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import InnerLoop, inner_learning_rate
-from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel, prepare_model
-from diloco.train.settings import RunSettings
-from diloco.transport.address import parse_address
-from diloco.transport.links import Link
-from diloco.transport.torch_distributed.doctor import examine
+from diloco.model import build_language_model
+from diloco.outer import DiLoCo
+from diloco.train import InnerLoop, ParallelModel, RunSettings, inner_learning_rate, make_inner_optimizer, prepare_model
+from diloco.transport import Link, examine, parse_address
 
 __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 

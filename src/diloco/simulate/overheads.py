@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.errors import ConfigurationError
-from diloco.transport.tcp import KEEPING_THEIR_RATE, CongestionControl, Tcp, streams_to_each
+from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Tcp, streams_to_each
 
 __all__ = [
     "CAREFULLY",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint import write_whole
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:

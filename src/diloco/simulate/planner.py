@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
 from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Conditions, Overheads
 from diloco.simulate.traffic import Traffic, Workload
 from diloco.simulate.utilization import Simulated, simulate_cycles
-from diloco.transport.links import Link
+from diloco.transport import Link
 
 __all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "clipped_bytes", "plan", "predict"]
 

@@ -11,15 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
-from diloco.algorithm.schedule import SyncSchedule
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, Uplink, plan_exchange
 from diloco.errors import ConfigurationError
-from diloco.model.presets import count_parameters
-from diloco.model.settings import ModelSettings
-from diloco.train.resolve import LAYERS_PER_FRAGMENT
+from diloco.model import ModelSettings, count_parameters
+from diloco.train import LAYERS_PER_FRAGMENT
 
 __all__ = [
     "AT_END_OF_STEP",

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm.schedule import Send
+from diloco.algorithm import Send
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster, LateSteps
 from diloco.simulate.traffic import Parcel, Traffic
-from diloco.transport.links import RoundTimes, round_times
+from diloco.transport import RoundTimes, round_times
 
 __all__ = ["Simulated", "SimulatedRound", "equivalent_send_s", "simulate", "simulate_cycles"]
 

@@ -1,1 +1,5 @@
 """Studies: the same run with settings varied along axes, and the outcome of each run."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

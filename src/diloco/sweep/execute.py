@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.disk import write_whole
-from diloco.checkpoint.lock import lock_folder
-from diloco.config.configuration import Configuration
-from diloco.config.keys import build
-from diloco.config.run_plan import CONFIG_FILE
-from diloco.config.toml import parse_toml, read_toml
+from diloco.checkpoint import lock_folder, write_whole
+from diloco.config import CONFIG_FILE, Configuration, build, parse_toml, read_toml
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
-from diloco.train.launcher import start_process
+from diloco.train import start_process
 
 __all__ = ["Ended", "places", "run_all"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint import write_whole
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 from diloco.sweep.study import Run

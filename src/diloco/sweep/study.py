@@ -17,11 +17,18 @@ from typing import Any
 import xxhash
 
 from diloco import __version__
-from diloco.config.configuration import Configuration
-from diloco.config.flags import CommandLine
-from diloco.config.keys import Values, flatten, keys_of
-from diloco.config.run_plan import RunPlan, plan_run
-from diloco.config.toml import in_toml, parse_toml, read_tables
+from diloco.config import (
+    CommandLine,
+    Configuration,
+    RunPlan,
+    Values,
+    flatten,
+    in_toml,
+    keys_of,
+    parse_toml,
+    plan_run,
+    read_tables,
+)
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 from diloco.plugins import code_digest, find, is_own, names_in, own_code

@@ -6,15 +6,6 @@
 >>> diloco.testing.check_outer_optimizer(Nesterov(learning_rate=0.4))
 """
 
-from diloco.testing.codecs import check_bytes, check_codec, check_payload
-from diloco.testing.optimizers import check_average_rule, check_inner_optimizer, check_merge_rule, check_outer_optimizer
+import lazy_loader
 
-__all__ = [
-    "check_average_rule",
-    "check_bytes",
-    "check_codec",
-    "check_inner_optimizer",
-    "check_merge_rule",
-    "check_outer_optimizer",
-    "check_payload",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

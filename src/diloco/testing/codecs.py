@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec
+from diloco.algorithm import Codec
 from diloco.errors import CodecError, ContractError
 
 __all__ = ["check_bytes", "check_codec", "check_payload", "contract", "expect", "same_bits", "spread_values"]

@@ -9,9 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
+from diloco.algorithm import AverageRule, MergeRule, OuterOptimizer, OuterState
 from diloco.testing.codecs import contract, expect
 
 __all__ = ["check_average_rule", "check_inner_optimizer", "check_merge_rule", "check_outer_optimizer"]

@@ -6,28 +6,39 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import Fragment, partition
-from diloco.algorithm.mean_encoding import MeanEncoding
-from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
-from diloco.algorithm.numbers import ValueSchedule
-from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, ScalarSchedule, Sgd
-from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.algorithm import (
+    Adam,
+    AlphaMerge,
+    AverageRule,
+    Clipping,
+    Codec,
+    CodecSettings,
+    Fragment,
+    FragmentSettings,
+    MeanEncoding,
+    MergeRule,
+    MergeSettings,
+    Nesterov,
+    OuterOptimizer,
+    OuterSettings,
+    Rda,
+    RebaseMerge,
+    ScalarSchedule,
+    SendersMean,
+    Sgd,
+    ValueSchedule,
+    make_codec,
+    partition,
+)
+from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
-from diloco.model.build import build_language_model, with_vocabulary
-from diloco.model.language_model import LanguageModel
+from diloco.model import LanguageModel, build_language_model, with_vocabulary
 from diloco.plugins import call, is_own
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.injected_faults import parse_fault
-from diloco.transport.links import Link, VirtualNetwork
-from diloco.transport.settings import TransportSettings
+from diloco.transport import InProcessTransport, Link, TransportSettings, VirtualNetwork, parse_fault
 
 __all__ = [
     "check_own_code",

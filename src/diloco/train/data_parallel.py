@@ -8,19 +8,22 @@ from dataclasses import replace
 
 import torch
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.codec.base import largest_magnitude
-from diloco.algorithm.fragments import flatten, trainable_parameters, unflatten_
-from diloco.algorithm.model_tensors import local_shard
-from diloco.algorithm.weighting import contribution_weight
+from diloco.algorithm import (
+    Codec,
+    Contribution,
+    RoundId,
+    contribution_weight,
+    flatten,
+    largest_magnitude,
+    local_shard,
+    trainable_parameters,
+    unflatten_,
+)
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.events import Event, Note
-from diloco.model.language_model import LanguageModel
-from diloco.protocol.actions import Average
-from diloco.protocol.fields import LEAST_FRAGMENT
-from diloco.transport.base import Pending, Transport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.model import LanguageModel
+from diloco.protocol import LEAST_FRAGMENT, Average
+from diloco.transport import Pending, ReplicaGroup, Transport
 
 __all__ = ["GradientAverager", "average_gradients"]
 

@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import Exchange, data_parallel_bytes, plan_exchange
-from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.algorithm.settings import OuterSettings
-from diloco.model.language_model import LanguageModel
-from diloco.model.settings import ModelSettings
-from diloco.outer.arguments import described
+from diloco.algorithm import (
+    Clipping,
+    Exchange,
+    OuterSettings,
+    Send,
+    SyncSchedule,
+    data_parallel_bytes,
+    make_codec,
+    plan_exchange,
+)
+from diloco.model import LanguageModel, ModelSettings
+from diloco.outer import described
 from diloco.plugins import is_own
 from diloco.train.components import (
     make_average_rule,

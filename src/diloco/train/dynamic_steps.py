@@ -7,8 +7,8 @@ rate, rounds and data continue as on every other replica, and its sequences are 
 
 from __future__ import annotations
 
-from diloco.algorithm.pace import StepRate, steps_to_train, trains_at
-from diloco.membership.view import View
+from diloco.algorithm import StepRate, steps_to_train, trains_at
+from diloco.membership import View
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.settings import RunSettings
 

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.model_tensors import local_shard
-from diloco.algorithm.numbers import ValueSchedule
+from diloco.algorithm import ValueSchedule, local_shard, trainable_parameters
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
-from diloco.model.language_model import documents_of
+from diloco.model import documents_of
 from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.muon import Muon, hidden_matrices, muon
+from diloco.algorithm import Muon, hidden_matrices, muon, trainable_parameters
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import check_arguments, find, is_own, split, takes
 from diloco.train.settings import InnerSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.checkpoint.reading import Checkpoint, open_checkpoint
+from diloco.checkpoint import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet

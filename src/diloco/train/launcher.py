@@ -14,18 +14,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Any
 
-from diloco.checkpoint.lock import shared_lock
+from diloco.checkpoint import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Registry
+from diloco.protocol import Registry, Timing
 from diloco.train.stopping import is_echo
-from diloco.transport.address import Address
-from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.secret import read_secret
-from diloco.transport.settings import TransportSettings
-from diloco.transport.torch_distributed.rendezvous import serve
+from diloco.transport import Address, ConnectionManager, TcpStreams, TransportSettings, read_secret, serve
 
 __all__ = ["IN_VAIN", "exit_code", "insisted", "launch", "start_process"]
 

@@ -9,15 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.model_tensors import persistent_buffers
-from diloco.data.batches import Batches, Prefetcher
-from diloco.data.corpus import Corpus
+from diloco.algorithm import make_codec, persistent_buffers
+from diloco.data import Batches, Corpus, Prefetcher
 from diloco.events import Event
-from diloco.model.build import build_language_model
-from diloco.model.language_model import LanguageModel
-from diloco.model.loss import ENDS
-from diloco.outer.diloco import DiLoCo
+from diloco.model import ENDS, LanguageModel, build_language_model
+from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet.base import Fleet
@@ -27,7 +23,7 @@ from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.random_state import RandomState
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
-from diloco.trained.load import load_parameters
+from diloco.trained import load_parameters
 
 __all__ = ["Replica", "ReplicaMaker", "share_global_state"]
 

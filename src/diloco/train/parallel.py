@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from diloco.algorithm.layers import layer_container
+from diloco.algorithm import layer_container
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import LanguageModel, LossChunks, LossParts
+from diloco.model import LanguageModel, LossChunks, LossParts
 from diloco.train.settings import TrainSettings
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport import ReplicaGroup
 
 __all__ = ["ParallelModel", "Strategy", "blocks_of", "parallelise", "prepare_blocks", "prepare_model"]
 

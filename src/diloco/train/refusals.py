@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
+from diloco.algorithm import AUTO_MEANS_FROM_REPLICAS
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own
 from diloco.train.settings import RunSettings

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.model_tensors import named_parameters
-from diloco.checkpoint.shards import SavedValues
+from diloco.algorithm import RoundId, named_parameters
+from diloco.checkpoint import SavedValues
 from diloco.errors import CheckpointError
-from diloco.outer.diloco import DiLoCo
+from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
 
 __all__ = ["ReplicaState", "with_rounds_void"]

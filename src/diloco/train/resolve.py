@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from diloco.algorithm.numbers import learning_rate_of_gain
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm import SyncSchedule, learning_rate_of_gain
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.train.refusals import check_averaging, check_lengths, check_means, check_name, check_transport, refuse_if

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.errors import CheckpointError
 
 __all__ = ["Held", "base_home", "checkpoint_home", "held_checkpoint", "held_step", "replicas_in"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.errors import ConfigurationError
-from diloco.transport.address import Address, parse_address
-from diloco.transport.settings import TransportSettings
+from diloco.transport import Address, TransportSettings, parse_address
 
 __all__ = ["Role", "TorchRun", "read_torchrun", "role_of"]
 

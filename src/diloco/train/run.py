@@ -13,18 +13,14 @@ from typing import Any
 import torch
 import xxhash
 
-from diloco.algorithm.buffers import check_buffers
-from diloco.algorithm.exchange import data_parallel_bytes
-from diloco.checkpoint.disk import write_whole
-from diloco.checkpoint.reading import open_checkpoint
-from diloco.data.chat import build_chat_corpus
-from diloco.data.corpus import Corpus, build_corpus, open_stream
+from diloco.algorithm import check_buffers, data_parallel_bytes
+from diloco.checkpoint import open_checkpoint, write_whole
+from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import use_device
 from diloco.errors import TransportError
 from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
-from diloco.model.build import base_digest, build_language_model, check_vocabulary, with_vocabulary
-from diloco.model.language_model import LanguageModel
-from diloco.outer.model_watch import frozen_digests
+from diloco.model import LanguageModel, base_digest, build_language_model, check_vocabulary, with_vocabulary
+from diloco.outer import frozen_digests
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
@@ -46,7 +42,7 @@ from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.torch_threads import choose_threads
-from diloco.trained.load import read_weights
+from diloco.trained import read_weights
 
 __all__ = ["run_training"]
 

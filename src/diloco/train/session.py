@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.model_tensors import named_parameters
-from diloco.checkpoint.parts import Whole
-from diloco.data.corpus import Corpus
+from diloco.algorithm import digest_tensors, named_parameters
+from diloco.checkpoint import Whole
+from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
-from diloco.model.language_model import LanguageModel
-from diloco.outer.diloco import DiLoCo
+from diloco.model import LanguageModel
+from diloco.outer import DiLoCo
 from diloco.train.data_parallel import average_gradients
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet

@@ -10,20 +10,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.algorithm.exchange import data_parallel_bytes
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.checkpoint.parts import whole
+from diloco.algorithm import data_parallel_bytes, trainable_parameters
+from diloco.checkpoint import whole
 from diloco.cores import usable_cores
 from diloco.events import Evaluated, SampleGenerated
-from diloco.model.language_model import LanguageModel
-from diloco.outer.arguments import Arguments
-from diloco.protocol.messages import PROTOCOL_VERSION
+from diloco.model import LanguageModel
+from diloco.outer import Arguments
+from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.components import make_configured_codec, outer_arguments
 from diloco.train.describe import describe
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
-from diloco.trained.evaluate import evaluate, mean_evaluation
-from diloco.trained.generate import generate
+from diloco.trained import evaluate, generate, mean_evaluation
 from diloco.units import format_count
 
 __all__ = [
@@ -190,7 +188,7 @@ def leave_adapter(session: Session, home: Path) -> None:
     model: Any = session.replicas[0].model
     if getattr(model, "adapters", None) is None:
         return
-    from diloco.model.adapters import ADAPTER_FOLDER, save_adapter
+    from diloco.model import ADAPTER_FOLDER, save_adapter
 
     values = {name: whole(value) for name, value in session.global_params().items()}
 

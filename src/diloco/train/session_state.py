@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.algorithm.averaging import RoundId
-from diloco.checkpoint.reading import Checkpoint, open_checkpoint
-from diloco.checkpoint.shards import SavedValues, Shards, load_own
-from diloco.checkpoint.writing import save_checkpoint
-from diloco.data.batches import Cursor
+from diloco.algorithm import RoundId
+from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, open_checkpoint, save_checkpoint
+from diloco.data import Cursor
 from diloco.errors import CheckpointError
 from diloco.train.local_replica import Replica, share_global_state
 from diloco.train.replica_state import with_rounds_void
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
-from diloco.trained.load import REST, rest_of_state
+from diloco.trained import REST, rest_of_state
 
 __all__ = ["load_session", "save_session"]
 

@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
-from diloco.data.settings import DataSettings
+from diloco.algorithm import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
+from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
-from diloco.model.settings import ModelSettings
-from diloco.transport.hivemind.settings import SwarmSettings
-from diloco.transport.settings import TransportSettings
+from diloco.model import ModelSettings
+from diloco.transport import SwarmSettings, TransportSettings
 
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "InnerSettings", "RunSettings", "TrainSettings"]
 

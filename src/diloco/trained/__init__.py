@@ -1,1 +1,5 @@
 """Load, evaluate, sample and export trained models. Training itself uses the first three."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

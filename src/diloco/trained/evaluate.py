@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.data.batches import heldout_batches
-from diloco.data.packed import PackedTokens, TokenArray
-from diloco.data.tokenizer import Tokenizer
+from diloco.data import PackedTokens, TokenArray, Tokenizer, heldout_batches
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError
-from diloco.model.language_model import LanguageModel, documents_of
-from diloco.model.loss import ENDS, NOT_COUNTED
+from diloco.model import ENDS, NOT_COUNTED, LanguageModel, documents_of
 from diloco.units import perplexity
 
 __all__ = [

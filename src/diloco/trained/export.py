@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.model_tensors import named_parameters
-from diloco.checkpoint.disk import new_folder, replace_file
-from diloco.checkpoint.parts import tensor_chunks
-from diloco.data.tokenizer import Tokenizer
+from diloco.algorithm import named_parameters, trainable_parameters
+from diloco.checkpoint import new_folder, replace_file, tensor_chunks
+from diloco.data import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.huggingface_folder import without_progress_bars
-from diloco.model.transformer import Transformer
+from diloco.model import Transformer, without_progress_bars
 from diloco.trained.load import ORIGIN_FILE, Trained
 from diloco.units import parse_bytes
 
@@ -115,7 +112,7 @@ def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -
         ConfigurationError: ``folder`` contains something other than an adapter, or an adapter and ``overwrite`` is
             False.
     """
-    from diloco.model.adapters import CONFIG_FILE, save_adapter
+    from diloco.model import CONFIG_FILE, save_adapter
 
     _check_place(folder, overwrite, is_export=(folder / CONFIG_FILE).is_file())
     model: Any = trained.model

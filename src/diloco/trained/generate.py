@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.data.chat import Question
-from diloco.data.chat_tokenizer import ChatTokenizer
-from diloco.data.tokenizer import Tokenizer
+from diloco.data import ChatTokenizer, Question, Tokenizer
 from diloco.errors import ConfigurationError, DataError
-from diloco.model.language_model import LanguageModel
+from diloco.model import LanguageModel
 from diloco.trained.sampling import Sampling
 
 __all__ = ["Answered", "TextStream", "answer", "answer_questions", "generate", "generate_together"]

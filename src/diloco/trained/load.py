@@ -15,20 +15,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.model_tensors import all_parameters, model_state
-from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.checkpoint.shards import SavedValues
-from diloco.data.chat_tokenizer import ChatTokenizer, has_template
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_choice import load_tokenizer
+from diloco.algorithm import all_parameters, model_state, trainable_parameters
+from diloco.checkpoint import Checkpoint, SavedValues, list_checkpoints, open_checkpoint
+from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import SIZES, native_settings, native_weights, why_not_native
-from diloco.model.build import build_language_model
-from diloco.model.huggingface_folder import is_huggingface_folder, stored_tensors
-from diloco.model.language_model import LanguageModel
-from diloco.model.settings import ModelSettings
+from diloco.model import (
+    SIZES,
+    LanguageModel,
+    ModelSettings,
+    build_language_model,
+    is_huggingface_folder,
+    native_settings,
+    native_weights,
+    stored_tensors,
+    why_not_native,
+)
 from diloco.plugins import confirm, same_code
 
 __all__ = [

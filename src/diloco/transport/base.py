@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from diloco.algorithm.averaging import Contribution
+from diloco.algorithm import Contribution
 from diloco.errors import TransportError
 from diloco.events import Event
-from diloco.membership.view import View
-from diloco.protocol.actions import Average
+from diloco.membership import View
+from diloco.protocol import Average
 
 __all__ = ["Fetching", "Pending", "SnapshotSource", "Transport"]
 

@@ -10,12 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
-from diloco.algorithm.exchange import Exchange, plan_round
-from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_residual_note
+from diloco.algorithm import (
+    Contribution,
+    Exchange,
+    Mean,
+    Residual,
+    RoundId,
+    Verdict,
+    encode_all_means,
+    judge,
+    lost_residual_note,
+    plan_round,
+    weighted_mean,
+)
 from diloco.errors import CodecError, RoundVoidError, TransportError
-from diloco.membership.view import View
-from diloco.protocol.actions import Average
+from diloco.membership import View
+from diloco.protocol import Average
 from diloco.transport.injected_faults import Fault, arrivals
 from diloco.transport.links import Transfer, VirtualNetwork
 

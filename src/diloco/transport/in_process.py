@@ -15,12 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.numbers import check_replica, check_type, check_whole
+from diloco.algorithm import Contribution, RoundId, check_replica, check_type, check_whole
 from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
-from diloco.membership.view import View
-from diloco.protocol.actions import Average
-from diloco.protocol.registry import Entry, difference
+from diloco.membership import View
+from diloco.protocol import Average, Entry, difference
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.emulated_rounds import EmulatedRounds
 from diloco.transport.injected_faults import Fault

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId
 from diloco.errors import ConfigurationError, nearest
 
 __all__ = ["Fault", "FaultKind", "arrivals", "parse_fault"]

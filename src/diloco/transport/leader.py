@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from diloco import errors
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId
 from diloco.errors import ConfigurationError, DiLoCoError, ReplicaLostError
-from diloco.membership.view import View
-from diloco.protocol.actions import Average
+from diloco.membership import View
+from diloco.protocol import Average
 from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.replica_group import ReplicaGroup

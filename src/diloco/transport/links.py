@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Uplink
 from diloco.errors import ConfigurationError
 
 __all__ = [

@@ -18,7 +18,7 @@ from diloco.watch.page_data import Watched
 from diloco.watch.records import Tail, as_whole, open_file, text, typed, whole
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.status_client import PeerReport
+    from diloco.transport import PeerReport
 
 __all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.protocol.faults import faults_seen
+from diloco.protocol import faults_seen
 from diloco.watch.history import ProcessHistory, RunHistory
 from diloco.watch.records import Record, finite, first, number, text, whole
 

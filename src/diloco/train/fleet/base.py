@@ -6,12 +6,9 @@ import abc
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.data.assignment import Assignment
+from diloco.data import Assignment
 from diloco.errors import TransportError
-from diloco.transport.base import Transport
-from diloco.transport.in_process import InProcessTransport
-from diloco.transport.links import VirtualNetwork
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport import InProcessTransport, ReplicaGroup, Transport, VirtualNetwork
 
 __all__ = ["Fleet", "InProcessFleet"]
 

@@ -19,13 +19,21 @@ from diloco.train.resuming import held_checkpoint
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
 from diloco.train.torch_threads import PeerThreads, choose_threads
-from diloco.transport.address import parse_address
-from diloco.transport.hivemind.peer_config import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.connected import Connected, Wire
-from diloco.transport.replica_group import ReplicaGroup, open_replica_group
-from diloco.transport.secret import read_secret
-from diloco.transport.settings import TransportSettings
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.transport import (
+    Admission,
+    Connected,
+    NodePlace,
+    Place,
+    ReplicaGroup,
+    SwarmPlace,
+    TcpWire,
+    TransportSettings,
+    Wire,
+    connect,
+    open_replica_group,
+    parse_address,
+    read_secret,
+)
 from diloco.waiting import waiting_for
 
 __all__ = ["connect_peer", "connect_rank"]

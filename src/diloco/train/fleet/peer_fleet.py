@@ -12,17 +12,10 @@ from typing import Any, TypeVar
 
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
-from diloco.membership.bootstrap import LastViews
-from diloco.membership.quorum import enough_without
-from diloco.membership.reports import NextView
-from diloco.membership.view import View
-from diloco.protocol.fields import Fields
+from diloco.membership import LastViews, NextView, View, enough_without
+from diloco.protocol import Fields
 from diloco.train.fleet.base import Fleet
-from diloco.transport.base import Transport
-from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected, join
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport import Connected, LeaderTransport, PeerTransport, ReplicaGroup, Transport, join
 from diloco.waiting import waiting_for
 
 __all__ = ["PeerFleet"]

@@ -7,20 +7,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from diloco.data.assignment import Assignment
-from diloco.data.shares import Shares
+from diloco.data import Assignment, Shares
 from diloco.events import Event, StateFetched
-from diloco.membership.bootstrap import LastViews
-from diloco.membership.quorum import consequences
-from diloco.membership.reports import NextView
-from diloco.protocol.fields import Fields
+from diloco.membership import LastViews, NextView, consequences
+from diloco.protocol import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.resuming import Held
 from diloco.train.torch_threads import PeerThreads
-from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.peer_config import SwarmPlace, same_port
-from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.connected import Connected, Wire
+from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]

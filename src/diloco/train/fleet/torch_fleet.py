@@ -5,13 +5,18 @@ from __future__ import annotations
 import socket
 from typing import cast
 
-from diloco.membership.bootstrap import LastViews
+from diloco.membership import LastViews
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.transport.connections.tcp_streams import TcpStreams
-from diloco.transport.peers.connected import Connected
-from diloco.transport.replica_group import ReplicaGroup
-from diloco.transport.tcp import congestion_control, streams_to_each
-from diloco.transport.torch_distributed.connect import Place, TcpWire, connect_again
+from diloco.transport import (
+    Connected,
+    Place,
+    ReplicaGroup,
+    TcpStreams,
+    TcpWire,
+    congestion_control,
+    connect_again,
+    streams_to_each,
+)
 
 __all__ = ["TorchFleet"]
 

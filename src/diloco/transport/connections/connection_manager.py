@@ -15,10 +15,20 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
-from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
-from diloco.protocol.fields import Fields, MessageError
-from diloco.protocol.registry import Entry
+from diloco.protocol import (
+    ConnectionEnded,
+    ConnectionMade,
+    Entry,
+    Event,
+    Fields,
+    Loss,
+    Lost,
+    MessageError,
+    Pulse,
+    Received,
+    Timing,
+    silent_ones,
+)
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_limit import ConnectionLimit
 from diloco.transport.connections.control_connection import ControlConnection, say_who

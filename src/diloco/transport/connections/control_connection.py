@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.events import Received
-from diloco.protocol.failure_detector import Loss
-from diloco.protocol.fields import MessageError
+from diloco.protocol import Loss, MessageError, Received
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.streams import (

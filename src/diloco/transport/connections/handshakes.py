@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import Fields
+from diloco.protocol import Fields
 from diloco.transport.address import Address
 from diloco.transport.connections.streams import UNKNOWN_PEER_BYTES, Stream, pack, read_frame
 from diloco.units import visible

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import Fields
+from diloco.protocol import Fields
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import Uplink
 from diloco.transport.tcp import SEGMENT_BYTES
 
 __all__ = ["Pace", "PathEstimate", "PathSample", "together"]

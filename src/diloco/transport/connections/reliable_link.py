@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from concurrent.futures import Future
 
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm import Uplink
 from diloco.errors import TransportError
 from diloco.transport.connections.parts import Head, Incoming, Outgoing, Part, compress, part_bytes
 from diloco.transport.connections.payload_connection import PayloadConnection

@@ -22,8 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import json_object, room_bytes
-from diloco.protocol.registry import Entry
+from diloco.protocol import Entry, json_object, room_bytes
 from diloco.transport.address import Address
 from diloco.transport.secret import TurnedAwayError
 from diloco.units import visible

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.registry import Entry
+from diloco.protocol import Entry
 from diloco.transport.address import Address, address_of_interface, parse_address
 from diloco.transport.connections.streams import ASKS, Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, check_secret, is_proof, proof

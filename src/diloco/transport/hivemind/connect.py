@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
-from diloco.membership.bootstrap import BootstrapElection
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Registry
+from diloco.membership import BootstrapElection
+from diloco.protocol import Registry, Timing
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import Node

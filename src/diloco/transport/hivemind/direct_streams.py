@@ -21,7 +21,7 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.private_files import create_private
-from diloco.protocol.fields import Fields
+from diloco.protocol import Fields
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.streams import Accept, Stream
 from diloco.transport.connections.tcp_streams import dial, stop_listening

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigurationError
-from diloco.membership.bootstrap import Candidate
-from diloco.membership.view import View
+from diloco.membership import Candidate, View
 from diloco.private_files import create_private, make_private_folder, read_private
-from diloco.protocol.fields import Fields, json_object
-from diloco.protocol.messages import view_message, view_of
+from diloco.protocol import Fields, json_object, view_message, view_of
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
 

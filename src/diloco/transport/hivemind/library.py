@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco.algorithm.numbers import check_whole
+from diloco.algorithm import check_whole
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.protocol.fields import MOST_RANK
+from diloco.protocol import MOST_RANK
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import json_object
+from diloco.protocol import json_object
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link_manager import LinkManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route

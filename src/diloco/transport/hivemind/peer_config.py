@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from diloco.membership.bootstrap import LastViews
+from diloco.membership import LastViews
 from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.secret import check_secret, is_proof, proof
 

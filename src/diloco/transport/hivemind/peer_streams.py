@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from diloco.protocol.registry import Entry
+from diloco.protocol import Entry
 from diloco.transport.address import Address
 from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RendezvousError, RunOverError
-from diloco.membership.bootstrap import BootstrapElection, Candidates
-from diloco.membership.view import View
-from diloco.protocol.registry import Entry, Registry
+from diloco.membership import BootstrapElection, Candidates, View
+from diloco.protocol import Entry, Registry
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.hivemind.daemon import plainly
 from diloco.transport.hivemind.identity import PeerRecord

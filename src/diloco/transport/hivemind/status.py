@@ -11,7 +11,7 @@ from typing import Any, cast
 import xxhash
 
 from diloco.events import Event, json_ready, to_record
-from diloco.protocol.faults import faults_message
+from diloco.protocol import faults_message
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["PeerStatus"]

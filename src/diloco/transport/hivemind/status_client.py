@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol.faults import read_faults
-from diloco.protocol.fields import GREATEST, MOST_RANK
+from diloco.protocol import GREATEST, MOST_RANK, read_faults
 from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_config import Admission, NodePlace

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol.fields import Fields
-from diloco.protocol.registry import Entry, Registry, difference, entries_message, entries_of
+from diloco.protocol import Entry, Fields, Registry, difference, entries_message, entries_of
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, Streams, pack, read_frame, within
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams

@@ -11,12 +11,10 @@ from itertools import chain
 from numbers import Real
 from typing import Any, Literal, Self, get_args
 
-from diloco.algorithm.numbers import check_choice, check_whole
+from diloco.algorithm import check_choice, check_whole
 from diloco.errors import ConfigurationError, RendezvousError, nearest
-from diloco.membership.quorum import Policy
-from diloco.protocol.registry import Entry
-from diloco.protocol.rules import Policies, Rules
-from diloco.protocol.signing import SECRET_BYTES
+from diloco.membership import Policy
+from diloco.protocol import SECRET_BYTES, Entry, Policies, Rules
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport

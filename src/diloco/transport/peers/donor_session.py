@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import Fields
+from diloco.protocol import Fields
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe

@@ -15,11 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution
-from diloco.algorithm.clipping import LARGEST_MEAN
-from diloco.algorithm.codec.base import largest_magnitude
-from diloco.algorithm.exchange import Exchange
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, Residual, ValueRange, collected, encode_mean, overlap
+from diloco.algorithm import (
+    LARGEST_MEAN,
+    PLAIN_MEAN,
+    Contribution,
+    Exchange,
+    Residual,
+    ValueRange,
+    collected,
+    encode_mean,
+    largest_magnitude,
+    overlap,
+)
 from diloco.errors import CodecError
 from diloco.transport.peers.round_messages import RoundMessages
 

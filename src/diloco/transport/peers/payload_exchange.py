@@ -14,16 +14,23 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Mean, combined, mean_of_buffers
-from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
-from diloco.algorithm.codec.base import divisor
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.mean_encoding import ValueRange
-from diloco.algorithm.memory import empty
-from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
+from diloco.algorithm import (
+    Mean,
+    ValueRange,
+    check_mean,
+    combined,
+    digest_tensors,
+    divisor,
+    empty,
+    mean_of_buffers,
+    sampled_ranges,
+    scale_factors,
+    spread,
+    spread_terms,
+    vector_norm,
+)
 from diloco.errors import CodecError, TransportError
-from diloco.protocol.actions import GiveVerdict, StartExchange
-from diloco.protocol.events import Computed, Event, ExchangeEnded
+from diloco.protocol import Computed, Event, ExchangeEnded, GiveVerdict, StartExchange
 from diloco.transport.peers.mean_exchange import MeanExchange
 from diloco.transport.peers.payload_links import Links
 from diloco.transport.peers.round_messages import RoundMessages

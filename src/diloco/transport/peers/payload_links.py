@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from diloco.algorithm.averaging import Contribution
-from diloco.algorithm.shards import UNKNOWN_UPLINK, Uplink
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, Uplink
 from diloco.errors import TransportError
-from diloco.membership.view import View
-from diloco.protocol.rules import Policies, Rules
+from diloco.membership import View
+from diloco.protocol import Policies, Rules
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenLink
 from diloco.transport.connections.reliable_link import ReliableLink

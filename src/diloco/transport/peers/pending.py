@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
-from diloco.protocol.actions import Average
+from diloco.protocol import Average
 
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.codec import Codec
+from diloco.algorithm import Codec, RoundId
 from diloco.errors import TransportError
 from diloco.transport.connections.reliable_link import ReliableLink
 

@@ -11,17 +11,22 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError, RendezvousError, RoundVoidError, TransportError
-from diloco.membership.reports import NextView
-from diloco.membership.view import View
-from diloco.protocol import actions, events
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.fields import Fields, MessageError
-from diloco.protocol.machine import Machine
-from diloco.protocol.messages import facts_message
-from diloco.protocol.registry import Entry, Registry
-from diloco.protocol.rules import Policies, Rules
+from diloco.membership import NextView, View
+from diloco.protocol import (
+    Entry,
+    Fields,
+    Machine,
+    MessageError,
+    Policies,
+    Registry,
+    Rules,
+    Timing,
+    actions,
+    events,
+    facts_message,
+)
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import OpenLink

@@ -17,9 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.membership.quorum import byzantine_quorum
-from diloco.protocol.registry import Entry
-from diloco.protocol.rules import Rules
+from diloco.membership import byzantine_quorum
+from diloco.protocol import Entry, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.connection_manager import ConnectionManager

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm import largest_magnitude
 from diloco.errors import CheckpointError, TransportError
 from diloco.state_tree import JSON, flatten, unflatten
 

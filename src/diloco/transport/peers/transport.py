@@ -8,19 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import Event
-from diloco.membership.grace import Grace
-from diloco.membership.view import View
-from diloco.protocol import events
-from diloco.protocol.actions import Average
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.faults import Faults
-from diloco.protocol.machine import Answer
-from diloco.protocol.messages import next_view, speed_message
-from diloco.protocol.registry import Entry, Registry
-from diloco.protocol.rules import Policies, Rules
+from diloco.membership import Grace, View
+from diloco.protocol import (
+    Answer,
+    Average,
+    Entry,
+    Faults,
+    Policies,
+    Registry,
+    Rules,
+    Timing,
+    events,
+    next_view,
+    speed_message,
+)
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.opened_link import OpenLink

@@ -7,12 +7,10 @@ import errno
 import socket
 from dataclasses import dataclass, field
 
-from diloco.algorithm.numbers import check_replica
+from diloco.algorithm import check_replica
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership.bootstrap import BootstrapElection, LastViews
-from diloco.membership.view import View
-from diloco.protocol.failure_detector import Timing
-from diloco.protocol.registry import Entry, Registry
+from diloco.membership import BootstrapElection, LastViews, View
+from diloco.protocol import Entry, Registry, Timing
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.link_manager import LinkManager

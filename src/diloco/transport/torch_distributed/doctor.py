@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.protocol.fields import Fields
+from diloco.protocol import Fields
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.streams import pack, read_frame, within

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from diloco.algorithm.numbers import check_choice, check_replica
+from diloco.algorithm import check_choice, check_replica
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
 from diloco.transport.base import Transport

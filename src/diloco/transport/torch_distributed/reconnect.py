@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
-from diloco.membership.bootstrap import BootstrapElection, Candidate
-from diloco.membership.view import View
-from diloco.protocol.fields import Fields
-from diloco.protocol.messages import view_message, view_of
-from diloco.protocol.registry import Entry, Registry, entries_message, entries_of
+from diloco.membership import BootstrapElection, Candidate, View
+from diloco.protocol import Entry, Fields, Registry, entries_message, entries_of, view_message, view_of
 from diloco.transport.address import Address, parse_address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.opened_link import OpenLink

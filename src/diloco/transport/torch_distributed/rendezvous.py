@@ -15,8 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol.fields import Fields
-from diloco.protocol.registry import Entry, Registry, entries_message, entries_of
+from diloco.protocol import Entry, Fields, Registry, entries_message, entries_of
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
