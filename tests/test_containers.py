@@ -15,7 +15,7 @@ import pytest
 import tyro
 import yaml
 
-from diloco.cli import MISUSED, dht
+from diloco.cli import MISUSED, relay
 from diloco.config import RunPlan, parse_arguments, plan_run
 
 ROOT = Path(__file__).parent.parent
@@ -133,8 +133,8 @@ def test_every_container_is_given_what_it_understands(name: str, tmp_path: Path)
         places = [mount["mountPath"] for mount in [*container.get("volumeMounts", []), {"mountPath": "/identity"}]]
         for path in paths:
             assert path.startswith(("/ip4/", "/dns4/", *places)), f"nothing is mounted for {path}"
-        if arguments[:2] == ["diloco", "dht"]:
-            options = tyro.cli(dht.DhtOptions, args=arguments[2:])
+        if arguments[:2] == ["diloco", "relay"]:
+            options = tyro.cli(relay.RelayOptions, args=arguments[2:])
             assert options.listen == tuple(f"/ip4/0.0.0.0/tcp/{port}" for port in names.values())
             continue
         (tmp_path / "run.toml").write_text(next(iter(maps.values()))["run.toml"])

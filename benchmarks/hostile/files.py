@@ -67,11 +67,11 @@ def inspect(path: Path) -> list[str]:
     folder = path.parent / "step-00000001"
     folder.mkdir()
     path.rename(folder / "manifest.json")
-    return ["inspect", str(folder)]
+    return ["status", str(folder)]
 
 
 def secret(path: Path) -> list[str]:
-    return ["doctor", "127.0.0.1:1", "--secret-file", str(path), "--timeout-s", "0.5"]
+    return ["doctor", "127.0.0.1:1", "--secret-file", str(path), "--timeout", "500ms"]
 
 
 _LINE = b'{"text": "hello world, this is a line of text"}\n'

@@ -148,7 +148,7 @@ def _frame(data: bytes) -> object:
 
 
 def _row(answer: dict[str, Any]) -> object:
-    from diloco.cli.peers import row
+    from diloco.cli.status import row
 
     cells = row(PeerReport("Qm", 3, status_of(answer)), "no answer")
     assert all(cell.isprintable() for cell in cells), "escapes"

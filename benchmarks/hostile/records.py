@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.doors import memory_bytes
-from diloco.cli.peers import row
+from diloco.cli.status import row
 from diloco.protocol import json_object
 from diloco.transport import Admission, PeerRecord, PeerReport, SwarmTable, new_secret, status_of
 
@@ -29,7 +29,7 @@ def reading(name: str, read: Callable[[], Any], before: str = "", who: str = "st
         try:
             with contextlib.suppress(ValueError):
                 shown = str(read())
-        except Exception:  # would end a joiner or `diloco peers`
+        except Exception:  # would end a joiner or `diloco status`
             ended = 1
         return Outcome(
             ended=ended,
@@ -74,7 +74,7 @@ def table(**fields: Any) -> Callable[[], Any]:
     return lambda: SwarmTable.from_message(json_object(json.dumps(whole | fields).encode()))
 
 
-_BEFORE = "a joiner and `diloco peers` end"
+_BEFORE = "a joiner and `diloco status` end"
 ATTACKS = [
     reading("a record with 1e400", raw(b'{"number": 1e400}'), _BEFORE),
     reading("a record 3,000 levels deep", raw(b'{"number": ' + b"[" * 1900 + b"]" * 1900 + b"}"), _BEFORE),
@@ -87,11 +87,11 @@ ATTACKS = [
     reading("a record with addresses that are none", record(addresses=[1, []])),
     reading("a forged record, with a secret", forged, "the secret doesn't cover the DHT"),
     reading("a status with escapes", status(state="\x1b]0;owned\x07\x1b[2J"), "escapes printed", "member"),
-    reading("a status with sent_bytes 'x'", status(sent_bytes="x"), "`diloco peers` raises", "member"),
-    reading("a status with a speed that is a list", status(tokens_per_s=[]), "`diloco peers` raises", "member"),
+    reading("a status with sent_bytes 'x'", status(sent_bytes="x"), "`diloco status` raises", "member"),
+    reading("a status with a speed that is a list", status(tokens_per_s=[]), "`diloco status` raises", "member"),
     reading("a status with 1e300 bytes", status(sent_bytes=1e300), "", "member"),
-    reading("a status with an integer of 400 digits", status(step=10**400), "`diloco peers` raises", "member"),
-    reading("a status with members that are none", status(members={"a": 1}), "`diloco peers` raises", "member"),
+    reading("a status with an integer of 400 digits", status(step=10**400), "`diloco status` raises", "member"),
+    reading("a status with members that are none", status(members={"a": 1}), "`diloco status` raises", "member"),
     reading("a status of 60 kB", status(state="x" * 60_000), "printed whole", "member"),
     reading("a table with the number 2^40", table(members=[1 << 40]), "they throw each other out", "member"),
     reading("a table without members", table(members=[]), "", "member"),

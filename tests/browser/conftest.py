@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,42 +28,20 @@ def until(page: Any, expression: str) -> None:
 
 
 class Watch:
-    """A running `diloco watch` server.
-
-    Args:
-        arguments: the arguments of the command.
-    """
+    """A running `diloco watch` server with these arguments."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "diloco", "watch", *map(str, arguments)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self._said: list[str] = []
-        self._tells = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="what diloco watch says", daemon=True)
-        self._listener.start()
-        assert self._tells.wait(LIMIT_S), f"it printed no address in time: {self._said}"
-
-    @property
-    def address(self) -> str:
-        """The address for the next browser; each opens the page in one of them."""
-        return str(re.findall(r"http://\S+", "".join(self._said))[-1])
-
-    def _listen(self) -> None:
-        """Wait until it has ended."""
         assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._said.append(line)
-                if "http://" in line:
-                    self._tells.set()
-        self._tells.set()
+        said = self._process.stdout.readline()
+        self.address = re.findall(r"http://\S+", said)[0]
 
     def end(self) -> None:
         """Interrupt it as Ctrl-C does."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        self._process.wait(LIMIT_S)
-        self._listener.join(LIMIT_S)
+        self._process.communicate(timeout=LIMIT_S)
 
 
 class Pages:
