@@ -95,11 +95,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"transport.name": "hivemind", "swarm.run": "m", "swarm.straggler": "skip", "swarm.join_window_s": 3.9},
         "join_window_s must be at least 4 s with transport.heartbeat_s=2, got 3.9",
     ),
-    (
-        {"transport.name": "hivemind", "swarm.run": "m", "swarm.straggler": "grace", "swarm.join_window_s": 3.9},
-        "join_window_s must be at least 4 s with transport.heartbeat_s=2, got 3.9",
-    ),
-    ({"swarm.straggler": "grace"}, "straggler='grace' can't be used with .*Use --transport hivemind"),
     ({"swarm.dynamic_steps": True}, "dynamic_steps=true can't be used with .*Use --transport hivemind"),
     (
         {"swarm.dynamic_steps": True, "transport.name": "torch"},

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm import RoundId
-from diloco.membership import SHARE, NextView
+from diloco.membership import NextView
 from diloco.protocol import speed_message, speed_of
 from diloco.transport import PeerTransport
-from tests.transport.contract import contribution
 from tests.transport.wires import Wires, at_once
 
 LIMIT_S = 60.0
@@ -74,25 +72,3 @@ def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
     assert "replica 1" in first.reason
     assert "steps_per_s" in first.reason
     assert first.speeds() == {}
-
-
-def test_who_is_behind_a_quorum_hears_how_much_time_is_left_until_it_has_contributed(wires: Wires) -> None:
-    first, second, third = transports = wires.meet(3, continue_without_lost=True)
-    first.announce_speed(0.001)
-    hear_each_other(transports, "told")
-    assert third.speeds() == {0: 0.001}
-    pending = [first.average(contribution(0))]
-    hear_each_other(transports, "one has contributed")
-    assert third.missing(RoundId(0, 0)) == (1, 2)
-    assert third.time_left_s(2) is None, "one of three may be faulty"
-    pending.append(second.average(contribution(1)))
-    hear_each_other(transports, "two have contributed")
-    assert third.missing(RoundId(0, 0)) == (2,)
-    left_s = third.time_left_s(2)
-    assert left_s is not None
-    assert 1700 < left_s <= SHARE * 2000
-    assert third.time_left_s(0) == 0
-    assert first.time_left_s(2) is None
-    pending.append(third.average(contribution(2)))
-    assert [each.wait().contributors for each in pending] == [(0, 1, 2)] * 3
-    assert [each.time_left_s(2) for each in transports] == [None] * 3
