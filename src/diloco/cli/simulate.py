@@ -34,7 +34,7 @@ Examples:
 
 
 _CLIPPING = (
-    "Send every payload to every replica, as when contributions are clipped (outer.max_norm, outer.median_norm_factor) "
+    "Send every payload to every replica, as when contributions are clipped (outer.max_norm) "
     "or outer.average is not the mean."
 )
 _ASSUME = (

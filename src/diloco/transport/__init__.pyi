@@ -30,7 +30,6 @@ from .connections.path import PathSample as PathSample
 from .connections.payload_connection import PayloadConnection as PayloadConnection
 from .connections.reliable_link import ReliableLink as ReliableLink
 from .connections.send_scheduler import SendScheduler as SendScheduler
-from .connections.streams import ASKS as ASKS
 from .connections.streams import MAX_BLOB_BYTES as MAX_BLOB_BYTES
 from .connections.streams import MAX_JSON_BYTES as MAX_JSON_BYTES
 from .connections.streams import PROTOCOL as PROTOCOL
@@ -41,7 +40,6 @@ from .connections.streams import pack as pack
 from .connections.streams import read_frame as read_frame
 from .connections.streams import unpack_head as unpack_head
 from .connections.streams import within as within
-from .connections.tcp_streams import NONCE_BYTES as NONCE_BYTES
 from .connections.tcp_streams import TcpStreams as TcpStreams
 from .hivemind.connect import connect_swarm as connect_swarm
 from .hivemind.direct_streams import DirectStreams as DirectStreams
@@ -50,7 +48,6 @@ from .hivemind.identity import MAX_RECORD_BYTES as MAX_RECORD_BYTES
 from .hivemind.identity import PeerRecord as PeerRecord
 from .hivemind.identity import load_identity as load_identity
 from .hivemind.identity import number_of as number_of
-from .hivemind.identity import owner_of as owner_of
 from .hivemind.library import connect_peer as connect_peer
 from .hivemind.library import run_peer as run_peer
 from .hivemind.node import Node as Node
@@ -111,10 +108,8 @@ from .peers.state_wire import describe as describe
 from .peers.transport import PeerTransport as PeerTransport
 from .replica_group import ReplicaGroup as ReplicaGroup
 from .replica_group import open_replica_group as open_replica_group
-from .secret import PROOF_BYTES as PROOF_BYTES
 from .secret import TurnedAwayError as TurnedAwayError
 from .secret import check_secret as check_secret
-from .secret import is_proof as is_proof
 from .secret import new_secret as new_secret
 from .secret import proof as proof
 from .secret import read_secret as read_secret
