@@ -56,7 +56,6 @@ from .messages import facts_message as facts_message
 from .messages import next_view as next_view
 from .messages import read as read
 from .messages import speed_message as speed_message
-from .messages import speed_of as speed_of
 from .messages import view_message as view_message
 from .messages import view_of as view_of
 from .misbehaviour import Misbehaviour as Misbehaviour
