@@ -141,7 +141,7 @@ def _left_out(made: Plan, site: Site) -> list[str]:
     more = clipped_bytes(site, chosen) / max(1.0, chosen.sent_bytes_per_step)
     if more > 1:
         words.append(
-            "Contributions are not clipped. With outer.max_norm, outer.median_norm_factor or an outer.average other "
+            "Contributions are not clipped. With outer.max_norm or an outer.average other "
             f"than the mean, every payload goes to every replica, and {more:.1f} times as many bytes are sent."
         )
     return words

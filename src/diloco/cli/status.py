@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from diloco.checkpoint import Checkpoint
     from diloco.transport import PeerReport, StatusClient
 
-__all__ = ["open_client", "row", "run"]
+__all__ = ["open_client", "run"]
 
 DESCRIPTION = """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
 
@@ -187,10 +187,10 @@ def _table(reports: Sequence[PeerReport]) -> str:
     from diloco.transport import absence
 
     names = ["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"]
-    return columns(names, [row(each, absence(each, reports)) for each in reports])
+    return columns(names, [_row(each, absence(each, reports)) for each in reports])
 
 
-def row(peer: PeerReport, absent: str) -> list[str]:
+def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
     if not status:
         return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
