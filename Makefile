@@ -34,11 +34,11 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-browser: $(STAMP) ## install a browser if there is none, test the page of diloco watch in it, and take the screenshots of docs/watch.md
+test-browser: $(STAMP) ## install a browser if there is none, and test the page of diloco watch in it
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[browser]'
-	DILOCO_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 check: $(STAMP) ## run the linter, the formatter and the type checker
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ def test_header(tmp_path: Path) -> None:
     begin = started(total_steps=100, tokens_per_step=8, data_parallel_bytes_per_step=100_000)
     steps = [step(number, tokens=8 * number) for number in range(1, 11)]
     header = shown(write(tmp_path, [begin, *steps, evaluated(10, 2.5), committed(0, 0, 0)]))[0]["header"]
-    expected = {"state": "running", "step": 10, "total_steps": 100, "tokens": 80, "tokens_per_s": 16, "left_s": 90,
+    expected = {"state": "running", "step": 10, "total_steps": 100, "tokens": 80, "tokens_per_s": 16, "left_s": 45,
                 "heldout_loss": 2.5, "best_heldout_loss": 2.5, "data_parallel_bytes": 1_000_000, "merged": 1, "void": 0,
                 "mfu": None, "sent_bytes": 10_000}  # fmt: skip
     assert {name: header[name] for name in expected} == expected

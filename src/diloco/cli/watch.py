@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 
 from diloco.cli.status import open_client
 from diloco.config import parse_options
-from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.errors import ConfigurationError
 from diloco.units import parse_duration_s
 from diloco.watch import LOOPBACK, FollowedFolder, FollowedSwarm, PageServer, export_page, page_data, plotly_script
 
@@ -100,8 +100,8 @@ async def _follow(
             if swarm and client and not more:
                 try:
                     swarm.take(await client.ask(swarm.since), time.time())
-                except (DiLoCoError, OSError, TimeoutError) as error:  # the next query may succeed
-                    swarm.run.problems = [f"The swarm could not be queried: {error}"]
+                except Exception as error:  # also one that a peer's answer reveals; the next query may succeed
+                    swarm.run.problems = [f"The swarm could not be queried: {type(error).__name__}: {error}"]
             if server:
                 server.show(page_data(watched, time.time()))
             if not more and not server:

@@ -5,13 +5,13 @@ Neither is trusted: a record that does not fit the declaration of its event in `
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -78,19 +78,6 @@ def _is_bounded(name: str, value: Any) -> bool:
     return True
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: also for a pipe or a device, from which reading may never end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
 class Tail:
     """Reads a ``metrics.jsonl`` from its start to its current end while it may still be written.
 
@@ -111,7 +98,9 @@ class Tail:
         An incomplete line at the end is left for the next `read`, unless it is longer than ``max_bytes``.
         """
         try:
-            with open_file(self.path) as file:
+            if self.path.exists() and not self.path.is_file():  # such as a pipe, from which reading may never end
+                raise OSError("it is not a regular file")
+            with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if self._offset and (status.st_ino != self._file_id or status.st_size < self._offset):
                     return None
@@ -146,10 +135,8 @@ class FollowedFolder:
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
             raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
-        if not (folder / _METRICS).exists() and not (folder / "config.toml").exists():
-            raise ConfigurationError(
-                f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run."
-            )
+        if not any((folder / name).exists() for name in (_METRICS, "config.toml")):
+            raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
         self._tails: dict[str, Tail] = {}
         self.run = Watched(folder.resolve().name, str(folder))
@@ -196,12 +183,10 @@ class FollowedFolder:
 def _settings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value as text) of a TOML file; nothing if it can't be read."""
     tables: list[tuple[str, Mapping[str, Any]]] = []
-    try:
-        with open_file(path) as file:
-            tables.append(("", tomllib.loads(file.read(_MAX_SETTINGS).decode())))
-    except (OSError, ValueError, RecursionError):
-        pass
-    for prefix, table in tables:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size < _MAX_SETTINGS:
+            tables.append(("", tomllib.loads(path.read_text("utf-8"))))
+    for prefix, table in tables:  # which grows
         for key, value in table.items():
             if isinstance(value, dict):
                 tables.append((f"{prefix}{key}.", value))

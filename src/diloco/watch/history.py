@@ -211,10 +211,8 @@ class ProcessHistory:
     def _stepped(self, event: events.StepFinished, record: Record) -> None:
         before, norm = self.last, event.gradient_norm
         tokens = event.tokens - before.tokens if before and event.tokens and before.tokens else 0
-        steps = event.step - before.step if before else 1
-        if tokens <= 0 or steps <= 0:  # the first step, also after a resumption
-            tokens, steps = self.started.tokens_per_step if self.started else 0, 1
-        tokens_per_s = tokens / steps / event.step_s if tokens and event.step_s > 0 else None
+        seconds = (event.step - before.step) * event.step_s if before else 0.0
+        tokens_per_s = tokens / seconds if tokens > 0 and seconds > 0 else None
         self.last, self.fetched = event, None
         if not math.isfinite(event.loss) or not (norm is None or math.isfinite(norm)):
             self.diverged = record

@@ -78,7 +78,7 @@ def _header(history: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "replicas": len(history.expected) or None,
         "tokens": last.tokens if last else None,
         "elapsed_s": process.elapsed_s if last else None,
-        "left_s": _left_s(rows, (started.total_steps if started else 0) - step),
+        "left_s": process.step_s * max(0, started.total_steps - step) if started and process.step_s else None,
         "tokens_per_s": recent.get("tokens_per_s"),
         "compute_utilization": last.compute_utilization if last else None,
         "mfu": recent.get("mfu"),
@@ -102,15 +102,6 @@ def _state(process: ProcessHistory, *, is_silent: bool = False) -> str:
     if is_silent or not process.reported:
         return "silent" if is_silent else "not started"
     return "joining" if process.fetched else "running"
-
-
-def _left_s(rows: Sequence[Sequence[float | None]], steps_left: int) -> float | None:
-    """Return the seconds left at the speed of the last quarter of the curve, pauses included; None if it is unknown."""
-    if steps_left <= 0 or len(rows) < 2:
-        return None
-    before, last = rows[-max(2, len(rows) // 4)], rows[-1]
-    steps, seconds = (last[0] or 0) - (before[0] or 0), (last[2] or 0) - (before[2] or 0)
-    return round(steps_left * seconds / steps, 1) if steps > 0 and seconds > 0 else None
 
 
 def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:

@@ -30,29 +30,17 @@ MAX_THREADS = 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 
 # plotly.js adds inline styles to the page, and exports images of curves through blob: and data: URLs
+POLICY = (
+    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
 HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-_STYLE = '<link rel="stylesheet" href="watch.css">'
-_SCRIPTS = """<script src="watch.js" defer></script>
-<script src="plotly.js" id="plotly" defer></script>"""
-_EXPORTED = (
-    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
-    "form-action 'none'"
-)
-
-
-def _part(name: str) -> str:
-    return (files("diloco.watch") / "page" / name).read_text(encoding="utf-8")
 
 
 def plotly_script() -> Path:
@@ -74,19 +62,24 @@ def plotly_script() -> Path:
 def export_page(data: bytes) -> str:
     """Return the page with ``data`` in it, a result of `diloco.watch.page_data`, as one HTML file that loads nothing.
 
+    Without data, the page asks the server that has sent it.
+
     >>> page = export_page(b'{"runs": [{"name": "</script><script>alert(1)</script>"}]}')
     >>> "</script><script>alert" in page
     False
     """
+    html, style, script = (
+        (files("diloco.watch") / "page" / f"watch.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
+    )
+    scripts = [script, plotly_script().read_text("utf-8").replace("</script", "<\\/script")]
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
+    policy = POLICY.format(hashes=" ".join(f"'sha256-{each}'" for each in hashes))
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>'
     # without "<", no text in the data, such as a sample, can end the element that holds it
     text = data.decode().replace("<", "\\u003c")
-    scripts = [plotly_script().read_text(encoding="utf-8").replace("</script", "<\\/script"), _part("watch.js")]
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    policy = _EXPORTED.format(hashes=" ".join(f"'sha256-{each}'" for each in hashes))
-    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{_part("watch.css")}</style>'
-    body = "".join(f"<script>{script}</script>\n" for script in scripts)
-    html = _part("watch.html").replace(_STYLE, head)
-    return html.replace(_SCRIPTS, f'<script type="application/json" id="data">{text}</script>\n{body}')
+    body = f'<script type="application/json" id="data">{text}</script>\n' if data else ""
+    body += "".join(f"<script>{each}</script>\n" for each in scripts)
+    return html.replace("<!-- head -->", head).replace("<!-- scripts -->", body)
 
 
 class PageServer(ThreadingTCPServer):
@@ -114,12 +107,8 @@ class PageServer(ThreadingTCPServer):
         self.token = secrets.token_urlsafe(16)
         """The token of the next visitor, which counts once: it is exchanged for a cookie."""
         self.cookie = f"diloco-watch-{self.port}"  # with the port, since browsers send cookies to all ports
-        self.files = {
-            "/": (_part("watch.html").encode(), "text/html; charset=utf-8"),
-            "/watch.js": (_part("watch.js").encode(), "text/javascript"),
-            "/watch.css": (_part("watch.css").encode(), "text/css"),
-            "/plotly.js": (plotly_script().read_bytes(), "text/javascript"),
-        }
+        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its digest
+        self._put("/", "text/html; charset=utf-8", export_page(b"").encode())
         self._on_used = on_used
         self._cookies: deque[str] = deque(maxlen=MAX_COOKIES)
         self._lock = threading.Lock()
@@ -135,7 +124,10 @@ class PageServer(ThreadingTCPServer):
 
     def show(self, data: bytes) -> None:
         """Replace the content of the page by ``data``, a result of `diloco.watch.page_data`."""
-        self.content = gzip.compress(data, 1, mtime=0), hashlib.sha256(data).hexdigest()
+        self._put("/data.json", "application/json", data)
+
+    def _put(self, path: str, kind: str, content: bytes) -> None:
+        self.content[path] = kind, gzip.compress(content, 1, mtime=0), hashlib.sha256(content).hexdigest()
 
     def admits(self, cookie: str) -> bool:
         """Return whether a visitor has this cookie."""
@@ -190,16 +182,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
 
     def _show(self, path: str) -> None:
-        data, tag = self.server.content
-        if path in self.server.files:
-            body, kind = self.server.files[path]
-            self._send(200, body, Content_Type=kind)
-        elif path != "/data.json":
+        kind, content, digest = self.server.content.get(path, ("", b"", ""))
+        if not kind:
             self._send(404, b"There is no such page.")
-        elif self.headers.get("If-None-Match") == tag:
+        elif self.headers.get("If-None-Match") == digest:
             self._send(304)
         else:
-            self._send(200, data, Content_Type="application/json", Content_Encoding="gzip", ETag=tag)
+            self._send(200, content, Content_Type=kind, Content_Encoding="gzip", ETag=digest)
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)

@@ -445,9 +445,9 @@ function start() {
   $("grid").addEventListener("focusin", (event) => pointAt(event.target));
   $("grid").addEventListener("keydown", moveInGrid);
   document.addEventListener("DOMContentLoaded", changed);  // plotly is loaded by then
-  const held = $("data");
-  if (held) {
-    state.data = JSON.parse(held.textContent);
+  const exported = $("data");
+  if (exported) {
+    state.data = JSON.parse(exported.textContent);
     fill($("live"), `as of ${new Date(1000 * state.data.made_s).toLocaleString()}`);
   } else follow();
   applyTheme();
