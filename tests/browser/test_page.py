@@ -1,13 +1,16 @@
-"""The page of `diloco watch` in a real browser."""
+"""The page of `diloco watch` in a real browser, if one is installed. `make test-browser` installs it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,12 +19,97 @@ import pytest
 
 from diloco import events
 from diloco.events import Event
-from tests.browser.conftest import Pages, until
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 from tests.watch.runs import write
 
+LIMIT_S = 300.0
+"""A time-out far above the usual times, for busy machines."""
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><a href='https://evil.example'>b</a>"
 LOSS = "document.querySelector('#figure-loss .plot')"
+LIVE = "document.querySelector('#live').textContent"
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until ``expression`` is true on the page. Playwright's own waiting needs `eval`, which the page forbids."""
+    until_s = time.monotonic() + LIMIT_S
+    while not page.evaluate(expression):
+        assert time.monotonic() < until_s, expression
+        page.wait_for_timeout(50)
+
+
+@contextlib.contextmanager
+def watching(*arguments: object) -> Iterator[str]:
+    """Run `diloco watch`, and yield the address that it prints."""
+    command = [sys.executable, "-m", "diloco", "watch", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        yield re.findall(r"http://\S+", process.stdout.readline())[0]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+
+
+class Pages:
+    """Opens pages, and records their errors and network requests."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+
+    def close(self) -> None:
+        for context in self._browser.contexts:
+            context.close()
+
+    def open(self, address: str, width: int = 1200) -> Any:
+        """Open a page, and wait until it shows figures and curves."""
+        page = self._browser.new_context(viewport={"width": width, "height": 900}, color_scheme="light").new_page()
+        page.set_default_timeout(1_000 * LIMIT_S)
+        page.on("console", lambda message: self.errors.append(message.text))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("dialog", lambda dialog: self.errors.append(f"a dialog: {dialog.message}"))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("#numbers dd")
+        until(page, f"{LOSS}.textContent !== ''")
+        return page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start an installed Chromium with playwright, without playwright's own downloads."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="`make test-browser` installs playwright")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium was found; `make test-browser` installs one")
+    with playwright.sync_playwright() as running:
+        launched = running.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def pages(browser: Any) -> Iterator[Pages]:
+    """The pages of one test, which fails if a page logged an error."""
+    pages = Pages(browser)
+    yield pages
+    # plotly reports labels whose width changes during layout
+    assert [error for error in pages.errors if "auto-margin redraws" not in error] == []
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(pages: Pages) -> Iterator[Open]:
+    """A function that opens the page of run folders."""
+    with contextlib.ExitStack() as stack:
+
+        def opens(*folders: Path, width: int = 1200) -> Any:
+            address = stack.enter_context(watching(*folders, "--every", "100ms", "--port", "0"))
+            return pages.open(address, width)
+
+        yield opens
+        pages.close()  # before the server ends
 
 
 def run_of(steps: int = 40, *, loss: float = 3.0) -> Iterable[Event]:
@@ -41,13 +129,8 @@ def run_of(steps: int = 40, *, loss: float = 3.0) -> Iterable[Event]:
     yield evaluated(steps, loss)
 
 
-def recent(folder: Path, told: Iterable[Event], **fields: Any) -> Path:
-    return write(folder, told, end_s=time.time(), **fields)
-
-
-def opened(pages: Pages, watch: Any, *folders: Path, **how: Any) -> Any:
-    """Open the page of these folders."""
-    return pages.open(watch(*folders, "--every", "100ms", "--port", "0").address, **how)
+def recent(folder: Path, told: Iterable[Event]) -> Path:
+    return write(folder, told, end_s=time.time())
 
 
 def number(page: Any, name: str) -> str:
@@ -56,9 +139,9 @@ def number(page: Any, name: str) -> str:
     return str(tile.locator("dd").inner_text()).split("\n")[0]
 
 
-def test_run_is_shown_live_until_it_ends(tmp_path: Path, pages: Pages, watch: Any) -> None:
+def test_run_is_shown_live_until_it_ends(tmp_path: Path, pages: Pages, opened: Open) -> None:
     folder = recent(tmp_path / "mine", run_of(40))
-    page = opened(pages, watch, folder)
+    page = opened(folder)
     assert (page.locator("#live").inner_text(), number(page, "Step")) == ("live", "40")
     recent(folder, [step(number, 1.0) for number in range(41, 51)])
     until(page, f"{LOSS}.data[0].x.length === 50")
@@ -68,17 +151,17 @@ def test_run_is_shown_live_until_it_ends(tmp_path: Path, pages: Pages, watch: An
     assert sites == {urlsplit(page.url).netloc}
 
 
-def test_page_reconnects_to_a_restarted_server(tmp_path: Path, pages: Pages, watch: Any) -> None:
+def test_page_reconnects_to_a_restarted_server(tmp_path: Path, pages: Pages) -> None:
     folder = recent(tmp_path / "mine", run_of(10))
-    first = watch(folder, "--port", "0")
-    page = pages.open(first.address)
-    first.end()
-    until(page, "document.querySelector('#live').textContent.startsWith('Connection lost')")
-    second = watch(folder, "--port", urlsplit(first.address).port)
-    until(page, "document.querySelector('#live').textContent.includes('Open the address')")
-    page.context.new_page().goto(second.address)
-    until(page, "document.querySelector('#live').textContent === 'live'")
-    pages.complaints.clear()  # the browser's messages about the lost connection
+    with watching(folder, "--port", "0") as address:
+        page = pages.open(address)
+    until(page, f"{LIVE}.startsWith('Connection lost')")
+    with watching(folder, "--port", urlsplit(address).port) as address:
+        until(page, f"{LIVE}.includes('Open the address')")
+        page.context.new_page().goto(address)
+        until(page, f"{LIVE} === 'live'")
+        pages.close()
+    pages.errors.clear()  # the browser's messages about the lost connection
 
 
 def test_exported_page_opens_from_disk_and_loads_nothing(tmp_path: Path, pages: Pages) -> None:
@@ -91,18 +174,19 @@ def test_exported_page_opens_from_disk_and_loads_nothing(tmp_path: Path, pages: 
     page.locator("#outer-details summary").click()
     until(page, "document.querySelectorAll('#outer .plot .scatterlayer').length === 1")  # only the gain is reported
     assert [address for address in pages.requests if not address.startswith(("file:", "data:", "blob:"))] == []
+    pages.close()
 
 
-def test_what_has_no_data_is_hidden(tmp_path: Path, pages: Pages, watch: Any) -> None:
-    page = opened(pages, watch, recent(tmp_path / "mine", [started(facts={}), step(1)]))
+def test_what_has_no_data_is_hidden(tmp_path: Path, opened: Open) -> None:
+    page = opened(recent(tmp_path / "mine", [started(facts={}), step(1)]))
     visible = [heading.inner_text() for heading in page.locator("h2").all() if heading.is_visible()]
     assert visible == ["Status", "Alerts", "Curves", "Peers"]
     assert "No data" not in page.locator("main").inner_text()
     assert not page.locator("#figure-mfu").is_visible()
 
 
-def test_mouse_and_keyboard_reach_curves_and_rounds(tmp_path: Path, pages: Pages, watch: Any) -> None:
-    page = opened(pages, watch, recent(tmp_path / "mine", run_of()))
+def test_mouse_and_keyboard_reach_curves_and_rounds(tmp_path: Path, opened: Open) -> None:
+    page = opened(recent(tmp_path / "mine", run_of()))
     page.locator("#figure-loss .nsewdrag").hover()
     page.wait_for_selector("#figure-loss .hoverlayer .legend")
     assert "mine training" in page.locator("#figure-loss .hoverlayer").text_content()
@@ -138,11 +222,11 @@ CONTRAST = """() => {
 }"""
 
 
-def test_headings_names_and_contrast(tmp_path: Path, pages: Pages, watch: Any) -> None:
+def test_headings_names_and_contrast(tmp_path: Path, opened: Open) -> None:
     """The contrast is at least 4.5 (WCAG 2.2, 1.4.3), with alerts of both levels and every kind of peer on the page."""
     told = [*run_of(), step(41, float("nan")), *(sent(m, 0, 5, digest="ab"[m]) for m in (0, 1))]
     told += [committed(0, 1, outer_step, contributors=(0,), step=42) for outer_step in (5, 6, 7)]
-    page = opened(pages, watch, recent(tmp_path / "mine", told))
+    page = opened(recent(tmp_path / "mine", told))
     assert page.locator("#alerts li").count() >= 3
     levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((h) => Number(h.tagName[1]))")
     assert levels[0] == 1
@@ -157,15 +241,7 @@ def test_headings_names_and_contrast(tmp_path: Path, pages: Pages, watch: Any) -
         assert page.evaluate(CONTRAST) == []
 
 
-def test_narrow_screen(tmp_path: Path, pages: Pages, watch: Any) -> None:
-    folders = [recent(tmp_path / name, run_of()) for name in ("a-name-that-is-quite-long-for-a-narrow-screen", "b")]
-    page = opened(pages, watch, *folders, width=400)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
-    assert page.locator("#figure-loss .plot").bounding_box()["width"] > 300
-    assert page.locator("#peers-section").get_by_text("This table scrolls sideways.").is_visible()
-
-
-def test_what_strangers_write_is_shown_as_text(tmp_path: Path, pages: Pages, watch: Any) -> None:
+def test_what_strangers_write_is_shown_as_text(tmp_path: Path, opened: Open) -> None:
     """Markup stays text in names of runs, samples, reasons, notes, facts, settings and curves."""
     told = [
         started(total_steps=100, algorithm=HOSTILE, facts={HOSTILE: HOSTILE, "__proto__": HOSTILE}),
@@ -178,7 +254,7 @@ def test_what_strangers_write_is_shown_as_text(tmp_path: Path, pages: Pages, wat
     folders = [recent(tmp_path / name, told) for name in (HOSTILE.replace("/", "-"), "other")]
     for folder, value in zip(folders, ("<b>1</b>", "<b>2</b>"), strict=True):
         (folder / "config.toml").write_text(f'"<b>key</b>" = "{value}"\n')
-    page = opened(pages, watch, *folders)
+    page = opened(*folders)
     page.locator("#figure-loss .nsewdrag").hover()
     page.wait_for_selector("#figure-loss .hoverlayer .legend")
     assert "<img src=x" in page.locator("#figure-loss .hoverlayer").text_content()
@@ -191,27 +267,27 @@ def test_what_strangers_write_is_shown_as_text(tmp_path: Path, pages: Pages, wat
     assert "<b>1</b>" in page.locator("#settings").inner_text()
 
 
-@pytest.mark.parametrize(("first", "second"), [(range(1, 9), range(500, 509)), (range(1, 601), range(8000, 8601))])
-def test_no_line_or_band_is_drawn_across_a_gap(
-    tmp_path: Path, pages: Pages, watch: Any, first: range, second: range
-) -> None:
-    told = [started(total_steps=9000), *(step(number, 2.0) for number in (*first, *second))]
-    page = opened(pages, watch, recent(tmp_path / "mine", told))
-    lines = page.evaluate(f"{LOSS}.data.filter((trace) => trace.name).map((trace) => trace.y)")
-    assert [value for value, _ in itertools.groupby(lines[0])] == [2, None, 2]
+def test_no_line_or_band_is_drawn_across_a_gap(tmp_path: Path, opened: Open) -> None:
+    told = [started(total_steps=9000), *(step(number, 2.0) for number in (*range(1, 601), *range(8000, 8601)))]
+    page = opened(recent(tmp_path / "mine", told))
+    (line,) = page.evaluate(f"{LOSS}.data.filter((trace) => trace.name).map((trace) => trace.y)")
+    assert [value for value, _ in itertools.groupby(line)] == [2, None, 2]
     bands = page.evaluate(f"{LOSS}.data.filter((trace) => trace.fill).map((trace) => trace.x)")
-    assert all(band[-1] - band[0] < 601 for band in bands)
-    assert len(bands) == (2 if len(first) > 512 else 0)
+    assert [500 < band[-1] - band[0] < 601 for band in bands] == [True, True]
 
 
-def test_two_runs_are_compared(tmp_path: Path, pages: Pages, watch: Any) -> None:
-    folders = [recent(tmp_path / "a", run_of(40)), recent(tmp_path / "b", run_of(30, loss=2.0))]
+def test_two_runs_are_compared_also_on_a_narrow_screen(tmp_path: Path, opened: Open) -> None:
+    long_name = "a-name-that-is-quite-long-for-a-narrow-screen"
+    folders = [recent(tmp_path / long_name, run_of(40)), recent(tmp_path / "b", run_of(30, loss=2.0))]
     for folder, codec in zip(folders, ("fp4", "int8"), strict=True):
         (folder / "config.toml").write_text(f'seed = 0\nout = "{folder}"\n[codec]\nname = "{codec}"\n')
-    page = opened(pages, watch, *folders)
+    page = opened(*folders, width=400)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.locator("#figure-loss .plot").bounding_box()["width"] > 300
+    assert page.locator("#peers-section").get_by_text("This table scrolls sideways.").is_visible()
     names = page.evaluate(f"{LOSS}.data.map((trace) => trace.name)")
-    assert names == ["a training", "a held-out", "b training", "b held-out"]
-    assert page.locator("#settings").inner_text().split() == ["setting", "a", "b", "codec.name", "fp4", "int8"]
+    assert names == [f"{run} {kind}" for run in (long_name, "b") for kind in ("training", "held-out")]
+    assert page.locator("#settings").inner_text().split() == ["setting", long_name, "b", "codec.name", "fp4", "int8"]
     assert number(page, "Step") == "40"
     page.locator("#run").select_option("1")
     assert number(page, "Step") == "30"

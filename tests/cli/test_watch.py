@@ -37,6 +37,7 @@ def run_folder(tmp_path: Path) -> Path:
         ("--run mine", "--join, the address of a peer, is missing"),
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
         ("absent", "absent does not exist"),
+        ("{folder}/..", "neither metrics.jsonl nor config.toml"),
         ("{folder} --every 0s", "--every must be positive"),
         ("{folder} --every soon", "--every must be a number with"),
         ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco import events
-from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.monitor import read_metrics
 from diloco.watch import FollowedFolder
@@ -39,8 +38,9 @@ def test_header(tmp_path: Path) -> None:
 
 
 def test_unknown_values_are_null_and_never_zero(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").touch()
+    (tmp_path / "config.toml").write_text(f'seed = 0\n[train]\nsteps = 9\nlong = "{"x" * 999}"\n')
     (run,) = shown(tmp_path)
+    assert run["settings"] == {"seed": "0", "train.steps": "9", "train.long": "x" * 200}
     assert {name: value for name, value in run["header"].items() if value not in (None, "")} == {"state": "not started"}
     (run,) = shown(write(tmp_path, [sent(0, 0, 0), committed(0, 0, 0)]))  # a loop of one's own reports no more
     assert (run["header"]["state"], run["header"]["step"], run["header"]["loss"]) == ("running", 2, None)
@@ -78,24 +78,18 @@ def test_participation_of_each_replica(tmp_path: Path) -> None:
     assert (cell["absent"], cell["last"], cell["last_after_s"], cell["differ"]) == ([2], 0, 0.5, [1])
 
 
-def test_members_of_the_newest_view(tmp_path: Path) -> None:
+def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) -> None:
     def view(number: int, members: tuple[int, ...]) -> Event:
         return events.ViewChanged(step=1, replica=0, view=number, members=members, joined=(), left=(1,), reason="")
 
-    run = run_of(tmp_path, sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
-    assert [(row["replica"], row["state"]) for row in run["peers"]] == [(0, "running"), (1, "gone"), (2, "running")]
+    run_of(tmp_path, step(1), sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
+    for event, state, received in ((fetched(1, 50, 150), "joining", 150), (step(8), "running", None)):
+        run = shown(write(tmp_path / "replica-2", [event]).parent)[0]
+        assert [(row["replica"], row["state"]) for row in run["peers"]] == [(0, "running"), (1, "gone"), (2, state)]
+        assert (run["peers"][2]["fetched"] or {}).get("received_bytes") == received
     assert [each["view"] for each in run["views"]] == [2]
     (numbered,) = shown(write(tmp_path / "other", [started(num_replicas=4), sent(178120399, 0, 0)]))
     assert [row["replica"] for row in numbered["peers"]] == [178120399]
-
-
-def test_progress_of_fetching_state_until_the_replica_trains(tmp_path: Path) -> None:
-    write(tmp_path, [started(), step(1)])
-    told = fetched(0, 100, 100, here=True), fetched(1, 50, 150), step(8), fetched(0, 5, 5, step=9)
-    for event, received in zip(told, (100, 150, None, 5), strict=True):
-        write(tmp_path / "replica-1", [event])
-        rows = shown(tmp_path)[0]["peers"]
-        assert (rows[1]["fetched"] or {}).get("received_bytes") == received
 
 
 def test_replica_that_goes_back_leaves_the_others_as_they_were(tmp_path: Path) -> None:
@@ -145,17 +139,13 @@ def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_reports_it(tm
     assert {value for _, value in curve(run, "spread", kind="outer")} == {None}
 
 
-def test_pause_before_a_resumption_is_not_time_of_the_run(tmp_path: Path) -> None:
+def test_evaluations_of_any_process_and_pauses(tmp_path: Path) -> None:
     for end_s, event in ((0, started()), (10, step(1)), (1000, started(1)), (1005, step(2))):
         write(tmp_path, [event], end_s=end_s)
-    assert [value for _, value in curve(shown(tmp_path)[0], "time_s")] == [10, 15]
-
-
-def test_best_and_newest_evaluation_of_any_process(tmp_path: Path) -> None:
-    write(tmp_path, [started(), evaluated(1, 3.0), step(3)])
     write(tmp_path / "replica-1", [evaluated(1, 2.0), evaluated(2, math.nan), evaluated(3, 2.5)])
-    header = shown(tmp_path)[0]["header"]
-    assert (header["heldout_loss"], header["best_heldout_loss"]) == (2.5, 2.0)
+    (run,) = shown(tmp_path)
+    assert (run["header"]["heldout_loss"], run["header"]["best_heldout_loss"]) == (2.5, 2.0)
+    assert curve(run, "time_s", "replica 0") == [[1, 10], [2, 15]], "a pause is not time of the run"
 
 
 def test_many_replicas_for_many_rounds_are_a_small_page(tmp_path: Path) -> None:
@@ -183,14 +173,3 @@ def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'"step": 1, "text": "hello"}\n')
     assert shown(followed)[0]["notes"] == [{"step": 1, "text": "hello"}]
-
-
-def test_settings_of_each_run(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(f'seed = 0\n[train]\nsteps = 9\nlong = "{"x" * 999}"\n')
-    assert shown(tmp_path)[0]["settings"] == {"seed": "0", "train.steps": "9", "train.long": "x" * 200}
-
-
-def test_folder_of_no_run_is_refused(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path / "absent", "does not exist"), (tmp_path, "neither metrics.jsonl nor config.toml")):
-        with pytest.raises(ConfigurationError, match=words):
-            FollowedFolder(folder)
