@@ -166,7 +166,7 @@ def test_many_replicas_for_many_rounds_are_a_small_page(tmp_path: Path) -> None:
 def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
     write(tmp_path, [started(), step(1)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"schema": 1, "ev\xff\n\n' + b"x" * 500_000 + b"\n" + b'{"schema": 1, "event": "Note", ')
+        file.write(b'{"schema": 1, "ev\xff\n\n' + b"x" * 1_500_000 + b"\n" + b'{"schema": 1, "event": "Note", ')
     followed = FollowedFolder(tmp_path)
     (run,) = shown(followed)
     assert "line(s) that are no valid event records" in run["problems"][0]

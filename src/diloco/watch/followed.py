@@ -26,12 +26,11 @@ _METRICS = "metrics.jsonl"
 _MAX_VALUE = 200  # characters of a setting
 _MAX_SETTINGS = 1 << 20  # bytes of config.toml
 _MAX_PEERS = 1_024
-_PIECES = 4  # pieces of each file that are read between two updates of the page
 _MAX_TEXT = 4_000
 _MAX_ITEMS = 1_024
 _MAX_FLOAT = 1e30  # sums and ratios of such numbers are finite
 _MAX_INT = 2**53  # JavaScript represents integers exactly up to here
-_MAX_LINE = 1 << 17  # bytes
+_MAX_LINE = 1 << 19  # bytes that are read between two updates of the page, and of the longest line
 _MAY_DIVERGE = {
     *("loss", "gradient_norm", "heldout_loss", "perplexity", "bits_per_byte"),
     *("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread"),
@@ -146,22 +145,19 @@ class FollowedFolder:
 
         A fault that the records reveal in this program is a problem of this run alone.
         """
-        try:
-            return all(self._read_piece() for _ in range(_PIECES))
-        except Exception as error:
-            self.run.problems = [f"{self.run.where} can't be read: {type(error).__name__}: {error}"]
-            return False
-
-    def _read_piece(self) -> bool:
         run = self.run
-        self._find_replicas()
-        for name, tail in self._tails.items():
-            records = tail.read()
-            if records is None:  # it was replaced; the rounds of all processes share one grid, so all are read anew
-                self._tails, run.history = {}, RunHistory()
-                return True
-            for record in records:
-                run.history.take(name, record)
+        try:
+            self._find_replicas()
+            for name, tail in self._tails.items():
+                records = tail.read()
+                if records is None:  # it was replaced; all processes share one grid of rounds, so all are read anew
+                    self._tails, run.history = {}, RunHistory()
+                    return True
+                for record in records:
+                    run.history.take(name, record)
+        except Exception as error:
+            run.problems = [f"{run.where} can't be read: {type(error).__name__}: {error}"]
+            return False
         run.problems = [problem for tail in self._tails.values() for problem in tail.problems]
         run.settings = run.settings or dict(_settings(self._folder / "config.toml"))
         run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())

@@ -118,8 +118,8 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
             of_rounds.setdefault(replica, {}).update(weight=sent.weight, digest="agrees" if sent.digest else "")
         for replica, report in cell.merged.items():
             of_rounds.setdefault(replica, {}).update(wait_s=report.wait_s)
-        for replica, late_s in cell.late_s().items():
-            of_rounds.setdefault(replica, {}).update(late_s=late_s)
+        for replica in of_rounds.keys() & (late_s := cell.late_s()).keys():
+            of_rounds[replica].update(late_s=late_s[replica])
     for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
         of_rounds[replica]["digest"] = "differs"
     numbers = {f"replica {replica}": replica for replica in {*run.expected, *of_rounds}}
