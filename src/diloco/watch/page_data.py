@@ -122,7 +122,8 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
             of_rounds[replica].update(late_s=late_s[replica])
     for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
         of_rounds[replica]["digest"] = "differs"
-    numbers = {f"replica {replica}": replica for replica in {*run.expected, *of_rounds}}
+    members = run.expected if run.views or not watched.seen else ()  # the peers of a swarm have other numbers at first
+    numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
     numbers |= {each.process: each.report.number for each in watched.seen}
     rows = []
     for name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
