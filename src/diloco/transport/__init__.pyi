@@ -86,7 +86,6 @@ from .peers.background import Threads as Threads
 from .peers.background import in_thread as in_thread
 from .peers.block_assembly import Assembly as Assembly
 from .peers.connected import Connected as Connected
-from .peers.connected import Table as Table
 from .peers.connected import Wire as Wire
 from .peers.connected import join as join
 from .peers.donor_session import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
