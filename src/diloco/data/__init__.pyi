@@ -17,7 +17,6 @@ from .corpus import Corpus as Corpus
 from .corpus import build_corpus as build_corpus
 from .corpus import corpus_vocabulary_size as corpus_vocabulary_size
 from .corpus import open_stream as open_stream
-from .files import FOLDER_SUFFIXES as FOLDER_SUFFIXES
 from .heldout import heldout_tokens as heldout_tokens
 from .heldout import is_heldout as is_heldout
 from .heldout import split_documents as split_documents
@@ -31,7 +30,6 @@ from .permutation import permute as permute
 from .permutation import windows_at as windows_at
 from .rows import Example as Example
 from .rows import PackedRows as PackedRows
-from .rows import fitting as fitting
 from .rows import pack_rows as pack_rows
 from .sampler import Sampler as Sampler
 from .settings import DataSettings as DataSettings
@@ -46,14 +44,12 @@ from .text import read_documents as read_documents
 from .text import read_records as read_records
 from .text import read_standard_library as read_standard_library
 from .token_folder import TokenFolder as TokenFolder
-from .token_folder import is_token_folder as is_token_folder
 from .token_writer import TokenWriter as TokenWriter
 from .token_writer import tokenize as tokenize
 from .tokenizer import EOS as EOS
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_letters as byte_letters
-from .tokenizer_choice import given_tokenizer as given_tokenizer
 from .tokenizer_choice import load_hub_tokenizer as load_hub_tokenizer
 from .tokenizer_choice import load_tokenizer as load_tokenizer
 from .tokenizer_choice import make_tokenizer as make_tokenizer
