@@ -18,7 +18,6 @@ from diloco.data import (
     build_chat_corpus,
     heldout_rows,
     is_heldout,
-    read_questions,
 )
 from diloco.errors import ConfigurationError, DataError, DiLoCoError
 from tests.data.conversations import BOTH, KNOWN_ROLES, TEMPLATE, TOOL, TOOL_TEXT, answer, called, rows_of, said, share
@@ -187,15 +186,6 @@ def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: 
     assert build_chat_corpus(settings, 40).fingerprint != corpus.fingerprint
     everything = heldout_rows(settings, corpus.tokenizer, 48, settings.paths)
     assert everything.counted_tokens > corpus.heldout.counted_tokens
-
-
-def test_questions_are_the_last_answers_with_what_comes_before(chatml: ChatTokenizer, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "q.jsonl", [asked("2+2?", "4"), {"prompt": "a", "completion": "b"}])
-    questions = list(read_questions([data]))
-    assert [each.answer for each in questions] == ["4", "b"]
-    assert questions[0].prompt(chatml) == chatml.prompt(asked("2+2?", "4")["messages"][:1])
-    with pytest.raises(DataError, match=r"q.jsonl:1 has no answer"):
-        list(read_questions([write_records(tmp_path / "q.jsonl", [{"text": "a"}])]))
 
 
 @pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.data import ChatTokenizer, DataSettings, build_chat_corpus, read_questions
+from diloco.data import ChatTokenizer, DataSettings, build_chat_corpus
 from diloco.errors import DataError
 from tests.data.conversations import (
     ALTERNATING,
@@ -353,18 +353,6 @@ def test_a_special_token_in_an_argument_leaves_the_conversation_out(
 ) -> None:
     data = write_records(tmp_path / "a.jsonl", [said("q", called(arguments)), said("q", "a")])
     assert rows_of(tokenizers(TEMPLATE), data) == [BOTH]
-
-
-def test_questions_have_the_tools_and_the_system_of_their_record(tokenizers: Any, tmp_path: Path) -> None:
-    tokenizer = tokenizers(TEMPLATE)
-    (question,) = read_questions([write_records(tmp_path / "a.jsonl", [said("q", "a", tools=TOOL_TEXT, system="s")])])
-    assert tokenizer.decode(question.prompt(tokenizer)).startswith(f"{TOOL_TEXT}")
-    assert [message["content"] for message in question.messages] == ["s", "q"]
-    with pytest.raises(DataError, match="has no answer to compare with"):
-        list(read_questions([write_records(tmp_path / "b.jsonl", [said(answer("a"))])]))
-    (tmp_path / "c.jsonl").write_text("null")
-    with pytest.raises(DataError, match=r"got a NoneType\.$"):  # no flag that is one of training alone
-        list(read_questions([tmp_path / "c.jsonl"]))
 
 
 def test_the_split_of_parquet_rows_with_dates_depends_on_their_text(tokenizers: Any, tmp_path: Path) -> None:
