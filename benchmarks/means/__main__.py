@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.markdown import table, write_below
 from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec, plan_exchange
-from diloco.simulate import Cluster, Conditions, Workload, simulate_cycles
+from diloco.plan import Cluster, Conditions, Workload, simulate_cycles
 from diloco.transport import Link
 
 MARKER = "<!-- what follows is written by python -m benchmarks.means -->"
@@ -43,7 +43,7 @@ def utilization() -> str:
             for number in REPLICAS:
                 overheads = Conditions(congestion_control="bbr").overheads(number - 1)
                 cluster = Cluster.of([Link(rate, latency_s)] * number, WORKLOAD.step_time_s, overheads=overheads)
-                sent = WORKLOAD.traffic(SCHEDULE, [make_codec("fp4")], number, mean=MeanEncoding.of(mean))
+                sent = WORKLOAD.traffic(SCHEDULE, make_codec("fp4"), number, mean=MeanEncoding.of(mean))
                 result = simulate_cycles(sent, cluster, cycles=2)
                 cells.append(f"{100 * float(result.compute_utilization):.1f}")
             rows.append([link, mean, *cells])

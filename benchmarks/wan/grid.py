@@ -12,7 +12,7 @@ from benchmarks.wan.plan import GRID, METHODS, Link
 from benchmarks.wan.planned import planner_links
 from benchmarks.wan.report import HEAD, describe, step_s
 from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
-from diloco.simulate import Cluster, Conditions, Workload, simulate_cycles
+from diloco.plan import Cluster, Conditions, Workload, simulate_cycles
 
 __all__ = ["grid_tables"]
 
@@ -79,14 +79,15 @@ def _simulated(workload: Workload, inner_steps: int, link: Link) -> str:
     schedule = SyncSchedule(
         inner_steps=inner_steps, num_fragments=workload.default_fragments, overlap_steps=inner_steps // 10
     )
-    traffic = workload.traffic(schedule, [fp4], link.replicas, positions=(0, 1), mean=MeanEncoding(fp4))
+    traffic = workload.traffic(schedule, fp4, link.replicas, mean=MeanEncoding(fp4))
     # these models train on accelerators; the compute time of their rounds was not measured
     conditions = Conditions(
         congestion_control="bbr", average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0
     )
-    cluster = Cluster.of(
-        planner_links(link)[:2], workload.step_time_s, overheads=conditions.overheads(link.replicas - 1)
-    )
+    overheads = conditions.overheads(link.replicas - 1)
+    cluster = Cluster.of(planner_links(link), workload.step_time_s, overheads=overheads)
     result = simulate_cycles(traffic, cluster, cycles=1)
-    longest_s = schedule.overlap_steps * workload.step_time_s + float(result.longest_wait_s.max())
+    longest_s = schedule.overlap_steps * workload.step_time_s + max(
+        float(each.waited_s.max()) for each in result.merged
+    )
     return f"{float(result.compute_utilization):.1%} ({longest_s:.0f})"

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.wan.plan import Link, Method, Work
+from diloco.algorithm import SyncSchedule, make_codec
 from diloco.errors import ConfigurationError
-from diloco.simulate import Conditions, Site, Workload, candidates, plan
+from diloco.plan import Conditions, Exchange, Site, Workload, table
 from diloco.transport import CongestionControl
 from diloco.transport import Link as EmulatedLink
 
@@ -30,40 +31,40 @@ def planner_links(link: Link) -> list[EmulatedLink]:
 
 
 def planned(link: Link, method: Method, work: Work, step_s: float) -> tuple[Method, Work, dict[str, Any]]:
-    """Return the method and the work that the planner chooses for ``link``, and its prediction.
+    """Return the method and the work with the smallest H that reaches the target, and the prediction for it.
 
     Args:
-        method: its option ``target`` is the compute utilisation to reach.
-        work: only its model is used.
+        method: its option ``target`` is the compute utilisation to reach at p90 round time.
+        work: its model, fragments and overlap are used.
         step_s: seconds of an inner step without communication.
 
     Raises:
-        ConfigurationError: if the planner finds no settings, or chooses data-parallel training.
+        ConfigurationError: no row of the table reaches the target.
     """
     site = Site(
-        workload=Workload(parameters=work.values, layers=work.layers, step_time_s=step_s),
         links=tuple(planner_links(link)),
         step_time_s=(step_s,) * link.replicas,
         conditions=Conditions(congestion_control=congestion_control(link), loss=link.loss_percent / 100),
     )
-    choice = plan(site, method.options["target"], candidates(site)).choice
-    if choice is None or choice.algorithm == "data-parallel":
-        raise ConfigurationError(
-            f"The planner chose {choice.algorithm if choice else 'nothing'} for {link.name}. Name a link for which it "
-            "chooses DiLoCo. The benchmark stops here; finished runs are kept."
-        )
-    chosen = replace(
-        work,
-        inner_steps=choice.inner_steps,
-        num_fragments=choice.num_fragments,
-        overlap_steps=choice.overlap_steps,
-        cycles=max(1, round(MEASURED_STEPS / choice.inner_steps)),
+    model = Workload(parameters=work.values, layers=work.layers, step_time_s=step_s)
+    exchange = Exchange(
+        schedule=SyncSchedule(
+            inner_steps=work.inner_steps, num_fragments=work.num_fragments, overlap_steps=work.overlap_steps
+        ),
+        fragment_sizes=model.fragment_sizes(work.num_fragments),
+        codec=make_codec("fp4"),
     )
-    options = {"codec": choice.codec, "streaming": choice.algorithm == "streaming"}
+    target = method.options["target"]
+    rows = [row for row in table(exchange, site) if row.p90_utilization >= target]
+    if not rows:
+        raise ConfigurationError(f"No H and codec reach {target:.0%} on {link.name}. Name another link.")
+    choice = min(rows, key=lambda row: (row.inner_steps, row.sent_bytes_per_step))
+    cycles = max(1, round(MEASURED_STEPS / choice.inner_steps))
     prediction = {
-        "target": method.options["target"],
+        "target": target,
         "codec": choice.codec,
         "compute_utilization": choice.compute_utilization,
-        "sure_utilization": choice.sure_utilization,
+        "p90_utilization": choice.p90_utilization,
     }
-    return replace(method, options=options), chosen, prediction
+    options = {"codec": choice.codec, "streaming": True}
+    return replace(method, options=options), replace(work, inner_steps=choice.inner_steps, cycles=cycles), prediction
