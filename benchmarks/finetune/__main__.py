@@ -61,7 +61,6 @@ METHODS = (
     # one change at a time, to see what determines the loss of 4 replicas
     replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --codec.name float32"),
     replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --schedule.overlap-steps 0"),
-    replace(TRIAL, name="no momentum, average rda", flags=f"{TRIAL.flags} --outer.average rda"),
     replace(TRIAL, name="no momentum, H = 5", flags=f"--inner-steps 5 {LINKS}"),
     replace(TRIAL, name="Nesterov .7/.6, H = 5", flags=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
     replace(TRIAL, name="Nesterov .7/.6, H = 2", flags=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from diloco import (
     Adam,
     AlphaMerge,
-    Clipping,
     Codec,
     ConfigurationError,
     DiLoCo,
@@ -27,7 +26,6 @@ from diloco import (
     connect_replica,
     make_codec,
     partition,
-    register,
 )
 from diloco.errors import CheckpointError, ContractError, TransportError
 from tests.replicas import Vectors, quadratic, streaming
@@ -78,7 +76,7 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
             "codec='topk2' drops most of the values.*error_feedback is False. Use error_feedback=0.95",
         ),
         ({"codec": make_codec("topk2"), "error_feedback": 0}, "codec='topk2' drops"),
-        ({"mean_codec": "topk2"}, "mean_codec='topk2' drops .*Use mean_error_feedback=0.95"),
+        ({"mean_codec": "topk2"}, "mean_codec='topk2' drops .*Use another codec"),
         ({"merge": "rebase"}, r"merge must be a merge rule, such as .*RebaseMerge\(\), got 'rebase'"),
         ({"merge": RebaseMerge}, r"Create one: RebaseMerge\(\.\.\.\)"),
         ({"merge": 0.5}, "got 0.5"),
@@ -86,8 +84,8 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"schedule": SyncSchedule}, "got the class SyncSchedule. Create one"),
         ({"average": "senders"}, r"average must be an average rule, such as SendersMean\(\).*got 'senders'"),
         ({"average": SendersMean}, "Create one: SendersMean"),
-        ({"clipping": 1.0}, r"clipping must be a Clipping, such as Clipping\(max_norm=1.0\), got 1.0"),
-        ({"clipping": Clipping}, "got the class Clipping"),
+        ({"max_norm": 0}, "max_norm must be a finite number above 0, got 0"),
+        ({"max_norm": float("inf")}, "max_norm must be a finite number above 0, got inf"),
         ({"fragments": 3}, r"fragments must be the result of diloco.partition\(model, ...\), got 3"),
         ({"fragments": ["first"]}, "fragments must be"),
         ({"model": [Vectors()]}, "model must be a torch.nn.Module, got a builtins.list"),
@@ -103,7 +101,6 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"error_feedback": torch.tensor(0.5)}, "must be a number from 0 to 1, got a torch.Tensor"),
         ({"telemetry": "no"}, "telemetry must be True or False, got 'no'"),
         ({"compare_arguments": 0}, "compare_arguments must be True or False, got 0"),
-        ({"mean_error_feedback": -1}, "mean_error_feedback must be a number from 0 to 1, got -1"),
         ({"global_device": "gpu"}, "global_device='gpu' can't hold the global parameters.*Use 'cpu'"),
         ({"global_device": "meta"}, "global_device='meta' can't hold the global parameters"),
         ({"global_device": "cuda:99"}, "global_device='cuda:99' can't hold the global parameters"),
@@ -193,8 +190,6 @@ def test_a_process_has_no_endpoint_of_a_replica_that_is_not_there(replica: Any) 
     [
         (lambda: make_codec(4), "'fp4', got 4"),
         (lambda: make_codec(None), "'fp4', got None"),
-        (lambda: register(int), "must be a subclass of Codec, got <class 'int'>"),
-        (lambda: register(make_codec("int8")), "must be a subclass of Codec, got"),
         (lambda: Adam(betas=0.9), "outer betas must be two numbers, got 0.9"),
         (lambda: Adam(betas=("a", 0.9)), "outer betas must be two numbers from 0 to less than 1, got .'a', 0.9"),
         (lambda: SyncSchedule(inner_steps=4, offsets=3), "offsets must be 1 whole numbers.*got 3"),
