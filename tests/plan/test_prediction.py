@@ -92,6 +92,8 @@ def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
     (whole,) = cost.fragments
     assert (cost.inner_steps, cost.codec, cost.sent_bytes_per_step) == (1, "float32", 4e6)
     assert whole.waited_s == pytest.approx(4)
+    rows = table(Exchange.of_gradients(1_000_000), site(8e6), inner_steps=(10,), codecs=("float32",))
+    assert [(row.inner_steps, row.sent_bytes_per_step) for row in rows] == [(10, 4e5)], "DiLoCo in its place"
 
 
 def rows_of(exchange: Exchange = STREAMING, **how: Any) -> tuple[Prediction, ...]:

@@ -164,7 +164,7 @@ def _site(options: PlanSettings, asked: Configuration, settings: Configuration) 
     latencies = [parse_duration_s(text, "--latency") for text in options.latency]
     times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time_s
     conditions = Conditions(congestion_control=options.congestion_control, loss=parse_share(options.loss, "--loss"))
-    work_is_known = options.measure or not settings.train.device.startswith("cuda")
+    work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
         if options.step_time or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
