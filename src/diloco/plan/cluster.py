@@ -11,28 +11,25 @@ from numpy.typing import NDArray
 
 from diloco.algorithm import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
-from diloco.simulate.overheads import IDEAL, Overheads
-from diloco.simulate.traffic import Parcel
+from diloco.plan.overheads import IDEAL, Overheads
+from diloco.plan.traffic import Parcel
 from diloco.transport import Link, LinkArrays
 
 __all__ = ["Cluster"]
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Replicas, their links and their speeds. Arrays may have leading scenario dimensions: ``(..., M)``."""
 
-    bandwidth_bits_per_s: NDArray[np.float64]  # in each direction
-    latency_s: NDArray[np.float64]  # one-way latency
-    step_time_s: NDArray[np.float64]  # compute time of one inner step, ``(M,)``
-    half_duplex: NDArray[np.bool_]  # whether a link can't send and receive at once, ``(M,)``
-    # standard deviation of a step's time relative to its mean; step times are drawn independently from a gamma
-    # distribution with the mean ``step_time_s``
-    jitter: float = 0.0
-    seed: int = 0  # random seed of the jitter
+    bandwidth_bits_per_s: Floats  # in each direction
+    latency_s: Floats  # one-way latency
+    step_time_s: Floats  # compute time of one inner step, ``(M,)``
     # H, if replicas slower than the fastest skip steps (DyLU); None: every replica trains every step
     dynamic_of: int | None = None
-    overheads: Overheads = IDEAL  # overheads of the run
+    overheads: Overheads = IDEAL
 
     @classmethod
     def of(
@@ -40,15 +37,13 @@ class Cluster:
         links: Sequence[Link],
         step_time_s: float | Sequence[float],
         *,
-        jitter: float = 0.0,
-        seed: int = 0,
         dynamic_of: int | None = None,
         overheads: Overheads = IDEAL,
     ) -> Cluster:
         """Return a cluster with one link per replica, and one step time per replica or one for all.
 
         Raises:
-            ConfigurationError: unless each replica has a link and a step time above 0, and the jitter is 0 or more.
+            ConfigurationError: unless each replica has a link and a step time above 0.
         """
         times = [step_time_s] * len(links) if isinstance(step_time_s, int | float) else list(step_time_s)
         if len(times) != len(links) or not links or not all(0 < each < math.inf for each in times):
@@ -56,16 +51,10 @@ class Cluster:
                 f"a cluster needs one link and one step time above 0 s per replica, got {len(links)} links and the "
                 f"step times {times}."
             )
-        if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"the jitter must be at least 0, got {jitter}.")
-        arrays = LinkArrays.of(links)
         return cls(
-            bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,
-            latency_s=arrays.latency_s,
+            bandwidth_bits_per_s=np.array([link.bandwidth_bits_per_s for link in links]),
+            latency_s=np.array([link.latency_s for link in links]),
             step_time_s=np.array(times),
-            half_duplex=arrays.half_duplex,
-            jitter=jitter,
-            seed=seed,
             dynamic_of=dynamic_of,
             overheads=overheads,
         )
@@ -77,13 +66,13 @@ class Cluster:
 
     @property
     def links(self) -> LinkArrays:
-        """The links with the bandwidth that is left for payload."""
+        """The links with the bandwidth that TCP uses of them."""
         rates, tcp = self.bandwidth_bits_per_s, self.overheads.tcp
         if tcp is not None:
             rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
-        return LinkArrays(self.overheads.goodput * rates, self.latency_s, self.half_duplex)
+        return LinkArrays(rates, self.latency_s)
 
-    def overhead_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
+    def overhead_s(self, parcel: Parcel, links: LinkArrays) -> Floats:
         """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.
 
         Args:
@@ -96,8 +85,7 @@ class Cluster:
         rates = links.bandwidth_bits_per_s
         # at most the transfer time of the payload: a payload that does not fill the link builds no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
-        overhead_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
-        overhead_s = overhead_s + self.overheads.queue_trips * filling_s
+        overhead_s: Floats = self.overheads.queue_trips * filling_s
         overhead_s = overhead_s + self.overheads.average_s_per_value * parcel.numel
         if tcp is not None:
             start_s = tcp.start_s(parcel.sent_bytes, rates, round_trip_s)
@@ -117,24 +105,11 @@ class Cluster:
         speeds = {replica: 1 / float(time_s) for replica, time_s in enumerate(self.step_time_s)}
         return tuple(steps_to_train(replica, speeds, self.dynamic_of) for replica in speeds)
 
-    def computed_s(self, steps: int) -> NDArray[np.float64]:
-        """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``.
-
-        It does not depend on the schedule.
-        """
-        if self.jitter < 1e-6:  # too small to make a difference, and the draw would overflow
-            if self.dynamic_of is None:
-                return np.arange(steps + 1)[:, None] * self.step_time_s
-            lasting = self._trained(steps) * self.step_time_s
-        else:
-            shape = 1 / self.jitter**2
-            drawn = np.random.default_rng(self.seed).gamma(shape, 1 / shape, (steps, self.num_replicas))
-            lasting = drawn * self.step_time_s * self._trained(steps)
-        return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(lasting, axis=0)])
-
-    def _trained(self, steps: int) -> NDArray[np.float64]:
-        """Return 1 for each step that a replica trains and 0 for each other one, broadcastable to ``(steps, M)``."""
+    def computed_s(self, steps: int) -> Floats:
+        """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``."""
         if self.dynamic_of is None:
-            return np.ones((1, 1))
-        rows = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]
-        return np.resize(np.array(rows, dtype=np.float64), (steps, self.num_replicas))
+            computed_s: Floats = np.arange(steps + 1)[:, None] * self.step_time_s
+            return computed_s
+        cycle = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]
+        trained = np.resize(np.array(cycle, dtype=np.float64), (steps, self.num_replicas))
+        return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(trained * self.step_time_s, axis=0)])
