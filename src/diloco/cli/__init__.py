@@ -27,7 +27,7 @@ COMMANDS = {
     "evaluate": "measure the loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model, or chat with it",
     "export": "write a trained model for transformers, or as one safetensors file",
-    "plan": "predict what settings cost on a link, or find settings that fit it",
+    "plan": "predict what settings cost on a link, and which others fit it",
     "sweep": "run a study: the same run with settings varied along axes",
     "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
     "status": "show what a checkpoint holds, or what the peers of a swarm are doing",

@@ -1,7 +1,6 @@
 from .console import LiveConsole as LiveConsole
 from .console import PlainConsole as PlainConsole
 from .console import VisibleConsole as VisibleConsole
-from .files import Curves as Curves
 from .files import MetricsFile as MetricsFile
 from .files import TensorBoardSink as TensorBoardSink
 from .files import read_metrics as read_metrics
