@@ -24,7 +24,6 @@ from diloco.protocol import (
     Close,
     ConnectionEnded,
     ConnectionMade,
-    Enter,
     Entry,
     HangUp,
     Header,
@@ -44,7 +43,6 @@ from diloco.protocol import (
     change_message,
     facts_message,
     json_object,
-    next_view,
     room_bytes,
     speed_message,
 )
@@ -100,12 +98,6 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
-def test_what_waited_is_about_the_first_view_or_costs_its_sender_that_view(rank: Rank) -> None:
-    rank.hear(2, {"kind": "join", "rank": "?"})
-    sent = [each.message for each in rank.handle(Begin(VIEW, member=True)) if isinstance(each, SendMessage)]
-    assert "replica 1 sent a malformed message" in sent[0]["why"]
-
-
 def test_nobody_can_fill_the_memory_before_there_are_views(rank: Rank) -> None:
     for _ in range(1000):
         assert not rank.hear(2, {"kind": "vote"})
@@ -151,48 +143,11 @@ def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> Non
     assert {action.message["kind"] for action in wanted[1:] if isinstance(action, SendMessage)} == {"change"}
 
 
-def test_who_does_not_know_all_members_is_to_look_again(member: Rank) -> None:
-    _, answer = member.hear(5, {"kind": "join", **ENTRY.to_message(), "connected": [0, 1, 2]})
-    assert isinstance(answer, SendMessage)
-    assert (answer.rank, answer.message["kind"], answer.message["for_good"]) == (5, "refused", False)
-
-
 @pytest.mark.parametrize("entry", [Entry(4, "host:5"), Entry(5, "elsewhere:5")])
 def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> None:
     with pytest.raises(ValueError, match="names another rank or address"):
         member.hear(5, {"kind": "join", **entry.to_message(), "connected": []})
     assert not member.hear(5, {"kind": "beat"}), "nothing is left to do"
-
-
-def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
-    rank.handle(ConnectionEnded(3))
-    asked = rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
-    assert [action.rank for action in asked if isinstance(action, SendMessage)] == [1, 2, 4, 5]
-    assert not rank.hear(2, WELCOME)
-    for reason in ("late", "later"):
-        rank.hear(1, REFUSED | {"reason": reason})
-    assert rank.machine.take_answer() == (WELCOME, {1: 11, 2: 12, 4: 14, 5: 15}), (
-        "a welcome takes precedence over a refusal"
-    )
-    assert rank.machine.take_answer() is None, "an answer is taken once"
-    for reason in ("late", "later"):
-        rank.hear(1, REFUSED | {"reason": reason})
-    assert rank.machine.take_answer() == (REFUSED | {"reason": "later"}, {1: 11, 2: 12, 4: 14, 5: 15})
-
-
-def test_who_has_not_asked_hears_no_answers(rank: Rank) -> None:
-    for answer in (WELCOME, REFUSED):
-        assert not rank.hear(2, answer)
-        assert not rank.machine.answers
-    rank.handle(ConnectionEnded(3))
-    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
-    rank.handle(ConnectionMade(3, 99, "host:3"))
-    assert not rank.hear(3, WELCOME)
-    assert not rank.machine.answers, "it was not asked"
-    rank.handle(Begin(View(-1, (1, 2)), member=False))
-    rank.handle(Enter(next_view(WELCOME, View(4, (1, 2))), {2: 12, 3: 13}))
-    assert not rank.hear(2, WELCOME)
-    assert not rank.machine.answers, "it is a member by now"
 
 
 @pytest.mark.parametrize(
@@ -214,15 +169,6 @@ def test_what_is_no_answer_is_refused(rank: Rank, answer: dict[str, Any]) -> Non
     with pytest.raises(ValueError, match=r"^field '|^a view needs|without members"):
         rank.hear(2, answer)
     assert not rank.machine.answers
-
-
-def test_the_reason_of_a_refusal_prints(rank: Rank) -> None:
-    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
-    rank.hear(2, REFUSED | {"reason": "\x1b]0;owned\x07" + "x" * 60_000})
-    answer = rank.machine.take_answer()
-    assert answer is not None
-    assert answer[0]["reason"].isprintable()
-    assert len(answer[0]["reason"]) == 500
 
 
 # Bounds on what is kept of others' messages.
@@ -282,50 +228,6 @@ def test_strangers_together_can_not_fill_the_memory_either(member: Rank) -> None
         member.handle(ConnectionEnded(stranger))
         member.handle(Lost(stranger, Loss("gone", "it ended")))
     assert heaviest(member.machine) - before_bytes < 4 << 20
-
-
-@pytest.mark.parametrize("number", [-3, 1 << 31, 1 << 40, 1 << 70, True, 1.0, "1"])
-def test_no_number_of_a_rank_is_outside_of_the_range_at_any_door(rank: Rank, number: Any) -> None:
-    rank.handle(ConnectionMade(9, 19, "host:9"))
-    entry = ENTRY.to_message() | {"rank": number}
-    doors = (
-        {"kind": "facts", "answer": False, **entry},
-        {"kind": "join", **entry, "connected": []},
-        {"kind": "join", **ENTRY.to_message(), "connected": [number]},
-        {"kind": "introduce", "entry": entry},
-    )
-    rank.handle(Begin(VIEW, member=True))
-    for message in doors:
-        with pytest.raises(ValueError, match=r"^field '(rank|connected)' must be "):
-            rank.hear(2, message)
-
-
-def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
-    mine, theirs = Entry(0, "host:0", {"codec": "fp4"}), Entry(2, "host:2", {"codec": "int8"})
-    told = facts_message(theirs)
-    assert not rank.hear(2, told), "it has no facts of its own yet"
-    assert len(rank.handle(Announce(facts_message(mine)))) == 5
-    (answer,) = rank.hear(2, told)
-    assert answer == SendMessage(2, facts_message(mine, answer=True))
-    assert not rank.hear(2, {**told, "answer": True})
-    assert rank.machine.agreement.awaited({0, 1, 2}) == {1}
-    words = "replica 0 (host:0) has codec = fp4 and replica 1 (host:2) has codec = int8"
-    assert rank.machine.agreement.refusal({0, 1, 2}) == words
-    with pytest.raises(ValueError, match="the facts of another rank"):
-        rank.hear(3, told)
-
-
-def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Rank) -> None:
-    member.machine.views.contributions.step = 6
-    to_all = [1, 2, 3]
-    stop = {"kind": "meet", "name": "stop"}
-    for message in ({"kind": "meet", "name": "end", "value": 3}, speed_message(2.0), stop):
-        told = member.handle(Announce(message))
-        assert [action.rank for action in told if isinstance(action, SendMessage)] == to_all
-    assert member.machine.barriers.values("stop") == {0: 6}
-    assert not member.handle(Announce(stop)), "once"
-    member.hear(2, {"kind": "meet", "name": "stop", "value": 7})
-    assert member.machine.barriers.awaited("stop", member.machine.present()) == {1, 3}
 
 
 def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
