@@ -1,4 +1,4 @@
-"""Processes of the transport tests can be stopped at exact points, killed and frozen, and none is left over."""
+"""Processes of tests return values and failures, and none is left over."""
 
 from __future__ import annotations
 
@@ -18,17 +18,9 @@ def doubled(rank: int, values: Tensor) -> tuple[int, int, Tensor]:
     return os.getpid(), torch.get_num_threads(), 2 * values + rank
 
 
-def obedient(rank: int) -> str:
-    """Follow the test's instructions, and report them."""
-    while True:
-        report("ready")
-        match receive():
-            case "leave":
-                os._exit(7)
-            case "return":
-                return f"rank {rank} returned"
-            case word:
-                report(word)
+def waits(rank: int) -> None:
+    report("ready")
+    receive()
 
 
 def stubborn(rank: int) -> None:
@@ -54,35 +46,9 @@ def test_results_come_back_by_value_and_failures_with_their_traceback() -> None:
         assert processes.results(ranks=[0, 1]).keys() == {0, 1}
 
 
-def test_a_test_stops_kills_and_freezes_at_exact_points() -> None:
-    with Processes() as processes:
-        processes.start(4, obedient)
-        for rank in range(4):
-            assert processes.next_report(rank) == "ready"
-        processes.kill(0)
-        assert processes.exit_code(0) == -9
-        with pytest.raises(AssertionError, match="rank 0 ended with -9 and without a report"):
-            processes.next_report(0)
-        processes.send(1, "leave")
-        assert processes.exit_code(1) == 7
-        processes.freeze(2)
-        for rank in (2, 3):
-            processes.send(rank, "hello")
-        assert processes.next_report(3) == "hello"
-        with pytest.raises(AssertionError, match=r"rank 2 has not reported within 0\.1 s"):
-            processes.next_report(2, timeout_s=0.1)  # would wait forever
-        processes.thaw(2)
-        assert processes.next_report(2) == "hello"
-        with pytest.raises(AssertionError, match="rank 1 ended with 7 and without a result"):
-            processes.results()
-        for rank in (2, 3):
-            processes.send(rank, "return")
-        assert processes.results(ranks=[2, 3]) == {2: "rank 2 returned", 3: "rank 3 returned"}
-
-
 def test_nobody_is_left_behind() -> None:
     with Processes() as waiting:
-        waiting.start(2, obedient)
+        waiting.start(2, waits)
         waiting.next_report(0)
         waiting.freeze(1)
         with pytest.raises(AssertionError, match="no result from rank 0, 1 within 0 s"):

@@ -68,20 +68,6 @@ def test_a_single_bad_pair_costs_the_one_that_came_later_or_has_the_higher_numbe
             assert change(rank=rank, order=order, unheard=ours.mine.unheard).staying == (1, 2)
 
 
-def test_who_is_behind_goes_where_the_others_are_enough() -> None:
-    """Only if more than f members report it."""
-    for behind, staying in (({2}, (0, 1)), ({1, 2}, (0, 1, 2)), ({0, 2}, (0, 1, 2))):
-        ours = change(unheard=frozenset())
-        ours.extend(behind=frozenset(behind))
-        assert ours.staying == (0, 1, 2), "only one of three reports it"
-        ours.absorb(report_of(1, unheard=frozenset(), behind=frozenset((1, other) for other in behind)))
-        assert ours.staying == staying
-    ours = change(unheard=frozenset(), policy=Policy(1, split="go-on"))
-    ours.extend(behind=frozenset({1, 2}))
-    ours.absorb(report_of(1, unheard=frozenset(), behind=frozenset({(1, 2), (2, 1)})))
-    assert ours.staying == (0,)
-
-
 def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     """Replica 3 may have adopted it before replica 0 lost it."""
     voted = {(1, 1): "a", (3, 1): "a"}

@@ -52,20 +52,6 @@ def test_more_than_half_go_on_and_so_does_who_knows_that_all_others_have_ended(s
         assert split.decision(0).members == tuple(sorted(side))
 
 
-def test_who_has_ended_may_have_gone_on_with_a_silent_one_before() -> None:
-    """Replica 1 has ended at an unknown time. Replica 2 may have formed a view with it that leaves out 0."""
-    assert decide(View.of(3), lost={1, 2}, gone={1}, joining=(), policy=Policy()).members is None
-    assert decide(View.of(3), lost={1, 2}, gone={1, 2}, joining=(), policy=Policy()).members == (0,)
-    assert decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy()).members == (0, 1)
-
-
-@given(st.sets(st.integers(0, 12), min_size=2, max_size=10).filter(lambda members: len(members) % 2 == 0), st.data())
-def test_of_two_halves_the_one_with_the_lowest_number_goes_on(members: set[int], data: st.DataObject) -> None:
-    half = frozenset(data.draw(st.permutations(sorted(members)))[: len(members) // 2])
-    decision = decide(View(0, tuple(sorted(members))), lost=members - half, gone=(), joining=(), policy=Policy())
-    assert (decision.members is not None) == (min(members) in half)
-
-
 @given(splits(), st.integers(1, 9))
 def test_fewer_than_min_replicas_never_go_on(split: Split, least: int) -> None:
     for side, members in enumerate(split.sides):

@@ -18,29 +18,18 @@ from diloco.algorithm import RoundId
 from diloco.errors import TransportError
 from diloco.membership import NextView, Policy, Report, View, Vote
 from diloco.protocol import (
-    Action,
-    Announce,
-    Begin,
-    Close,
-    ConnectionEnded,
-    ConnectionMade,
     Entry,
-    HangUp,
     Header,
-    Introduce,
     Loss,
-    Lost,
     Machine,
     MessageError,
-    OpenLinks,
     Policies,
-    Received,
-    Register,
     RoundVote,
     Rules,
-    SendMessage,
+    actions,
     adopted_message,
     change_message,
+    events,
     facts_message,
     json_object,
     room_bytes,
@@ -67,13 +56,13 @@ class Rank:
         policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19, bytes(32)), policies)
         for rank in range(1, 6):
-            self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
+            self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
-    def handle(self, event: Any) -> list[Action]:
+    def handle(self, event: Any) -> list[actions.Action]:
         return self.machine.handle(event, 0.0)
 
-    def hear(self, sender: int, message: dict[str, Any]) -> list[Action]:
-        return self.handle(Received(sender, message))
+    def hear(self, sender: int, message: dict[str, Any]) -> list[actions.Action]:
+        return self.handle(events.Received(sender, message))
 
 
 @pytest.fixture
@@ -84,7 +73,7 @@ def rank() -> Rank:
 @pytest.fixture
 def member(rank: Rank) -> Rank:
     """A member of a view of replicas 0 and 1."""
-    assert rank.handle(Begin(VIEW, member=True)) == [OpenLinks(VIEW)]
+    assert rank.handle(events.Begin(VIEW, member=True)) == [actions.OpenLinks(VIEW)]
     return rank
 
 
@@ -94,7 +83,7 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
     assert rank.machine.views.failure is None
     rank.hear(2, MEET)
     assert rank.machine.barriers.values("end") == {2: 7}
-    rank.handle(Begin(VIEW, member=True))
+    rank.handle(events.Begin(VIEW, member=True))
     assert "the others continued without replica 0: late" in str(rank.machine.views.failure)
 
 
@@ -113,7 +102,7 @@ def test_only_members_have_a_say(member: Rank, sender: int) -> None:
     member.hear(sender, MEET)
     assert member.machine.barriers.values("end") == ({sender: 7} if has_a_say else {})
     introduced = member.hear(sender, {"kind": "introduce", "entry": ENTRY.to_message()})
-    assert introduced == ([Introduce(ENTRY)] if has_a_say else [])
+    assert introduced == ([actions.Introduce(ENTRY)] if has_a_say else [])
     member.hear(sender, speed_message(2.0))
     assert member.machine.speeds == ({1: 2.0} if has_a_say else {})
     assert bool(member.hear(sender, {"kind": "replaced"})) == has_a_say
@@ -124,23 +113,23 @@ def test_what_others_did_in_a_view_that_is_over_excludes_nobody(member: Rank) ->
     assert not member.hear(2, {"kind": "excluded", "view": 2, "reason": "late"})
     assert member.machine.views.failure is None
     parted = member.hear(2, {"kind": "excluded", "view": 4, "reason": "late"})
-    assert [action for action in parted if isinstance(action, HangUp)] == [HangUp(1), HangUp(2), HangUp(3)]
+    assert [action.rank for action in parted if isinstance(action, actions.HangUp)] == [1, 2, 3]
     assert "late" in str(member.machine.views.failure)
 
 
 def test_who_was_lost_while_all_began_is_told_so_when_it_begins_after_all(member: Rank) -> None:
     """It was suspended then, say, and had no connection whose end it could notice."""
     told = {"kind": "excluded", "view": 3, "reason": ""}
-    assert member.hear(4, HEADER | {"view": 2}) == [SendMessage(4, told)]
+    assert member.hear(4, HEADER | {"view": 2}) == [actions.SendMessage(4, told)]
 
 
 def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> None:
     for rank in (4, 5):
         entry = Entry(rank, f"host:{rank}")
         wanted = member.hear(rank, {"kind": "join", **entry.to_message(), "connected": [0, 1, 2, 3]})
-        assert wanted[0] == Register(entry)
+        assert wanted[0] == actions.Register(entry)
         assert bool(wanted[1:]) == (rank == 5), "all its ranks have to ask"
-    assert {action.message["kind"] for action in wanted[1:] if isinstance(action, SendMessage)} == {"change"}
+    assert {action.message["kind"] for action in wanted[1:] if isinstance(action, actions.SendMessage)} == {"change"}
 
 
 @pytest.mark.parametrize("entry", [Entry(4, "host:5"), Entry(5, "elsewhere:5")])
@@ -165,7 +154,7 @@ def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> 
     ids=str,
 )
 def test_what_is_no_answer_is_refused(rank: Rank, answer: dict[str, Any]) -> None:
-    rank.handle(Announce({"kind": "join", **ENTRY.to_message()}))
+    rank.handle(events.Announce({"kind": "join", **ENTRY.to_message()}))
     with pytest.raises(ValueError, match=r"^field '|^a view needs|without members"):
         rank.hear(2, answer)
     assert not rank.machine.answers
@@ -209,7 +198,7 @@ def test_nobody_can_fill_the_memory(member: Rank, flood: Callable[[int], dict[st
     with contextlib.suppress(ValueError):  # which ends the connection
         for n in range(1500):  # 90 MB of the longest message
             text = json.dumps(flood(n)).encode()
-            member.handle(Received(sender, json_object(text), num_bytes=room_bytes(text)))
+            member.handle(events.Received(sender, json_object(text), num_bytes=room_bytes(text)))
             if sender not in member.machine.roster.connections:
                 break  # it was dropped
     assert heaviest(member.machine) - before_bytes < 64 << 20
@@ -219,22 +208,22 @@ def test_nobody_can_fill_the_memory(member: Rank, flood: Callable[[int], dict[st
 def test_strangers_together_can_not_fill_the_memory_either(member: Rank) -> None:
     before_bytes = heaviest(member.machine)
     for stranger in range(100, 300):
-        member.handle(ConnectionMade(stranger, 1000 + stranger, f"host:{stranger}"))
+        member.handle(events.ConnectionMade(stranger, 1000 + stranger, f"host:{stranger}"))
         member.hear(stranger, facts_message(Entry(stranger, f"host:{stranger}", {"x": "y" * 4000})))
         with contextlib.suppress(ValueError):
             for _ in range(20):
                 message = {"kind": "change", "view": 99, "why": "x" * 10_000}
-                member.handle(Received(stranger, message, num_bytes=10_000))
-        member.handle(ConnectionEnded(stranger))
-        member.handle(Lost(stranger, Loss("gone", "it ended")))
+                member.handle(events.Received(stranger, message, num_bytes=10_000))
+        member.handle(events.ConnectionEnded(stranger))
+        member.handle(events.Lost(stranger, Loss("gone", "it ended")))
     assert heaviest(member.machine) - before_bytes < 4 << 20
 
 
 def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
     """Its process ends after an error in training, say, before any other rank has lost it."""
-    ends = member.handle(Close(TransportError("it ends")))
-    assert [each.rank for each in ends if isinstance(each, HangUp)] == [2, 3]
-    told = [(each.rank, each.message) for each in ends if isinstance(each, SendMessage)]
+    ends = member.handle(events.Close(TransportError("it ends")))
+    assert [each.rank for each in ends if isinstance(each, actions.HangUp)] == [2, 3]
+    told = [(each.rank, each.message) for each in ends if isinstance(each, actions.SendMessage)]
     assert told == [(1, {"kind": "meet", "name": "stop", "value": 0})]
 
 
@@ -244,14 +233,14 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
     policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, bytes(32)), policies)
     for rank in (1, 2):
-        machine.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
-    machine.handle(Begin(View.of(3), member=True), 0.0)
-    machine.handle(ConnectionEnded(1), 1.0)
-    machine.handle(ConnectionEnded(2), 1.0)
-    machine.handle(Lost(1, Loss("gone", "it ended")), 1.1)
+        machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+    machine.handle(events.Begin(View.of(3), member=True), 0.0)
+    machine.handle(events.ConnectionEnded(1), 1.0)
+    machine.handle(events.ConnectionEnded(2), 1.0)
+    machine.handle(events.Lost(1, Loss("gone", "it ended")), 1.1)
     assert machine.views.failure is None
     assert machine.views.view == View.of(3)
-    machine.handle(Lost(2, Loss(second, "it ended, or not")), 1.2)  # type: ignore[arg-type]  # one of the kinds
+    machine.handle(events.Lost(2, Loss(second, "it ended, or not")), 1.2)  # type: ignore[arg-type]  # one of the kinds
     if second == "gone":
         assert machine.views.failure is None
         assert machine.views.view.members == (0,)
@@ -289,9 +278,9 @@ ODD = st.recursive(
 def test_whatever_a_message_says_only_its_sender_is_at_fault(data: st.DataObject) -> None:
     """Any other error would count as one of this process, and end it."""
     rank = Rank()
-    rank.handle(Announce({"kind": "join", **Entry(0, "host:0").to_message()}))
+    rank.handle(events.Announce({"kind": "join", **Entry(0, "host:0").to_message()}))
     if data.draw(st.booleans()):
-        rank.handle(Begin(VIEW, member=data.draw(st.booleans())))
+        rank.handle(events.Begin(VIEW, member=data.draw(st.booleans())))
     for _ in range(3):
         message = dict(data.draw(st.sampled_from(KINDS)))
         for name in data.draw(st.sets(st.sampled_from(sorted(message.keys() - {"kind"})), max_size=2)):

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.errors import ViewChangedError
 from diloco.membership import Policy, View
-from diloco.protocol import Leaving, Received
+from diloco.protocol import Leaving, events
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
@@ -184,11 +184,11 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).handle(Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
+    rank(network, 0).handle(events.Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
     assert rank(network, 0).sent_of("change")[-1]["left"] == [[2, 3]]
 
 
 def hear_beats(network: Network, number: int, *others: int) -> None:
     """Deliver a heartbeat from each of the others."""
     for other in others:
-        rank(network, number).handle(Received(other, {"kind": "beat"}))
+        rank(network, number).handle(events.Received(other, {"kind": "beat"}))

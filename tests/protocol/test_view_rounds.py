@@ -6,7 +6,7 @@ import pytest
 
 from diloco.algorithm import RoundId
 from diloco.membership import View
-from diloco.protocol import Timer, TimerFired
+from diloco.protocol import actions, events
 from tests.membership.network import Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import Rank
@@ -62,7 +62,7 @@ def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: p
             continue
         network.happen(*deliveries[0], 0)
     for each in (*behind, ahead):
-        each.handle(TimerFired(Timer("renew", 0)))
+        each.handle(events.TimerFired(actions.Timer("renew", 0)))
     explore(network, [])
     check_agreement([*behind, ahead], whole=True)
     assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +12,9 @@ from diloco.errors import ConfigurationError, RoundVoidError
 from diloco.transport import (
     InProcessTransport,
     Link,
-    LinkArrays,
     LinkState,
     Transfer,
     VirtualNetwork,
-    round_times,
     transfer_times,
 )
 from tests.transport.contract import SIZE, contribution
@@ -119,19 +116,3 @@ def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
 def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(ConfigurationError, match="must have a positive bandwidth"):
         Link(bandwidth, latency)
-
-
-def test_half_duplex_takes_turns() -> None:
-    """Sending takes 1 s and receiving another second, which full duplex does at the same time."""
-    link = Link(MEGABYTE_PER_S, half_duplex=True)
-    assert transfer_times(equal(2, 1_000_000), [link] * 2, FREE)[0] == pytest.approx(2.0)
-
-
-def test_many_scenarios_at_once_are_each_alone() -> None:
-    links = LinkArrays.of([Link(MEGABYTE_PER_S, 0.1), Link(2 * MEGABYTE_PER_S, 0.3), Link(MEGABYTE_PER_S)])
-    at_s, sizes, free = np.array([[0.0, 1, 2], [5, 0, 1]]), np.array([1e6, 2e6, 3e6]), np.zeros(3)
-    together = round_times(links, at_s, sizes, sizes, free, free)
-    for number in range(2):
-        alone = round_times(links, at_s[number], sizes, sizes, free, free)
-        assert (together.down_end_s[number] == alone.down_end_s).all()
-        assert together.committed_s[number] == alone.committed_s

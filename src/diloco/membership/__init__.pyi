@@ -8,11 +8,9 @@ from .bootstrap import LastViews as LastViews
 from .change import Change as Change
 from .grace import SHARE as SHARE
 from .grace import Grace as Grace
-from .grace import due_s as due_s
 from .lateness import Lateness as Lateness
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view
-from .next_view import reachable_from as reachable_from
 from .next_view import staying_members as staying_members
 from .proofs import Commits as Commits
 from .proofs import SignedVote as SignedVote

@@ -3,14 +3,12 @@ from . import events as events
 from .actions import Action as Action
 from .actions import Adopt as Adopt
 from .actions import Average as Average
-from .actions import Commit as Commit
 from .actions import GiveVerdict as GiveVerdict
 from .actions import HangUp as HangUp
 from .actions import Introduce as Introduce
 from .actions import OpenLinks as OpenLinks
 from .actions import Register as Register
 from .actions import SendMessage as SendMessage
-from .actions import SetTimer as SetTimer
 from .actions import StartExchange as StartExchange
 from .actions import Timer as Timer
 from .events import Announce as Announce
@@ -19,13 +17,11 @@ from .events import Close as Close
 from .events import Computed as Computed
 from .events import ConnectionEnded as ConnectionEnded
 from .events import ConnectionMade as ConnectionMade
-from .events import Enter as Enter
 from .events import Event as Event
 from .events import ExchangeEnded as ExchangeEnded
 from .events import Leave as Leave
 from .events import Lost as Lost
 from .events import Received as Received
-from .events import Submitted as Submitted
 from .events import TimerFired as TimerFired
 from .failure_detector import Loss as Loss
 from .failure_detector import Pulse as Pulse
@@ -43,7 +39,6 @@ from .fields import MessageError as MessageError
 from .fields import json_object as json_object
 from .fields import room_bytes as room_bytes
 from .headers import Header as Header
-from .headers import donor_for as donor_for
 from .headers import header_of as header_of
 from .machine import Answer as Answer
 from .machine import Machine as Machine
@@ -56,7 +51,6 @@ from .messages import facts_message as facts_message
 from .messages import next_view as next_view
 from .messages import read as read
 from .messages import speed_message as speed_message
-from .messages import speed_of as speed_of
 from .messages import view_message as view_message
 from .messages import view_of as view_of
 from .misbehaviour import Misbehaviour as Misbehaviour
@@ -65,9 +59,6 @@ from .registry import Registry as Registry
 from .registry import difference as difference
 from .registry import entries_message as entries_message
 from .registry import entries_of as entries_of
-from .round_state import Decided as Decided
-from .round_state import RoundState as RoundState
 from .rules import Policies as Policies
 from .rules import Rules as Rules
 from .signing import SECRET_BYTES as SECRET_BYTES
-from .signing import public_key as public_key
