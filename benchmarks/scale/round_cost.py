@@ -38,7 +38,7 @@ class RoundCost:
     def of(cls, codec: Codec, numel: int, num_replicas: int, *, streams: int | None = None) -> RoundCost:
         """Return the cost by the trainer's own plan; by default there are as many ``streams`` per replica as with BBR.
 
-        >>> from diloco.algorithm.codec import make_codec
+        >>> from diloco.algorithm import make_codec
         >>> cost = RoundCost.of(make_codec("fp4"), 1 << 20, 2)
         >>> cost.pattern, cost.sent_bytes, cost.connections
         ('all-gather', 528384, 5)

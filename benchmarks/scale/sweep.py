@@ -80,7 +80,7 @@ def simulate_churn(
     Raises:
         ConfigurationError: if ``cycles`` is below 1 or ``warm_up`` below 0.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm import make_codec
     >>> workload = Workload(parameters=10**9, layers=24, step_time_s=0.1)
     >>> schedule = SyncSchedule(inner_steps=100, num_fragments=8, overlap_steps=5)
     >>> links = Cluster.of([Link(1e9, 0.04)] * 8, 0.1)

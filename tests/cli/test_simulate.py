@@ -135,20 +135,6 @@ def test_slow_replicas_that_leave_out_steps_keep_nobody_waiting(capsys: pytest.C
     assert "slow replicas" not in output_of(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
 
 
-def test_grace_says_what_is_gained_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "simulate --parameters 1e6 --layers 4 --replicas 3 --bandwidth 1Tbit --step-time 0.1s 0.1s 0.11s"
-    waiting, grace = (
-        {record["method"]: record for record in read(f"{arguments} {more}", capsys)} for more in ("", "--grace")
-    )
-    assert grace["diloco"]["wall_s"] == pytest.approx(waiting["diloco"]["wall_s"] / 1.1, rel=0.01)
-    assert grace["diloco"]["trained_share"] == pytest.approx((2 + 0.91) / 3, abs=0.002)
-    assert waiting["diloco"]["trained_share"] == 1
-    assert grace["data-parallel"] == waiting["data-parallel"], "data-parallel training is not affected"
-    assert "steps trained" in output_of(f"{arguments} --grace", capsys)
-    assert "skip the steps for which the others would wait" in output_of(f"{arguments} --grace", capsys)
-    assert "steps trained" not in output_of(arguments, capsys)
-
-
 def test_with_clipping_every_payload_goes_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
     """1e6 bfloat16 values, 8 replicas. Without clipping, a reduce-scatter and an all-gather of means send less."""
     arguments = "simulate --parameters 1e6 --layers 4 --replicas 8 --bandwidth 1Gbit --method diloco"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import RoundId, ValueSchedule, codec_names, make_codec
+from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
 from diloco.model import ModelSettings, Transformer, build_model
@@ -105,7 +105,7 @@ def test_one_replica_keeps_its_own_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(replicas.loops[0].model), before, strict=True))
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
     """This holds on different data and for every codec of the gradients."""
     replicas = Replicas(3, codec)

@@ -19,19 +19,13 @@ from tests.runs import SMALL
 
 
 class Others:
-    """Members with the view, speeds and time limits that a test sets."""
+    """Members with the view and speeds that a test sets."""
 
     def __init__(self, members: tuple[int, ...] = (0, 1), speeds: Mapping[int, float] | None = None) -> None:
         self.view = View(0, members)
         self.known = dict(speeds or {})
         self.told: list[float] = []
         self.seen: dict[str, Any] = {}
-        self.left_s: float | None = None
-        self.asked: list[int] = []
-
-    def time_left_s(self, overlap_steps: int) -> float | None:
-        self.asked.append(overlap_steps)
-        return self.left_s
 
     def announce_speed(self, steps_per_s: float) -> None:
         self.told.append(steps_per_s)
@@ -96,73 +90,15 @@ def test_how_many_train_a_step_counts_those_not_heard_of_as_training() -> None:
     assert [pace.members_training(step, trained=False) for step in range(4)] == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("left_s", "trains"), [(None, True), (0.0, False), (1.9, False), (2.0, True), (30.0, True)])
-def test_with_grace_a_step_is_trained_if_it_is_over_in_time(left_s: float | None, trains: bool) -> None:
-    others = Others(speeds={1: 9.0})
-    pace = DynamicSteps(0, 10, others, shares=False, grace_steps=3)
-    others.left_s = 0.0
-    assert pace.trains(0), "it trains until its own speed is known"
-    for _ in range(6):
-        pace.trained(2.0)
-    others.left_s = left_s
-    assert [pace.trains(step) for step in range(1, 11)] == [trains] * 10
-    assert set(others.asked) == {3}
-    assert pace.fraction == 1.0, "its share is not reduced by being slow"
-
-
-def test_without_grace_nobody_asks_how_much_time_is_left() -> None:
-    others = Others()
-    others.left_s = 0.0
-    assert measured(others).trains(0)
-    assert not others.asked
-
-
 @pytest.mark.parametrize(
-    ("words", "slow_one_trains", "late_one_trains"),
-    [
-        ("", None, None),
-        ("--swarm.straggler skip", None, None),
-        ("--swarm.straggler grace", True, False),
-        ("--swarm.dynamic-steps", False, True),
-        ("--swarm.dynamic-steps --swarm.straggler grace", False, False),
-    ],
+    ("words", "paced"), [("", False), ("--swarm.straggler skip", False), ("--swarm.dynamic-steps", True)]
 )
-def test_settings_say_why_a_step_may_be_left_out(
-    data: Path, words: str, slow_one_trains: bool | None, late_one_trains: bool | None
-) -> None:
+def test_settings_say_whether_a_step_may_be_left_out(data: Path, words: str, paced: bool) -> None:
     configuration = load_configuration(
         [*SMALL.split(), str(data), "--transport", "hivemind", "--run", "r", *words.split()]
     )
-    others = Others(speeds={1: 1e6})
-    pace = make_pace(resolve(configuration, num_layers=2), 0, others)
-    if slow_one_trains is None:
-        assert pace is None
-        return
-    assert pace is not None
-    for _ in range(6):
-        pace.trained(1.0)
-    assert all(pace.trains(step) for step in range(4)) == slow_one_trains
-    others.known, others.left_s = {}, 0.0
-    assert all(pace.trains(step) for step in range(4)) == late_one_trains
-    assert set(others.asked) <= {2}, "tau of the run"
-
-
-def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(data: Path) -> None:
-    """Once the straggler is level with the others after a send, it trains every step as before."""
-    events: list[Event] = []
-    session = session_of(data, events)
-    others = Others((0,))
-    pace = session.pace = DynamicSteps(0, 4, others, shares=False, grace_steps=1)
-    for _ in range(6):
-        pace.trained(1.0)
-    results = []
-    for step in range(12):
-        others.left_s = 0.0 if step in (5, 6, 7) else None
-        results.append(session.step())
-    assert [result.trained for result in results] == [step not in (5, 6, 7) for step in range(12)]
-    sent = {(event.fragment, event.outer_step): event.weight for event in events if isinstance(event, RoundSent)}
-    assert (sent[0, 0], sent[0, 1], sent[0, 2]) == (1.0, 0.25, 1.0)
-    assert session.totals.sequences == 2 * 9, "no replica trained the skipped sequences"
+    pace = make_pace(resolve(configuration, num_layers=2), 0, Others(speeds={1: 1e6}))
+    assert (pace is not None) == paced
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:

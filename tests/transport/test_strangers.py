@@ -83,6 +83,13 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
 
 
+@pytest.mark.parametrize("sizes", [((1 << 14) + 1, 0), (2, (1 << 12) + 1)], ids=["text", "blob"])
+def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Live, sizes: tuple[int, int]) -> None:
+    with closing(stranger_at(live.transports[0].address)) as stranger:
+        stranger.sendall(b"DLC1" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
+        assert stranger.recv(1) == b""
+
+
 QUESTIONS: dict[str, dict[str, Any]] = {
     "probe": {"kind": "probe", "ask": "ping"},
     "fetch": {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""},
@@ -107,6 +114,7 @@ def test_connections_that_do_nothing_are_bounded(live: Live) -> None:
         for _ in range(256):
             idle.enter_context(closing(stranger_at(address)))
         with closing(stranger_at(address)) as one_too_many:
+            one_too_many.settimeout(5.0)  # less than the time that a silent stranger has
             assert one_too_many.recv(1) == b""
         live.still_works()
     live.still_works()

@@ -58,8 +58,6 @@ class SimulateOptions(SiteOptions):
     """Compute time of one inner step; one value for all replicas, or one for each."""
     dynamic_steps: bool = False
     """Replicas slower than the fastest skip inner steps instead of delaying the others (--swarm.dynamic-steps)."""
-    grace: bool = False
-    """Late replicas skip the inner steps for which the others would wait (--swarm.straggler grace)."""
     clipping: Annotated[bool, arg(help=_CLIPPING)] = False
     half_duplex: bool = False
     """A link sends or receives, but not both at once."""

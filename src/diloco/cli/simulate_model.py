@@ -154,18 +154,16 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload, uplin
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
-    """Return ``cluster`` with the dynamic steps and grace of the options. Data-parallel training has neither."""
+    """Return ``cluster`` with the dynamic steps of the options. Data-parallel training has none."""
     if method.data_parallel:
         return cluster
     dynamic_of = options.inner_steps if options.dynamic_steps else None
-    return dataclasses.replace(cluster, dynamic_of=dynamic_of, grace=options.grace)
+    return dataclasses.replace(cluster, dynamic_of=dynamic_of)
 
 
 def _unequal(options: SimulateOptions, cluster: Cluster) -> dict[str, str]:
     """Return the line about slow replicas, if some replicas are slower than others."""
     if len(set(cluster.step_time_s.tolist())) == 1:
-        return {}
-    if options.grace and not options.dynamic_steps:
         return {}
     if not options.dynamic_steps:
         return {"slow replicas": "take every step while the others wait (--dynamic-steps: they skip steps instead)"}
@@ -188,7 +186,6 @@ def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> di
         "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
         "assumed": assumed[options.assume],
         **_unequal(options, cluster),
-        **({"late replicas": "skip the steps for which the others would wait"} if options.grace else {}),
         **_means(options),
         **({"clipping": "every payload goes to every replica, except gradients"} if options.clipping else {}),
     }
@@ -223,7 +220,6 @@ def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path |
         title = f"{method.name}: {float(result.compute_utilization):.1%} compute utilisation"
         draw_timeline(timeline(result, cluster, steps), picture, title=title)
     share = sum(cluster.trained_steps) / cluster.num_replicas / (cluster.dynamic_of or 1)
-    share -= float(result.left_out.mean()) / result.steps
     return {"method": method.name, **_numbers(result, cluster), "trained_share": share}
 
 
@@ -257,13 +253,11 @@ def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], opt
             format_bytes(record["sent_bytes_per_replica"] * options.inner_steps / record["inner_steps"]),
             format_rate(8 * record["mean_bytes_per_s"]),
             format_rate(8 * record["peak_bytes_per_s"]),
-            *([f"{record['trained_share']:.1%}"] if options.grace else []),
         ]
         for record in records
     ]
     timed = ["stall per round", "longest", "time per H steps"]
-    trained = ["steps trained"] if options.grace else []
-    print(columns(["method", "utilisation", *timed, "sent", "mean rate", "peak rate", *trained], rows))
+    print(columns(["method", "utilisation", *timed, "sent", "mean rate", "peak rate"], rows))
 
 
 def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str], options: SimulateOptions) -> None:

@@ -1,19 +1,9 @@
 from . import actions as actions
 from . import events as events
 from .actions import Action as Action
-from .actions import Adopt as Adopt
 from .actions import Average as Average
 from .actions import GiveVerdict as GiveVerdict
-from .actions import HangUp as HangUp
-from .actions import Introduce as Introduce
-from .actions import OpenLinks as OpenLinks
-from .actions import Register as Register
-from .actions import SendMessage as SendMessage
 from .actions import StartExchange as StartExchange
-from .actions import Timer as Timer
-from .events import Announce as Announce
-from .events import Begin as Begin
-from .events import Close as Close
 from .events import Computed as Computed
 from .events import ConnectionEnded as ConnectionEnded
 from .events import ConnectionMade as ConnectionMade
@@ -22,7 +12,6 @@ from .events import ExchangeEnded as ExchangeEnded
 from .events import Leave as Leave
 from .events import Lost as Lost
 from .events import Received as Received
-from .events import TimerFired as TimerFired
 from .failure_detector import Loss as Loss
 from .failure_detector import Pulse as Pulse
 from .failure_detector import Timing as Timing

@@ -1,4 +1,4 @@
-"""The links and speeds of the replicas in a simulation, and the inner steps that late replicas skip."""
+"""The links and speeds of the replicas in a simulation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.algorithm import Send, steps_to_train, trains_at
+from diloco.algorithm import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
-from diloco.membership import SHARE, Grace, byzantine_quorum
 from diloco.simulate.overheads import IDEAL, Overheads
-from diloco.simulate.traffic import Parcel, Traffic
+from diloco.simulate.traffic import Parcel
 from diloco.transport import Link, LinkArrays
 
-__all__ = ["Cluster", "LateSteps"]
+__all__ = ["Cluster"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,6 @@ class Cluster:
     seed: int = 0  # random seed of the jitter
     # H, if replicas slower than the fastest skip steps (DyLU); None: every replica trains every step
     dynamic_of: int | None = None
-    # whether late replicas skip the steps for which the others would wait, as with ``swarm.straggler = "grace"``
-    grace: bool = False
     overheads: Overheads = IDEAL  # overheads of the run
 
     @classmethod
@@ -46,7 +43,6 @@ class Cluster:
         jitter: float = 0.0,
         seed: int = 0,
         dynamic_of: int | None = None,
-        grace: bool = False,
         overheads: Overheads = IDEAL,
     ) -> Cluster:
         """Return a cluster with one link per replica, and one step time per replica or one for all.
@@ -71,7 +67,6 @@ class Cluster:
             jitter=jitter,
             seed=seed,
             dynamic_of=dynamic_of,
-            grace=grace,
             overheads=overheads,
         )
 
@@ -125,7 +120,7 @@ class Cluster:
     def computed_s(self, steps: int) -> NDArray[np.float64]:
         """Return the compute time of the first 0, 1, ..., ``steps`` steps of each replica, ``(steps + 1, M)``.
 
-        It does not depend on the schedule, and does not account for the steps that `grace` skips.
+        It does not depend on the schedule.
         """
         if self.jitter < 1e-6:  # too small to make a difference, and the draw would overflow
             if self.dynamic_of is None:
@@ -143,74 +138,3 @@ class Cluster:
             return np.ones((1, 1))
         rows = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]
         return np.resize(np.array(rows, dtype=np.float64), (steps, self.num_replicas))
-
-
-Floats = NDArray[np.float64]
-
-
-class LateSteps:
-    """The steps that late replicas skip, decided from one step that sends or merges to the next.
-
-    The rule is that of `diloco.membership.grace`. Reports of other replicas arrive one latency later, and speeds are
-    those of the cluster. Before a step that sends, a replica may skip only the steps since the last one that sent or
-    merged.
-
-    Args:
-        computed_s: the result of `Cluster.computed_s`, ``(steps + 1, M)``.
-        shape: the shape of the results, ``(..., M)``.
-    """
-
-    def __init__(self, cluster: Cluster, traffic: Traffic, computed_s: Floats, shape: tuple[int, ...]) -> None:
-        self.reached = 0  # the last step that is decided
-        self.trained_last = np.ones(shape, dtype=np.bool_)  # whether that step is trained, ``(..., M)``
-        self._cluster = cluster
-        self._schedule = traffic.schedule
-        self._computed_s = computed_s
-        self._shape = shape
-        self._sync_s: dict[int, Floats] = {}  # by fragment, ``(..., 1)``
-
-    def until(self, step: int, now_s: Floats) -> tuple[Floats, Floats]:
-        """Decide the steps up to ``step``.
-
-        Args:
-            step: the next step that sends or merges, or the last step.
-            now_s: the clocks after step `reached`, ``(..., M)``.
-
-        Returns:
-            The compute time that is saved and the number of steps that are skipped, each ``(..., M)``.
-        """
-        window, self.reached = range(self.reached + 1, step + 1), step
-        saved_s, left_out = np.zeros(self._shape), np.zeros(self._shape)
-        sent = [action.fragment for action in self._schedule.actions(step) if isinstance(action, Send)]
-        self.trained_last = np.ones(self._shape, dtype=np.bool_)
-        if not sent or self._shape[-1] == 1 or not window:
-            return saved_s, left_out
-        heard_s, due_s = self._due_s(sent[0], now_s + self._computed_s[step] - self._computed_s[window[0] - 1])
-        for each in window:
-            lasts_s = self._computed_s[each] - self._computed_s[each - 1]
-            began_s = now_s + self._computed_s[each - 1] - self._computed_s[window[0] - 1] - saved_s
-            self.trained_last = (began_s < heard_s) | (began_s + self._cluster.step_time_s <= due_s)
-            left_out = left_out + (~self.trained_last & (lasts_s > 0))
-            saved_s = saved_s + np.where(self.trained_last, 0.0, lasts_s)
-        return saved_s, left_out
-
-    def learn(self, fragment: int, took_s: Floats) -> None:
-        """Record the time from each replica's sending to the commit of a round of ``fragment``, ``(..., M)``."""
-        sync_s = took_s.min(-1, keepdims=True)
-        self._sync_s[fragment] = Grace.KEPT * self._sync_s.get(fragment, sync_s) + (1 - Grace.KEPT) * sync_s
-
-    def _due_s(self, fragment: int, ready_s: Floats) -> tuple[Floats, Floats]:
-        """Return when each replica learns that a quorum has sent, and when its own contribution is due.
-
-        Args:
-            fragment: the fragment that is sent.
-            ready_s: when each replica would send if it skipped no step. The first replicas skip none, so their times
-                are final.
-        """
-        quorum = byzantine_quorum(self._shape[-1])
-        quorum_s = np.partition(ready_s, quorum - 1, axis=-1)[..., quorum - 1 : quorum]
-        lasts_until_s = ready_s + self._schedule.overlap_steps * self._cluster.step_time_s
-        first_s = lasts_until_s.min(-1, keepdims=True)
-        left_s = first_s - quorum_s - self._sync_s.get(fragment, np.zeros(1))
-        heard_s = quorum_s + self._cluster.latency_s
-        return heard_s, np.maximum(heard_s, quorum_s + SHARE * np.maximum(0.0, left_s))

@@ -47,13 +47,9 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int) -> tuple[Span, 
         simulated: a simulation of at least ``steps`` steps and one scenario, with ``history=True``.
 
     Raises:
-        ConfigurationError: without a history, for less than one step, for several scenarios, and with grace.
+        ConfigurationError: without a history, for less than one step, and for several scenarios.
     """
     shape = simulated.compute_s.shape
-    if cluster.grace:
-        raise ConfigurationError(
-            "a timeline can't show replicas that skip steps when they are late (grace). Leave grace out."
-        )
     _check_history(simulated)
     if steps < 1 or len(shape) > 1:
         raise ConfigurationError(

@@ -82,7 +82,7 @@ def outer_traffic(
         clipping: whether contributions are clipped, so that every replica needs each contribution whole.
         mean, uplinks: as for `plan_exchange`.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
     >>> outer_traffic(schedule, [1000], [make_codec("float32")], 2).parcels[0].sent_bytes
     array([4000., 4000.])

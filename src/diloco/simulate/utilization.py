@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from diloco.algorithm import Send
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster, LateSteps
+from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport import RoundTimes, round_times
 
@@ -56,7 +56,6 @@ class Simulated:
     longest_wait_s: Floats  # longest wait for a single average
     sent_bytes: Floats  # payload
     received_bytes: Floats
-    left_out: Floats  # number of inner steps that late replicas skipped (`Cluster.grace`)
     # all rounds of the run, with ``history=True``; rounds in flight at its end come last
     history: tuple[SimulatedRound, ...] = ()
 
@@ -104,7 +103,7 @@ def simulate(
     Raises:
         ConfigurationError: if no step is left to measure.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm import make_codec
     >>> from diloco.algorithm.schedule import SyncSchedule
     >>> from diloco.simulate.traffic import outer_traffic
     >>> from diloco.transport.links import Link
@@ -122,7 +121,6 @@ def simulate(
         if step > measure_from and run.measured_from is None:
             run.measured_from, before = step, run.totals()
             run.longest_wait_s = np.zeros(run.shape)
-        run.reach(step)
         for action in traffic.schedule.actions(step):
             if isinstance(action, Send):
                 run.send(action.fragment, action.outer_step, step)
@@ -134,7 +132,7 @@ def simulate(
         for fragment in tuple(run.in_flight):  # in the order of sending
             run.merge(fragment, steps)
     counted = {name: after - before[name] for name, after in run.totals().items()}
-    computed_s = run.computed_s[steps] - run.computed_s[measure_from] - counted.pop("saved_s")
+    computed_s = run.computed_s[steps] - run.computed_s[measure_from]
     return Simulated(
         steps=steps - measure_from,
         rounds=int(counted.pop("rounds")),
@@ -165,9 +163,6 @@ class _Run:
         self.waited_s, self.spent_s, self.longest_wait_s = (np.zeros(self.shape) for _ in range(3))
         self.up_free_s, self.down_free_s = np.zeros(self.shape), np.zeros(self.shape)
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
-        self.late_steps = LateSteps(cluster, traffic, self.computed_s, self.shape) if cluster.grace else None
-        self.left_out = np.zeros(self.shape)
-        self.saved_s = np.zeros(self.shape if cluster.grace else 1)  # a single zero if no step can be skipped
         self.rounds = 0
         self.measured_from: int | None = None
         self.in_flight: dict[int, SimulatedRound] = {}
@@ -178,8 +173,6 @@ class _Run:
         return {
             "waited_s": self.waited_s.copy(),
             "spent_s": self.spent_s.copy(),
-            "saved_s": self.saved_s.copy(),
-            "left_out": self.left_out.copy(),
             "sent_bytes": self.sent_bytes.copy(),
             "received_bytes": self.received_bytes.copy(),
             "rounds": np.array(self.rounds),
@@ -187,23 +180,14 @@ class _Run:
 
     def now_s(self, step: int) -> Floats:
         """Return the clocks after ``step``, including the waits and the work recorded so far."""
-        clocks_s: Floats = self.computed_s[step] - self.saved_s + self.waited_s + self.spent_s
+        clocks_s: Floats = self.computed_s[step] + self.waited_s + self.spent_s
         return clocks_s
-
-    def reach(self, step: int) -> None:
-        """Train or skip all steps up to this one."""
-        if self.late_steps is not None:
-            saved_s, left_out = self.late_steps.until(step, self.now_s(self.late_steps.reached))
-            self.saved_s, self.left_out = self.saved_s + saved_s, self.left_out + left_out
 
     def send(self, fragment: int, outer_step: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
         began_s = self.now_s(step)
         self.spent_s = self.spent_s + overheads.send_s_per_value * parcel.numel
         last_began_s, lasted_s = self.now_s(step - 1), self.computed_s[step] - self.computed_s[step - 1]
-        if self.late_steps is not None:
-            trained = self.late_steps.trained_last
-            last_began_s, lasted_s = np.where(trained, last_began_s, self.now_s(step)), np.where(trained, lasted_s, 0.0)
         sent_at_s = equivalent_send_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
         times = round_times(
             self.links,
@@ -228,8 +212,6 @@ class _Run:
             merge_stop_s=NEVER_S,
             merged_s=NEVER_S,
         )
-        if self.late_steps is not None:
-            self.late_steps.learn(fragment, (times.committed_s + self.overhead_s[fragment]) - sent_at_s)
         self.sent_bytes = self.sent_bytes + parcel.sent_bytes
         self.received_bytes = self.received_bytes + parcel.received_bytes
 

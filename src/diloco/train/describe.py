@@ -141,8 +141,6 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         facts["clipping"] = f"contributions are scaled down to the norm {bound:g}"
     if settings.swarm.dynamic_steps:
         facts["dynamic steps"] = "a replica slower than the fastest skips steps, so that no replica waits for it"
-    if settings.swarm.straggler == "grace":
-        facts["stragglers"] = "skip the steps for which other replicas would have to wait"
     if start:
         facts["traffic"] += f" (plus {format_bytes(per_gradient * start)} for the shared start)"
     return facts

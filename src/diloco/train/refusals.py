@@ -157,11 +157,6 @@ def check_transport(settings: RunSettings) -> None:
             f"swarm.dynamic_steps=true can't be used with {chosen}: replicas know each other's speeds only in a "
             "swarm. Use --transport hivemind, or make all replicas train every step (--swarm.no-dynamic-steps).",
         )
-        refuse_if(
-            swarm.straggler == "grace",
-            f"swarm.straggler='grace' can't be used with {chosen}: replicas know each other's speeds only in a swarm. "
-            "Use --transport hivemind, or --swarm.straggler wait.",
-        )
 
 
 def _check_swarm(settings: RunSettings) -> None:

@@ -61,7 +61,6 @@ def handshake_facts(
         **outer,
         "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
         "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
-        "stragglers": "grace" if settings.swarm.straggler == "grace" else "no grace",
         "replicas": replicas,
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
