@@ -338,6 +338,20 @@ def votes_otherwise(liar: int, to: Sequence[int], **vote: Any) -> Callable[[int,
 OTHER_VOTES = {"no": {"ok": False, "digest": "", "reason": "no"}, "another": {"digest": "another"}}
 
 
+@pytest.mark.parametrize("vote", OTHER_VOTES.values(), ids=OTHER_VOTES)
+@pytest.mark.parametrize(("replicas", "liar"), [(3, 0), (4, 1)])
+def test_who_votes_one_way_and_another_is_shown_to_and_put_out(replicas: int, liar: int, vote: Message) -> None:
+    """No round is committed by one and void for another, and at most the round with the proof is lost."""
+    network = simulated(replicas)
+    rank(network, liar).lie = votes_otherwise(liar, [(liar + 1) % replicas], **vote)
+    explore(network, [])
+    check_honest(network, liar)
+    for each in honest(network, liar):
+        assert liar not in each.view.members
+        assert list(each.outcomes.values()).count(False) <= 1
+        assert f"replica {liar} cast two different votes on one round" in each.machine.views.contributions.reason
+
+
 @settings(max_examples=60, deadline=None)
 @given(NUMBERS, st.integers(3, 5), st.data())
 def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int, data: st.DataObject) -> None:
