@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diloco.algorithm import (
+    CODECS,
     AlphaMerge,
     MergeRule,
     Nesterov,
@@ -16,7 +17,6 @@ from diloco.algorithm import (
     RoundId,
     Sgd,
     SyncSchedule,
-    codec_names,
     partition,
 )
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
@@ -25,7 +25,7 @@ from diloco.outer import DiLoCo
 from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic, streaming
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
 def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge: MergeRule) -> None:
     """Invariant 1 holds after every step with different data on every replica."""

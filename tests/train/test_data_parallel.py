@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import RoundId, ValueSchedule, codec_names, make_codec
+from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
 from diloco.model import ModelSettings, Transformer, build_model
@@ -96,7 +96,7 @@ def test_the_mean_is_the_gradient_of_the_joined_batch(num_replicas: int) -> None
             torch.testing.assert_close(mine, joined, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
     """This holds on different data and for every codec of the gradients."""
     replicas = Replicas(3, codec)

@@ -18,19 +18,13 @@ from tests.runs import SMALL
 
 
 class Others:
-    """Members with the view, speeds and time limits that a test sets."""
+    """Members with the view and speeds that a test sets."""
 
     def __init__(self, members: tuple[int, ...] = (0, 1), speeds: Mapping[int, float] | None = None) -> None:
         self.view = View(0, members)
         self.known = dict(speeds or {})
         self.told: list[float] = []
         self.seen: dict[str, Any] = {}
-        self.left_s: float | None = None
-        self.asked: list[int] = []
-
-    def time_left_s(self, overlap_steps: int) -> float | None:
-        self.asked.append(overlap_steps)
-        return self.left_s
 
     def announce_speed(self, steps_per_s: float) -> None:
         self.told.append(steps_per_s)

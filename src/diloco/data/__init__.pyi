@@ -4,10 +4,8 @@ from .batches import Cursor as Cursor
 from .batches import Prefetcher as Prefetcher
 from .batches import heldout_batches as heldout_batches
 from .block_reader import BlockReader as BlockReader
-from .chat import Question as Question
 from .chat import build_chat_corpus as build_chat_corpus
 from .chat import heldout_rows as heldout_rows
-from .chat import read_questions as read_questions
 from .chat_tokenizer import ChatTokenizer as ChatTokenizer
 from .chat_tokenizer import has_template as has_template
 from .corpus import Corpus as Corpus

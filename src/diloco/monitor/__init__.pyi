@@ -15,5 +15,4 @@ from .sinks import make_sinks as make_sinks
 from .wandb_runs import WandbSink as WandbSink
 from .wandb_runs import run_id as run_id
 from .wording import exit_code as exit_code
-from .wording import line as line
 from .wording import nothing_committed as nothing_committed
