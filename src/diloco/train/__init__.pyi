@@ -18,9 +18,7 @@ from .fleet.connecting import connect_rank as connect_rank
 from .fleet.swarm_fleet import SwarmFleet as SwarmFleet
 from .fleet.torch_fleet import TorchFleet as TorchFleet
 from .inner import InnerLoop as InnerLoop
-from .inner import InnerStep as InnerStep
 from .inner import inner_learning_rate as inner_learning_rate
-from .inner_optimizer import inner_optimizer_in_words as inner_optimizer_in_words
 from .inner_optimizer import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
 from .joining import follow_views as follow_views
@@ -29,7 +27,6 @@ from .launcher import launch as launch
 from .launcher import start_process as start_process
 from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
-from .parallel import blocks_of as blocks_of
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
 from .parallel import prepare_model as prepare_model
