@@ -36,7 +36,7 @@ def test_a_job_at_its_time_limit_saves_is_requeued_and_goes_on(slurm: Slurm, tmp
     """Two replicas train over the loopback. The second job finds the checkpoints of the first and resumes the run."""
     small = SMALL.replace("--replicas 2", "").replace("--steps 12", "").removesuffix("--data")
     (tmp_path / "run.toml").write_text(f'[data]\npaths = ["{write_text(tmp_path)}"]\n')
-    flags = [*small.split(), "--monitor.no-tensorboard", "--train.threads", "1", "--steps", "100000"]
+    flags = [*small.split(), "--train.threads", "1", "--steps", "100000"]
     out = tmp_path / "runs" / "diloco-4711"
 
     job = slurm.submit(SCRIPT, "run.toml", *flags)

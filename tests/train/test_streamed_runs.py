@@ -95,7 +95,7 @@ def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> No
     )
     assert summary["epochs"] == {"a": 0.0, "b": 2.0}, "the end of the first was not reached"
     facts = listener.events[0].facts  # type: ignore[attr-defined]  # of RunStarted
-    assert facts["data"].startswith("read while training (a 75.0%, b 25.0%); held out: ")
+    assert facts["data"].startswith("read while training (a 75.0%, b 25.0%)")
 
 
 def test_what_goes_wrong_while_reading_stops_the_run_at_its_step(

@@ -45,6 +45,7 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
             ),
             replica=number,
+            name="anna-pc" if number == 2 else "pc",
             join_window_s=join_window_s,
         )
         fleets.append(
@@ -80,6 +81,7 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
     third = make(2, second)
     third.join(10.0)
     assert third.transport.view.members == (0, 1, 2)
+    assert third.names() == {"0": "pc/0", "1": "pc/1", "2": "anna-pc"}
 
 
 def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(make: Make) -> None:
@@ -112,7 +114,7 @@ def test_a_change_of_threads_is_told_between_two_steps(make: Make, monkeypatch: 
     monkeypatch.setattr(fleet.threads, "follow", lambda: "2 peers train on this machine.")
     session = cast(Session, SimpleNamespace(totals=SimpleNamespace(steps=7)))
     follow_views(fleet, session, StopRequest(), told.append)
-    assert Note(step=7, text="2 peers train on this machine.") in told
+    assert Note(step=7, text="2 peers train on this machine.", detail=True) in told
 
 
 def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
@@ -120,13 +122,19 @@ def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
     following = NextView(view.followed_by(1, (0, 3), ()), view, 8, {}, "words", left=((1, 7),))
     transport = SimpleNamespace(replica=0)
     fleet = SimpleNamespace(
-        take_notices=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
+        take_notices=str,
+        take_news=lambda: [following],
+        failure=None,
+        gathering=False,
+        transport=transport,
+        names=lambda: {"2": "anna-pc"},
     )
     session = SimpleNamespace(totals=SimpleNamespace(steps=7))
     follow_views(cast(SwarmFleet, fleet), cast(Session, session), StopRequest(), told.append)
     (changed,) = told
     assert isinstance(changed, ViewChanged)
     assert (changed.members, changed.left, changed.lost) == ((0, 3), (1, 2), (2,))
+    assert changed.names == {"2": "anna-pc"}
 
 
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) -> None:

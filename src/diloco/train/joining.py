@@ -84,7 +84,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     """
     step = session.totals.steps
     if notice := fleet.take_notices():
-        emit(Note(step=step, text=notice))
+        emit(Note(step=step, text=notice, detail=True))
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
@@ -98,6 +98,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 left=tuple(sorted(left)),
                 lost=tuple(sorted(left - {replica for replica, _ in news.left})),
                 reason=news.reason,
+                names=fleet.names(),
             )
         )
     lost = fleet.failure is not None
@@ -130,8 +131,8 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "has rejoined" if len(fleet.view.members) > 1 else "continues alone"
-    emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
+    how = "has rejoined the others" if len(fleet.view.members) > 1 else "continues alone"
+    emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
 def rejoin(

@@ -53,7 +53,8 @@ class Announcer:
     async def refresh(self) -> None:
         """Update this peer's entry in the registry, as the addresses at which it can be reached may have changed."""
         places = await self._node.addresses()
-        entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places)
+        name = self._place.name
+        entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places, name)
         self._registry.entries[self._number] = entry
 
     async def announce(self) -> None:
