@@ -140,7 +140,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["rounds"] == "2 data-parallel steps, then 2 fragments every 3 steps as int8"
-    assert facts["batch"] == "2 replicas x 1 sequences x 16 tokens; 2 layers"
+    assert facts["batch"] == "2 replicas x 1 sequences x 16 tokens"
 
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import ConfigurationError
-from diloco.events import Event, Note, RunStarted
+from diloco.events import Event, Note
 from diloco.monitor import MonitorSettings, Sinks, make_sinks, read_metrics
 
 
@@ -15,9 +15,7 @@ class Recorder:
 
     def __init__(self, fails_at: int = -1, error: BaseException | None = None) -> None:
         self.steps: list[int] = []
-        self.closed = 0
-        self.fails_at = fails_at
-        self.error = error or OSError("no space left")
+        self.closed, self.fails_at, self.error = 0, fails_at, error or OSError("no space left")
 
     def handle(self, event: Event) -> None:
         if event.step == self.fails_at:
@@ -107,7 +105,6 @@ def test_the_sinks_that_settings_ask_for(
     ("settings", "words"),
     [
         ({"console": "live"}, "needs a terminal"),
-        ({"console": "quite"}, "did you mean 'quiet'"),
         ({"every_steps": 0}, "at least 1"),
         ({"sinks": ("tensorbord",)}, "did you mean 'tensorboard'"),
         ({"sinks": ("my_sinks:Stops",)}, "no function or class 'Stops'"),
@@ -143,11 +140,3 @@ def test_a_sink_of_the_users_own_hears_everything(own: Path) -> None:
     tell(sinks, 1, 2)
     sinks.close()
     assert (own / "anna-pc.txt").read_text() == "1 2 "
-
-
-def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sinks = make_sinks(MonitorSettings(console="quiet", every_steps=1), tmp_path, is_terminal=True)
-    sinks.handle(RunStarted(step=0, total_steps=9, algorithm="diloco", num_replicas=1, parameters=1, tokens_per_step=1))
-    tell(sinks, 1)
-    sinks.close()
-    assert capsys.readouterr() == ("", "")

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from diloco.data import Shares
-from diloco.errors import RunOverError
+from diloco.errors import RunFinishedError
 from diloco.events import Event, Note, ViewChanged
 from diloco.membership import NextView, View
 from diloco.train import Held, PeerThreads, Seats, Session, StopRequest, SwarmFleet, follow_views
@@ -147,9 +147,9 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     first.tell_finished()
     first.close()
     second.transport.close()
-    with pytest.raises(RunOverError, match="the others have finished run 'run', and no member is left"):
+    with pytest.raises(RunFinishedError, match="the others have finished run 'run', and no member is left"):
         second.rejoin(LIMIT_S)
-    with pytest.raises(RunOverError):
+    with pytest.raises(RunFinishedError):
         make(2, standing)
     assert not make(3, standing, held_step=5).joining
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint import lock_folder
-from diloco.cli import INTERRUPTED
+from diloco.cli import DONE, FAILED, INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder,
     continue_record,
@@ -21,7 +21,7 @@ from diloco.cli.run_folder import (
 )
 from diloco.config import CONFIG_FILE, Configuration, RunPlan, join_command, resume_command
 from diloco.events import Event, RoundVoid
-from diloco.monitor import Sinks, exit_code, make_sinks, nothing_committed
+from diloco.monitor import Sinks, make_sinks
 from diloco.plugins import is_own
 from diloco.train import Role, TrainSettings
 from diloco.transport import Address
@@ -164,14 +164,15 @@ def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> i
 
 def _exit_code(summary: Mapping[str, Any], void_reason: str, *, quiet: bool = False) -> int:
     """Return the exit code of a process that has trained: a run whose rounds were all void has failed."""
-    if nothing_committed(summary) and not quiet:
+    in_vain = summary["rounds_void"] and not summary["rounds_committed"]
+    if in_vain and not quiet:
         print(
             f"diloco: no round was committed, so the replicas have learned nothing from each other: all "
             f"{summary['rounds_void']} were void. The reason of the last one: {void_reason or 'see metrics.jsonl'}. "
             "Remove the cause, then start a new run.",
             file=sys.stderr,
         )
-    return exit_code(summary)
+    return INTERRUPTED if summary["interrupted"] else FAILED if in_vain else DONE
 
 
 class _Watched:

@@ -1,12 +1,10 @@
 from .console import LiveConsole as LiveConsole
 from .console import PlainConsole as PlainConsole
 from .console import VisibleConsole as VisibleConsole
+from .console import line as line
 from .metrics_file import MetricsFile as MetricsFile
 from .metrics_file import read_metrics as read_metrics
 from .progress import RunProgress as RunProgress
 from .settings import MonitorSettings as MonitorSettings
 from .sinks import Sinks as Sinks
 from .sinks import make_sinks as make_sinks
-from .wording import exit_code as exit_code
-from .wording import line as line
-from .wording import nothing_committed as nothing_committed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
@@ -14,12 +16,22 @@ from rich.segment import Segment
 from rich.text import Text
 
 from diloco import events
-from diloco.monitor import wording
+from diloco.membership import names_of
 from diloco.monitor.progress import RunProgress
 from diloco.terminal import plain, show_visibly
-from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity, visible_lines
+from diloco.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_perplexity,
+    format_ratio,
+    perplexity,
+    visible_lines,
+)
 
-__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole"]
+__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole", "line"]
+
+Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
 
 _HEADER_EVERY = 30
 _STYLES = {
@@ -57,19 +69,20 @@ class _Console:
         news = progress.take(event, now_s)
         match event:
             case events.RunStarted():
-                self._print(wording.title(event), "bold")
-                self._print(wording.table(wording.facts(event, verbose=self._verbose)))
+                self._print(_title(event), "bold")
+                self._print(_table(_facts(event, verbose=self._verbose)))
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
                 sample = (event.prompt + event.text).strip("\n").replace("\n", "\n  ")
                 self._print(f"  {sample}" if event.final else f"  {sample}\n")
             case events.RunFinished():
-                self._print("\n" + wording.ending(progress), "bold")
-                self._print(wording.table(wording.summary(event.summary, hint=self._hint)))
+                done, total = progress.step, progress.total_steps
+                self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
+                self._print(_table(_summary(event.summary, hint=self._hint)))
             case _ if news:
                 width = _width(progress)
-                text = wording.line(event, progress).replace("\n", "\n" + " " * (width + 2))
+                text = line(event, progress).replace("\n", "\n" + " " * (width + 2))
                 self._print(f"{_done(event.step, progress):>{width}}  {text}", _STYLES.get(type(event), ""))
         return now_s
 
@@ -201,7 +214,7 @@ class LiveConsole(_Console):
 
 
 class _Display:
-    """The content of the live display: a progress bar and two lines of readings, cut to the width of the terminal."""
+    """The content of the live display: a progress bar and two lines, cut to the width of the terminal."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -215,28 +228,17 @@ class _Display:
         if len(done) < width:
             bar = ProgressBar(total, progress.step, width - len(done), complete_style="cyan", finished_style="green")
             yield from console.render(bar, options)
-        for readings in _readings(progress):
-            yield Segment.line()
-            yield Segment("  ".join(readings)[:width])
+        last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
+        if last is not None and loss is not None:
+            lowest = "" if best is None else f" (best {best:.4f})"
+            tried = "" if heldout is None else f"held-out {heldout:.4f}{lowest}  "
+            used = f", MFU {_utilization(progress)}" if progress.peak_known else ""
+            exp_loss = format_perplexity(perplexity(loss))
+            yield Segment(f"\nloss {loss:.4f} (perplexity {exp_loss})  {tried}epoch {last.epoch}"[: width + 1])
+            rounds = f"rounds {progress.committed}, void {progress.void}  {format_bytes(last.sent_bytes)} sent"
+            speed = f"{_speed(progress)} tokens/s{used}  {100 * last.compute_utilization:.1f} % compute"
+            yield Segment(f"\n{speed}  {rounds}  lr {last.learning_rate:.1e}"[: width + 1])
         yield Segment.line()
-
-
-def _readings(progress: RunProgress) -> tuple[list[str], list[str]]:
-    """Return the readings of both lines, of constant widths as far as possible."""
-    last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
-    if last is None or loss is None:
-        return [], []
-    lowest = "" if best is None else f" (best {best:.4f})"
-    used = f", MFU {_utilization(progress)}" if progress.peak_known else ""
-    losses = [f"loss {loss:.4f} (perplexity {format_perplexity(perplexity(loss))})"]
-    losses += [] if heldout is None else [f"held-out {heldout:.4f}{lowest}"]
-    return [*losses, f"epoch {last.epoch}"], [
-        f"{_speed(progress)} tokens/s{used}",
-        f"{100 * last.compute_utilization:.1f} % compute",
-        f"rounds {progress.committed}, void {progress.void}",
-        f"{format_bytes(last.sent_bytes)} sent",
-        f"lr {last.learning_rate:.1e}",
-    ]
 
 
 def _done(step: int, progress: RunProgress) -> str:
@@ -258,3 +260,145 @@ def _utilization(progress: RunProgress) -> str:
 
 def _time_left(progress: RunProgress) -> str:
     return "-" if progress.left_s is None else format_duration(progress.left_s)
+
+
+def _table(rows: Rows) -> str:
+    """Format rows as two columns. Long values are not wrapped, so that they can be copied."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _title(event: events.RunStarted) -> str:
+    """Return the first line of a run's output."""
+    size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps of {event.tokens_per_step:,} tokens"
+    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
+    return f"{text}, resuming after step {event.step}" if event.step else text
+
+
+def _facts(event: events.RunStarted, *, verbose: bool = False) -> Rows:
+    """Return the facts about the run to print at its start; ``verbose``: all of them."""
+    more = {"resumed from": event.resumed_from} if event.resumed_from else {}
+    return [*event.facts.items(), *((more | dict(event.details)).items() if verbose else ())]
+
+
+def line(event: events.Event, progress: RunProgress) -> str:
+    """Return the text for an event for which `RunProgress.take` returned True, with the names of replicas."""
+    return _named(_line(event, progress), progress.names)
+
+
+def _line(event: events.Event, progress: RunProgress) -> str:
+    match event:
+        case events.Evaluated():
+            text = (
+                f"held-out loss {event.heldout_loss:.4f}  perplexity {format_perplexity(event.perplexity)}  "
+                f"{event.bits_per_byte:.4f} bits per byte"
+            )
+            return f"{text}  (final)" if event.final else f"{text}{'  (best)' * (progress.best_step == event.step)}"
+        case events.CheckpointSaved():
+            return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
+        case events.RoundVoid():
+            name = f"fragment {event.fragment}, outer step {event.outer_step}"
+            return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+        case events.RoundCommitted():
+            return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
+        case events.ViewChanged():
+            return f"{_change(event)}\n{event.reason}" if progress.verbose else _change(event)
+        case events.RoundSent():
+            return (
+                f"fragment {event.fragment}: values outside the codec's range were clamped (reported once per fragment)"
+            )
+        case events.StepFinished():
+            return f"the gradient scaler skipped the inner step of {_counted(event.skipped_replicas)}"
+        case events.Interrupted():
+            return f"{event.signal}: the state has been saved and the run stops"
+        case events.Note():
+            return event.text
+        case _:
+            return type(event).__name__
+
+
+def _change(event: events.ViewChanged) -> str:
+    """Say in one sentence who came and went."""
+    parts, left = [], tuple(each for each in event.left if each not in event.lost)
+    if event.lost:
+        parts.append(f"{names_of(event.lost)} {_be(event.lost, 'is', 'are')} gone ({_brief(event.reason)})")
+    if left:
+        parts.append(f"{names_of(left)} {_be(left, 'has', 'have')} left")
+    if event.joined:
+        parts.append(f"{names_of(event.joined)} joined")
+    if not parts:
+        parts.append(f"the replicas connect again ({_brief(event.reason)})")
+    rest = f" {_be(event.members, 'continues', 'continue')}" if event.left else ""
+    return f"{'; '.join(parts)}; {_counted(len(event.members))}{rest}"
+
+
+def _be(replicas: Sequence[int], one: str, several: str) -> str:
+    return one if len(replicas) == 1 else several
+
+
+def _brief(reason: str) -> str:
+    """Return the first clause of a reason, without what is in parentheses and without addresses."""
+    before = ""
+    while reason != before:  # parentheses in parentheses
+        before, reason = reason, re.sub(r" ?\([^()]*\)", "", reason)
+    clause = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
+    return re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", clause)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    """Put the names of replicas in place of their numbers."""
+
+    def name(numbers: re.Match[str]) -> str:
+        if names.keys().isdisjoint(numbers[1].split(", ")):
+            return numbers[0]
+        return ", ".join(names.get(number, f"replica {number}") for number in numbers[1].split(", "))
+
+    return re.sub(r"\breplicas? (\d+(?:, \d+)*)", name, text)
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _summary(values: Mapping[str, Any], *, hint: bool = False) -> Rows:
+    """Return the rows of a finished run's summary, skipping values that are missing or None.
+
+    The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
+    data-parallel training. With ``hint``, two rows say how to see the curves of the run.
+    """
+
+    def part(name: str, text: str, of: Callable[[Any], Any] = lambda value: value) -> str:
+        value = values.get(name)
+        return "" if value is None else text.format(of(value))
+
+    sent, baseline = values.get("sent_bytes_per_replica"), values.get("data_parallel_bytes_per_replica") or 0
+    start, steps = values.get("shared_start_steps", 0), values.get("steps", 0)
+    later = (sent or 0) - values.get("shared_start_sent_bytes_per_replica", 0)
+    rows = {
+        "held-out loss": [
+            part("heldout_loss", "{:.4f} nats per token"),
+            part("perplexity", "perplexity {}", format_perplexity),
+            part("bits_per_byte", "{:.4f} bits per byte"),
+        ],
+        "trained": [
+            part("steps", "{} steps"),
+            part("tokens", "{} tokens", format_count),
+            part("wall_s", "in {}", format_duration),
+            part("tokens_per_s", "{} tokens/s", format_count),
+            part("model_flops_utilization", "MFU {:.1%}"),
+        ],
+        "sent": [] if sent is None else [_sent(sent, baseline)],
+        "after start": [_sent(later, baseline * (steps - start) / steps)] if 0 < start < steps else [],
+        "utilisation": [part("compute_utilization", "{:.1%} compute")],
+        "rounds": [part("rounds_committed", "{} committed"), part("rounds_void", "{} void")],
+        "digest": [part("global_params_digest", "{}")],
+        "run folder": [part("out", "{}")],
+        "curves": [part("out", "diloco watch {}", shlex.quote)] if hint else [],
+        "TensorBoard": ["--sinks tensorboard (pip install 'diloco[monitor]')"] if hint else [],
+    }
+    return [(name, ", ".join(filter(None, parts))) for name, parts in rows.items() if any(parts)]
+
+
+def _sent(sent: float, baseline: float) -> str:
+    text = f"{format_bytes(sent)} per replica" + (f"; data-parallel: {format_bytes(baseline)}" if baseline else "")
+    return f"{text}, {format_ratio(baseline / sent)} as much" if sent and baseline else text

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from diloco.errors import ConfigurationError, nearest
+from diloco.errors import ConfigurationError
 
 __all__ = ["MonitorSettings"]
 
@@ -22,15 +22,12 @@ class MonitorSettings:
     verbose: Annotated[bool, arg(aliases=["--verbose"])] = False
     """Also print the details: all facts about the run at its start, and reasons in full."""
     every_steps: int = 10
-    """Steps between two lines of plain output and between two points of a tracker's curves."""
+    """Steps between two lines of plain output."""
     sinks: Annotated[tuple[str, ...], arg(aliases=["--sinks"])] = ()
     """Further sinks of the run's events: tensorboard, wandb (both need pip install 'diloco[monitor]'; wandb reads its
     own WANDB_* variables), or your own as MODULE:NAME or FILE.py:NAME of what takes the run folder and returns a
     diloco.events.Sink."""
 
     def __post_init__(self) -> None:
-        if self.console not in (consoles := ("auto", "live", "plain", "quiet")):
-            hint = nearest(str(self.console), consoles)
-            raise ConfigurationError(f"monitor.console={self.console!r} is unknown; {hint}")
         if self.every_steps < 1:
             raise ConfigurationError(f"monitor.every_steps must be at least 1, got {self.every_steps}.")

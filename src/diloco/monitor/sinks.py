@@ -24,16 +24,6 @@ class Sinks:
 
     Args:
         sinks: name -> sink; messages use the name.
-
-    >>> class Broken:
-    ...     def handle(self, event): raise OSError("no space left on device")
-    ...     def close(self): pass
-    >>> from diloco.events import Note
-    >>> sinks = Sinks({"metrics.jsonl": Broken()})
-    >>> with contextlib.redirect_stderr(sys.stdout):
-    ...     sinks.handle(Note(step=1, text="hello"))
-    ...     sinks.handle(Note(step=2, text="no second message"))
-    metrics.jsonl failed at step 1 and is no longer written (OSError: no space left on device); training continues.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -50,7 +40,10 @@ class Sinks:
             try:
                 sink.handle(event)
             except Exception as error:
-                self._drop(name, sink, event.step, error)
+                del self._sinks[name]
+                with contextlib.suppress(Exception):  # it has just failed, and would report the same error again
+                    sink.close()
+                _print(f"{name} failed at step {event.step} and is no longer written", error, "training continues.")
 
     def close(self) -> None:
         """Close every sink, even if closing one of them fails. A second call does nothing."""
@@ -59,13 +52,7 @@ class Sinks:
             try:
                 sink.close()
             except Exception as error:
-                _print(f"{name} could not be closed ({_described(error)}); its last lines may be missing.")
-
-    def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
-        del self._sinks[name]
-        with contextlib.suppress(Exception):  # the sink has just failed, and would report the same error again
-            sink.close()
-        _print(f"{name} failed at step {step} and is no longer written ({_described(error)}); training continues.")
+                _print(f"{name} could not be closed", error, "its last lines may be missing.")
 
 
 def make_sinks(
@@ -95,12 +82,7 @@ def make_sinks(
             'monitor.console="live" needs a terminal, but standard output is not one. Use "plain", or "auto" to choose '
             "automatically."
         )
-    offered = {
-        "every_steps": settings.every_steps,
-        "config": config or {},
-        "name": name or folder.resolve().name,
-        "group": group,
-    }
+    offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
     verbose, hint = settings.verbose, TRACKERS.keys().isdisjoint(settings.sinks)
@@ -125,11 +107,8 @@ def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
     return made
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _print(message: str) -> None:
-    """Print ``message`` to stderr. It never raises, unlike `warnings` under ``-W error``."""
+def _print(what: str, error: Exception, then: str) -> None:
+    """Print a message to stderr. It never raises, unlike `warnings` under ``-W error``."""
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     with contextlib.suppress(Exception):
-        print(message, file=sys.stderr, flush=True)
+        print(f"{what} ({why}); {then}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from diloco import events
 from diloco.errors import ConfigurationError, from_extra
-from diloco.monitor.wording import exit_code
 
 __all__ = ["TRACKERS"]
 
@@ -157,7 +156,7 @@ class WandbSink:
                     ["step", "prompt", "text"], [[event.step, event.prompt, event.text]]
                 )
             case events.RunFinished():
-                self._exit_code = exit_code(event.summary)
+                self._exit_code = 130 if event.summary.get("interrupted") else 0
                 self._run.summary.update(dict(event.summary))
         if values:
             self._run.log(values, step=event.step)

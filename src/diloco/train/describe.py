@@ -53,7 +53,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> tuple[Facts, Facts]
     if optimizer := inner_optimizer_in_words(settings.inner, model):
         details["inner optimizer"] = optimizer
     batch, replicas = f"{train.batch_size} sequences x {train.sequence_length} tokens", settings.transport.replicas
-    details["batch"] = f"{replicas} replicas x {batch}; {model.num_layers} layers"
+    details["batch"] = f"{replicas} replicas x {batch}"
     memory = round(bytes_per_trained(settings) * trained + bytes_per_frozen(settings.model) * (total - trained))
     details["memory"] = f"{format_bytes(memory)} per replica, without activations"
     details["evaluation"] = _every(settings.evaluation.every_steps)
@@ -88,11 +88,12 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel, facts: Facts, 
     bits = 8 * sum(map(codec.payload_bytes, sizes)) / sum(sizes)
     feedback = " with error feedback" if settings.codec.error_feedback else ""
     details["codec"] = f"{codec.name}{feedback}, {bits:.3g} bits per parameter, exchanged by {exchanges[0].pattern}"
-    details["average"] = described(make_average_rule(settings.outer))
+    rule = make_average_rule(settings.outer)
+    details["average"] = "mean" if rule is None else described(rule)
     if (clipping := make_clipping(settings.outer)).active:
         details["clipping"] = described(clipping)
     details["outer optimizer"] = described(make_outer_optimizer(settings.outer, max(rounds)))
-    details["merge"] = f"{described(make_merge_rule(settings.merge))}, {schedule.overlap_steps} steps after sending"
+    details["merge"] = f"{described(make_merge_rule(settings.merge))}, overlap {schedule.overlap_steps}"
 
 
 def _every(steps: int | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from diloco.checkpoint import Checkpoint, open_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError, RunOverError, TransportError
+from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.local_replica import Replica
@@ -117,7 +117,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 with stop.interrupting():
                     fleet.gather(min(session.settings.transport.rendezvous_timeout_s, _GATHER_S))
                 break
-            except RunOverError:
+            except RunFinishedError:
                 raise
             except TransportError as error:
                 if time.monotonic() >= gives_up_s:
@@ -127,7 +127,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 time.sleep(_RETRY_S)
     except StopAsked:
         return
-    except RunOverError as error:
+    except RunFinishedError as error:
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return

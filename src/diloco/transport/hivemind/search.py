@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from diloco.errors import RendezvousError, RunOverError
+from diloco.errors import RendezvousError, RunFinishedError
 from diloco.membership import BootstrapElection, Candidates, View
 from diloco.protocol import Entry, Registry
 from diloco.transport.connections.backoff import Backoff
@@ -203,7 +203,7 @@ class Search:
         """Raise if the records only show that the swarm to join has finished."""
         ours = [record for record in records if record.swarm and self._place.swarm in ("", record.swarm)]
         if any(record.finished for record in ours) and (self._place.swarm or self._election.held_step < 0):
-            raise RunOverError(
+            raise RunFinishedError(
                 f"the others have finished run {self._run!r}, and no member is left to join. To train more, resume "
                 "from a checkpoint of the run with more steps, or choose another name for the run."
             )
