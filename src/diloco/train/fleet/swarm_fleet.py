@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from diloco.data import Assignment, Shares
 from diloco.events import Event, StateFetched
-from diloco.membership import LastViews, NextView, consequences
+from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.resuming import Held
@@ -230,8 +230,8 @@ class SwarmFleet(PeerFleet):
             "payload links": self._streams.direct_description,
             **clock,
             "lost replicas": (
-                f"noticed after at most {transport.timing.silence_s:g} s. "
-                f"{consequences(transport.policies.quorum, max(self._start_replicas, self.num_members))}"
+                f"noticed after at most {transport.timing.silence_s:g} s; training then continues with the replicas that "
+                "are left"
             ),
         }
 
