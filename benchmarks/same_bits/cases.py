@@ -103,7 +103,7 @@ CASES = (
     small("outer adam, three replicas", f"{STREAMING} --outer.name adam --replicas 3", stop_after=IN_FLIGHT),
     small("outer sgd, cosine", f"{STREAMING} --outer.name sgd --outer.learning-rate-schedule cosine"),
     small("outer momentum warm-up", f"{STREAMING} --outer.momentum-warmup-outer-steps 3"),
-    small("clipped", f"{STREAMING} --outer.max-norm 0.01 --outer.median-norm-factor 1 --replicas 3"),
+    small("clipped", f"{STREAMING} --outer.max-norm 0.01 --replicas 3"),
     small("buffers", f"{NORMED} --fragments 2 --overlap-steps 2", stop_after=IN_FLIGHT),
     small("buffers, data-parallel", f"{NORMED} --algorithm data-parallel"),
     small("fragments in sequence", "--model.layers 6 --fragments 3 --fragments.strategy sequential"),

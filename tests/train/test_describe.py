@@ -9,7 +9,7 @@ import pytest
 from diloco.algorithm import data_parallel_bytes, make_codec, partition, plan_exchange
 from diloco.config import build
 from diloco.model import ModelSettings, Transformer, build_model
-from diloco.train import RunSettings, bytes_per_trained, describe, resolve
+from diloco.train import RunSettings, describe, resolve
 from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 
@@ -54,23 +54,6 @@ def test_a_shared_start_shifts_the_schedule(model: Transformer, steps: int, frag
     assert facts["rounds"].startswith("20 data-parallel steps, then the model every 10 steps as ")
     assert fragments in facts["fragments"]
     assert traffic in facts["traffic"]
-
-
-@pytest.mark.parametrize(
-    ("values", "size"),
-    [
-        ({}, 24),
-        ({"codec__error_feedback": True}, 28),
-        ({"outer__name": "sgd"}, 20),
-        ({"outer__name": "adam"}, 28),
-        ({"algorithm": "data-parallel"}, 16),
-        ({"algorithm": "none"}, 16),
-    ],
-)
-def test_memory_counts_outer_state_and_residuals(model: Transformer, values: dict[str, Any], size: int) -> None:
-    assert bytes_per_trained(resolve(build(RunSettings, dotted(values)), num_layers=4)) == size
-    memory = format_bytes(size * model.num_parameters())
-    assert facts_of(model, **values)["memory"] == f"{memory} per replica, without activations"
 
 
 def test_data_parallel_training_sends_gradients(model: Transformer) -> None:

@@ -9,7 +9,6 @@ from diloco.model import LanguageModel, ModelSettings
 from diloco.outer import described
 from diloco.train.components import (
     make_average_rule,
-    make_clipping,
     make_configured_codec,
     make_fragments,
     make_mean_encoding,
@@ -90,8 +89,8 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel, facts: Facts, 
     details["codec"] = f"{codec.name}{feedback}, {bits:.3g} bits per parameter, exchanged by {exchanges[0].pattern}"
     rule = make_average_rule(settings.outer)
     details["average"] = "mean" if rule is None else described(rule)
-    if (clipping := make_clipping(settings.outer)).active:
-        details["clipping"] = described(clipping)
+    if (bound := settings.outer.max_norm) is not None:
+        details["clipping"] = f"contributions are scaled down to the norm {bound:g}"
     details["outer optimizer"] = described(make_outer_optimizer(settings.outer, max(rounds)))
     details["merge"] = f"{described(make_merge_rule(settings.merge))}, overlap {schedule.overlap_steps}"
 

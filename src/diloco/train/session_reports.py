@@ -61,7 +61,6 @@ def handshake_facts(
         **outer,
         "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
         "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
-        "stragglers": "grace" if settings.swarm.straggler == "grace" else "no grace",
         "replicas": replicas,
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
@@ -140,7 +139,7 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
                 tokenizer.encode(prompt) or [tokenizer.eos_id],
                 generator,
                 max_new_tokens=settings.sample_tokens,
-                stop_token=tokenizer.eos_id,
+                stop_tokens=[tokenizer.eos_id],
                 window=session.settings.train.sequence_length,
                 agreed=session.fleet.group.share,
             )

@@ -229,10 +229,7 @@ class SwarmFleet(PeerFleet):
             "listens at": ", ".join(self.addresses()) or "no address: it opens all connections itself",
             "payload links": self._streams.direct_description,
             **clock,
-            "lost replicas": (
-                f"noticed after at most {transport.timing.silence_s:g} s; training then continues with the replicas that "
-                "are left"
-            ),
+            "lost replicas": f"noticed after at most {transport.timing.silence_s:g} s; the others then continue",
         }
 
     # The shares of the data.
