@@ -115,7 +115,7 @@ def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (ConfigurationError("bad."), 2, "diloco: bad. Nothing was started.\n"),
+        (ConfigurationError("bad."), 2, "diloco: bad.\n"),
         (DiLoCoError("failed"), 1, "diloco: failed\n"),
         (KeyboardInterrupt(), 130, "diloco: interrupted.\n"),
     ],
