@@ -112,9 +112,6 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     parameters = sum(fragment_sizes)
     per_gradient = data_parallel_bytes(parameters, replicas, 1)
     ratio = f", {format_ratio(per_gradient * local_steps / sent)} as much" if sent else ""
-    merge = settings.merge
-    mixed = f"alpha = {merge.alpha:g}" if merge.rule == "alpha" else "rebase"
-    mixed = described(make_merge_rule(merge)) if is_own(merge.rule) else mixed
     feedback = " with error feedback" if settings.codec.error_feedback else ""
     facts = {
         "fragments": ", ".join(format_count(size) for size in fragment_sizes) + " parameters",
@@ -122,7 +119,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "rounds": f"{sum(rounds)} in all ({', '.join(map(str, rounds))} by fragment)",
         "codec": f"{codec.name}{feedback}, {8 * sum(payloads) / parameters:.3g} bits per parameter",
         "weights": "by the steps that a replica trained since its last committed contribution",
-        "merge": mixed,
+        "merge": described(make_merge_rule(settings.merge)),
         "outer optimizer": (
             described(make_outer_optimizer(settings.outer, max(rounds)))
             if is_own(settings.outer.name)
