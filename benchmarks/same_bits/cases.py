@@ -17,7 +17,7 @@ __all__ = ["CASES", "NORMED", "Case", "write_text"]
 COMMON = """
 --train.threads 1 --train.device cpu --train.sequence-length 16 --train.batch-size 2 --train.gradient-accumulation 1
 --inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8 --evaluation.sample-tokens 4
---checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard
+--checkpoint.every-steps 0 --monitor.console quiet
 """
 SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --inner.learning-rate 1e-2 --inner.warmup-steps 2"
 DECODER = "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2"

@@ -15,6 +15,5 @@ from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
-from .traffic import Traffic as Traffic
 from .traffic import Workload as Workload
 from .traffic import outer_traffic as outer_traffic
