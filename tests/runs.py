@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.config import load_configuration, to_toml
+from diloco.config import Configuration, load_configuration, to_toml
 from diloco.events import Event
 from diloco.train import resolve, run_training
 
@@ -48,12 +47,15 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
     return path
 
 
+def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Configuration:
+    """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them."""
+    configuration = load_configuration([*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()])
+    return resolve(configuration, num_layers=configuration.model.layers)
+
+
 def train(
     data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
-    given: Sequence[str] = [*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()]
-    configuration = load_configuration(given)
-    settings = resolve(configuration, num_layers=configuration.model.layers)
-    summary = run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(configuration))
-    return dict(summary)
+    settings = settings_of(data, arguments, file)
+    return dict(run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(settings)))

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
-from diloco.algorithm.codec import native as native_kernels
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2
 
 MOST_COPIES = {
     ("float16", "torch"): 3.0,
@@ -30,7 +29,6 @@ MOST_COPIES = {
     ("fp4", "torch"): 6.0,
     ("int8", "native (C)"): 2.0,
     ("fp4", "native (C)"): 1.0,
-    ("int2", "native (C)"): 4.0,
     ("topk2", "native (C)"): 4.0,
 }
 """(codec, implementation) -> the aim: at most this many times the duration of a copy."""
@@ -63,8 +61,8 @@ class Case:
 def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
     """Yield every codec, those with C kernels in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
-    kernels = device.type == "cpu" and native_kernels.available()
-    for codec in (Int8, FP4, Int2):
+    kernels = device.type == "cpu" and Int8().implementation != "torch"
+    for codec in (Int8, FP4):
         yield codec(block_size, implementation="torch")
         if kernels:
             yield codec(block_size, implementation="native")
@@ -148,8 +146,8 @@ def main() -> None:
     )
     print(f"{arguments.values:,} float32 values, blocks of {arguments.block_size}, median of {arguments.repeats}")
     print(f"copy: {copy_s * 1e3:.1f} ms, {values.nbytes / copy_s / 1e9:.1f} GB/s of float32 input")
-    if reason := native_kernels.unavailable_reason():
-        print(f"no C kernels: {reason}")
+    if Int8().implementation == "torch":
+        print("without compiled kernels")
     print()
     print("| codec | implementation | operation | ms | GB/s | times a copy | spread | aim: at most |")
     print("|---|---|---|---|---|---|---|---|")

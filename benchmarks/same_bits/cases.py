@@ -41,7 +41,7 @@ NORMED = f"{Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
 """A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
 
-OLD_COMMON: Settings = {"train.threads": 1, "monitor.tensorboard": False}
+OLD_COMMON: Settings = {"train.threads": 1}
 OLD: Mapping[str, str | Settings] = {
     "sync.inner_steps": "schedule.inner_steps",
     "sync.overlap_steps": "schedule.overlap_steps",
@@ -58,9 +58,9 @@ OLD: Mapping[str, str | Settings] = {
     "network.replicas": "transport.replicas",
     "network.replica_size": "transport.replica_size",
     "network.run": "swarm.run",
-    "emulate.bandwidth": {"transport.bandwidth_bits_per_s": 1e6},
-    "emulate.latency": {"transport.latency_s": 0.05},
-    "emulate.step_time": {"transport.step_time_s": 0.1},
+    "emulate.bandwidth": {"transport.bandwidth_bits_per_s": [1e6]},
+    "emulate.latency": {"transport.latency_s": [0.05]},
+    "emulate.step_time": {"transport.step_time_s": [0.1]},
     "data.packing": {"train.document_masks": True},
     "data.tokenizer": {"data.tokenizer": "bpe", "data.bpe_vocab_size": 270},
     "evaluation.sample_prompts": {"evaluation.sample_tokens": 0},

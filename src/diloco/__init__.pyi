@@ -1,7 +1,6 @@
 from .algorithm import Adam as Adam
 from .algorithm import AlphaMerge as AlphaMerge
 from .algorithm import AverageRule as AverageRule
-from .algorithm import Clipping as Clipping
 from .algorithm import Codec as Codec
 from .algorithm import Fragment as Fragment
 from .algorithm import Merge as Merge
@@ -10,7 +9,6 @@ from .algorithm import Muon as Muon
 from .algorithm import Nesterov as Nesterov
 from .algorithm import OuterOptimizer as OuterOptimizer
 from .algorithm import OuterState as OuterState
-from .algorithm import Rda as Rda
 from .algorithm import RebaseMerge as RebaseMerge
 from .algorithm import RoundId as RoundId
 from .algorithm import Send as Send
@@ -18,11 +16,9 @@ from .algorithm import SendersMean as SendersMean
 from .algorithm import Sgd as Sgd
 from .algorithm import SyncSchedule as SyncSchedule
 from .algorithm import ValueSchedule as ValueSchedule
-from .algorithm import codec_names as codec_names
 from .algorithm import make_codec as make_codec
 from .algorithm import muon as muon
 from .algorithm import partition as partition
-from .algorithm import register as register
 from .errors import CodecError as CodecError
 from .errors import ConfigurationError as ConfigurationError
 from .errors import ContractError as ContractError

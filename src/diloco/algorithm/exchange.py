@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.algorithm.averaging import Contribution
-from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import Codec
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.shards import Uplink, owned_shares, shard_bounds, speeds
 
@@ -40,11 +40,6 @@ class Exchange:
     def received_bytes(self, position: int) -> int:
         """Return the bytes that the replica at ``position`` receives in this round."""
         return self.received[position]
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the owners of ranges keep the quantisation error of their means."""
-        return self.pattern == "reduce-scatter" and self.mean.keeps_residual
 
     @property
     def mean_bytes(self) -> float:
@@ -93,7 +88,7 @@ def plan_exchange(
             all-gather.
         uplinks: What is known about the uplink of each replica; empty: nothing.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm.codec.base import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
     >>> plan.pattern, plan.sent, plan.received
     ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))

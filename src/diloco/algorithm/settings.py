@@ -86,16 +86,12 @@ class OuterSettings:
     momentum_warmup_outer_steps: int = 0
     """Outer steps over which the momentum rises linearly from 0."""
     average: str = "mean"
-    """mean: the weighted mean of all contributors; rda: direction and length averaged separately for each tensor;
-    senders: each value averaged over the replicas that sent a nonzero value, for topk2; or module:class for your own.
-    All rules except mean send every payload to every replica."""
+    """mean: the weighted mean of all contributors; senders: each value averaged over the replicas that sent a nonzero
+    value, for topk2; or module:class for your own. All rules except mean send every payload to every replica."""
     average_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of your own average, as a table."""
     max_norm: float | None = None
-    """A contribution whose L2 norm exceeds this is scaled down to it before averaging. Default: no such bound."""
-    median_norm_factor: float | None = None
-    """A contribution whose L2 norm exceeds this multiple of the median of a round's norms is scaled down to it. It has
-    no effect with fewer than three contributors. Default: no such bound."""
+    """A contribution whose L2 norm exceeds this is scaled down to it before averaging. Default: no bound."""
     telemetry: bool = True
     """Measure each round: the norm of the mean, its cosines with the last mean and the momentum, the effective gain,
     and the spread between replicas."""
@@ -103,7 +99,7 @@ class OuterSettings:
     @property
     def whole_contributions(self) -> bool:
         """Whether averages need whole contributions, so that every payload is sent to every replica."""
-        return self.average != "mean" or self.max_norm is not None or self.median_norm_factor is not None
+        return self.average != "mean" or self.max_norm is not None
 
     @property
     def lasting_momentum(self) -> float | None:
@@ -135,12 +131,12 @@ class CodecSettings:
     """Settings of the codec, which encodes pseudo-gradients as bytes."""
 
     name: Annotated[str | None, arg(aliases=["--codec"])] = None
-    """float32, float16, bfloat16, int8, fp4, int2, topk2, or module:class for your own. Default: fp4 for streaming,
+    """float32, float16, bfloat16, int8, fp4, topk2, or module:class for your own. Default: fp4 for streaming,
     float32 for diloco."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of your own codec, as a table."""
     block_size: int = 256
-    """Values that share one scale (int8, fp4, int2)."""
+    """Values that share one scale (int8, fp4)."""
     error_feedback: bool = False
     """Add the quantisation error to the next pseudo-gradient. Costs 4 bytes per parameter."""
     error_feedback_decay: float = 1.0
@@ -155,4 +151,4 @@ class CodecSettings:
         """Return the parameters of the codec by name."""
         if self.arguments:
             return self.arguments
-        return {"block_size": self.block_size} if self.name in ("int8", "fp4", "int2") else {}
+        return {"block_size": self.block_size} if self.name in ("int8", "fp4") else {}

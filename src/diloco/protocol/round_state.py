@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights, lost_residual_note
+from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import Commits, Lateness, Rounds, SignedVote, Vote
 from diloco.protocol.events import Submitted
@@ -84,12 +84,6 @@ class RoundState:
         """Return how long after the first contribution each one of ``contributors`` was received, in seconds."""
         heard_s = [self.heard_s[each * rules.ranks_per_replica + rules.position] for each in contributors]
         return tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s)
-
-    def contributed_s(self, members: Sequence[int], rules: Rules) -> dict[int, float]:
-        """Return replica -> when its last header was received, for those ``members`` whose headers are complete."""
-        heard_s = {member: [self.heard_s.get(rank) for rank in rules.ranks((member,))] for member in members}
-        complete = {member: [each for each in times if each is not None] for member, times in heard_s.items()}
-        return {member: max(times) for member, times in complete.items() if len(times) == rules.ranks_per_replica}
 
     def free(self) -> None:
         """Release tensors that are no longer needed."""
@@ -180,14 +174,6 @@ class RoundState:
         """Return replica -> the header of its rank at this rank's position, with which payloads are exchanged."""
         size = rules.ranks_per_replica
         return {member: self.headers[member * size + rules.position] for member in members}
-
-    def lost_residual(self, members: Sequence[int], rules: Rules) -> str:
-        """Describe the residuals that owners of earlier means took with them when they left, or return ""."""
-        assert self.plan is not None
-        here = self.headers_here(members, rules)
-        if not self.plan.keeps_residual:  # each owner keeps its residual of earlier means
-            return ""
-        return lost_residual_note((header.residual for header in here.values()), here[rules.replica].numel)
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
         """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""

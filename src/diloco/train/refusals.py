@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from diloco.algorithm import AUTO_MEANS_FROM_REPLICAS
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own
 from diloco.train.settings import RunSettings
@@ -84,52 +83,35 @@ def check_lengths(settings: RunSettings, longest: int | None) -> None:
 
 
 def check_averaging(settings: RunSettings) -> None:
-    """Check clipping, which needs the norm of whole contributions, and average rules, which may need whole tensors."""
+    """Check clipping, which needs the norm of whole contributions, and average rules."""
     average = settings.outer.average
-    sharded = settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp"
     refuse_if(
         average != "mean" and settings.algorithm not in ("streaming", "diloco"),
         f"outer.average={average!r} can't be used with algorithm={settings.algorithm!r}: only streaming and diloco "
         "send contributions that can be averaged by another rule than the mean. Leave it out.",
     )
+    if (bound := settings.outer.max_norm) is None:
+        return
     refuse_if(
-        average == "rda" and sharded,
-        f"outer.average='rda' needs whole tensors, but with train.parallelism='fsdp' and "
+        settings.algorithm not in ("streaming", "diloco"),
+        f"outer.max_norm={bound} can't be used with algorithm={settings.algorithm!r}: only streaming and diloco send "
+        "contributions to clip. Leave it out, or use inner.clip_norm to clip gradients.",
+    )
+    refuse_if(
+        settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp",
+        f"outer.max_norm={bound} needs whole contributions, but with train.parallelism='fsdp' and "
         f"transport.replica_size={settings.transport.replica_size} each rank has only shards. Use --train.parallelism "
         "ddp.",
     )
-    for name in ("max_norm", "median_norm_factor"):
-        if (bound := getattr(settings.outer, name)) is None:
-            continue
-        refuse_if(
-            settings.algorithm not in ("streaming", "diloco"),
-            f"outer.{name}={bound} can't be used with algorithm={settings.algorithm!r}: only streaming and diloco send "
-            "contributions to clip. Leave it out, or use inner.clip_norm to clip gradients.",
-        )
-        refuse_if(
-            sharded,
-            f"outer.{name}={bound} needs whole contributions, but with train.parallelism='fsdp' and "
-            f"transport.replica_size={settings.transport.replica_size} each rank has only shards. Use "
-            "--train.parallelism ddp.",
-        )
 
 
 def check_means(settings: RunSettings) -> None:
     """Check the encoding of means, which only algorithms that average pseudo-gradients have."""
-    transport, algorithm, codec = settings.transport, settings.algorithm, settings.transport.mean_codec
-    for name, plain in (("mean_codec", ("auto", "float32")), ("mean_error_feedback", (False,))):
-        value = getattr(transport, name)
-        refuse_if(
-            value not in plain and algorithm not in ("streaming", "diloco"),
-            f"transport.{name}={value!r} can't be used with algorithm={algorithm!r}: only the means of streaming and "
-            "diloco are encoded. Leave it out.",
-        )
-    few = transport.name != "hivemind" and transport.replicas < AUTO_MEANS_FROM_REPLICAS
+    algorithm, codec = settings.algorithm, settings.transport.mean_codec
     refuse_if(
-        transport.mean_error_feedback and (codec == "float32" or (codec == "auto" and few)),
-        f"transport.mean_error_feedback=true has nothing to feed back with transport.mean_codec={codec!r} and "
-        f"transport.replicas={transport.replicas}, because these means are sent as float32. Use --transport.mean-codec "
-        "fp4 or int8, or leave it out.",
+        codec not in ("auto", "float32") and algorithm not in ("streaming", "diloco"),
+        f"transport.mean_codec={codec!r} can't be used with algorithm={algorithm!r}: only the means of streaming and "
+        "diloco are encoded. Leave it out.",
     )
 
 
@@ -174,11 +156,6 @@ def check_transport(settings: RunSettings) -> None:
             swarm.dynamic_steps,
             f"swarm.dynamic_steps=true can't be used with {chosen}: replicas know each other's speeds only in a "
             "swarm. Use --transport hivemind, or make all replicas train every step (--swarm.no-dynamic-steps).",
-        )
-        refuse_if(
-            swarm.straggler == "grace",
-            f"swarm.straggler='grace' can't be used with {chosen}: replicas know each other's speeds only in a swarm. "
-            "Use --transport hivemind, or --swarm.straggler wait.",
         )
 
 

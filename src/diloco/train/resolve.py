@@ -19,11 +19,11 @@ from diloco.train.settings import RunSettings
 
 __all__ = ["CODEC_NAMES", "LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
 
-CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "int2", "topk2")
+CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "topk2")
 """The codecs of `diloco.algorithm.codec`, repeated here because that imports torch; a test compares the two."""
 
 OUTER_NAMES = ("nesterov", "sgd", "adam")
-AVERAGE_NAMES = ("mean", "rda", "senders")
+AVERAGE_NAMES = ("mean", "senders")
 MERGE_RULES = ("alpha", "rebase")
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
@@ -191,11 +191,6 @@ def _codec(settings: RunSettings) -> str:
         codec.error_feedback and (name == "float32" or algorithm in ("data-parallel", "none")),
         f"codec.error_feedback=true can't be used with codec.name={name!r} and algorithm={algorithm!r}, where there is "
         "no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm streaming or diloco.",
-    )
-    refuse_if(
-        name == "int2" and codec.block_size % 4 != 0,
-        "codec.block_size must be a multiple of 4 from 4 to 65536 with codec.name='int2', which packs four values into "
-        f"a byte, got {codec.block_size}.",
     )
     refuse_if(
         name == "topk2" and not codec.kept_loss,

@@ -23,7 +23,7 @@ Algorithm = Literal["streaming", "diloco", "data-parallel", "none"]
 
 _TRAIN = ("steps", "batch_size", "gradient_accumulation", "sequence_length", "stop_after", "threads")
 _EVALUATION = ("every_steps", "sequences", "sample_tokens", "sample_every_steps")
-_OUTER = ("learning_rate", "gain", "epsilon", "max_norm", "median_norm_factor")
+_OUTER = ("learning_rate", "gain", "epsilon", "max_norm")
 _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "at least 1",

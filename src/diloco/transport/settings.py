@@ -29,9 +29,6 @@ class TransportSettings:
     moves fewer bytes than sending every contribution to every replica. auto: int8 with 8 or more replicas whose
     contributions take less than 16 bits per value, else float32. A block of int8 and fp4 has codec.block_size values, a
     block of auto has 256."""
-    mean_error_feedback: bool = False
-    """Keep the quantisation error of `mean_codec` and add it to the next mean. This takes 4 bytes per parameter,
-    divided among the replicas."""
     min_contributors: int | None = None
     """A round with fewer contributions than this is void. Default: all replicas."""
     round_timeout_s: float = 600.0

@@ -47,7 +47,7 @@ class BlockwiseCodec(Codec):
     """A codec with a scale for each block of values and a few bits for each value.
 
     Args:
-        block_size: The number of values that share a scale: even, 2 to 65536, and a multiple of `codes_per_byte`.
+        block_size: The number of values that share a scale: even, 2 to 65536.
         implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native if it was built.
 
     Raises:
@@ -60,23 +60,12 @@ class BlockwiseCodec(Codec):
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int):
             raise ConfigurationError(f"{self.name}: block_size must be a whole number, got {block_size!r}.")
-        multiple = max(2, self.codes_per_byte)
-        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % multiple:
-            kind = "an even number" if multiple == 2 else f"a multiple of {multiple}"
+        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % 2:
             raise ConfigurationError(
-                f"{self.name}: block_size must be {kind} from {multiple} to {_LARGEST_BLOCK}, got {block_size}."
-            )
-        if implementation not in (None, "torch", "native"):
-            raise ConfigurationError(
-                f"{self.name}: implementation must be 'torch' or 'native', got {implementation!r}."
+                f"{self.name}: block_size must be an even number from 2 to {_LARGEST_BLOCK}, got {block_size}."
             )
         self.block_size = block_size
-        self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
-        if implementation == "native" and self._kernels is None:
-            raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use "
-                "implementation='torch'."
-            )
+        self._kernels = native.load(self.name, native.BLOCKWISE, implementation)
         self.implementation = "native (C)" if self._kernels else "torch"
 
     def parameters(self) -> Mapping[str, int]:
@@ -88,21 +77,26 @@ class BlockwiseCodec(Codec):
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block_size) * self.scale_type.itemsize
 
+    def _addresses(self, payload: Tensor, numel: int) -> tuple[int, int]:
+        """Return the addresses of the scales and of the codes of a payload."""
+        return payload.data_ptr(), payload.data_ptr() + self._scale_bytes(numel)
+
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if self._kernels and values.device.type == "cpu":
-            self._kernels.encode(values, self.block_size, payload)
+            scales, codes = self._addresses(payload, values.numel())
+            self._kernels["encode"](values.data_ptr(), values.numel(), self.block_size, scales, codes)
             return
         scratch = self._scratch(values, rows=2).view(2, -1)
         for blocks in self._block_ranges(payload, values.numel()):
             rows = values[blocks.start : blocks.stop]
             if blocks.padding:
                 rows = torch.nn.functional.pad(rows, (0, blocks.padding))
-            count = (blocks.stop - blocks.start) // len(blocks.scales)
-            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch, count)
+            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
-            self._kernels.decode(payload, self.block_size, out)
+            addresses = self._addresses(payload, out.numel())
+            self._kernels["decode"](*addresses, out.numel(), self.block_size, out.data_ptr())
             return
         scratch = self._scratch(out)
         for blocks in self._block_ranges(payload, out.numel()):
@@ -110,7 +104,8 @@ class BlockwiseCodec(Codec):
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         if self._kernels and out.device.type == "cpu":
-            self._kernels.accumulate(payload, self.block_size, weight, out)
+            addresses = self._addresses(payload, out.numel())
+            self._kernels["accumulate"](*addresses, out.numel(), self.block_size, weight, out.data_ptr())
             return
         scratch = self._scratch(out)
         for blocks in self._block_ranges(payload, out.numel()):
@@ -162,7 +157,7 @@ class BlockwiseCodec(Codec):
         return scales.view(self.scale_type)
 
     @abc.abstractmethod
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
         """Write the scales and codes of some blocks.
 
         Args:
@@ -170,7 +165,6 @@ class BlockwiseCodec(Codec):
             scales: ``(blocks,)`` of ``scale_type``.
             codes: ``(blocks, columns / codes_per_byte)`` uint8.
             scratch: ``(2, at least blocks * columns)`` int32.
-            count: The number of values in a block, without those zeros.
         """
 
     @abc.abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import register
 from diloco.algorithm.codec.blockwise import BlockwiseCodec
 
 __all__ = ["FP4"]
@@ -16,7 +15,6 @@ _GREATEST_EXPONENT = 254
 _SIGN_AND_CODE = -(1 << 31) | 7 << 23  # the bits of a float32 that hold the sign and the code
 
 
-@register
 class FP4(BlockwiseCodec):
     """Block-wise E3M0: a sign, three exponent bits and no mantissa, so values become powers of two.
 
@@ -49,7 +47,7 @@ class FP4(BlockwiseCodec):
     scale_type = torch.uint8
     codes_per_byte = 2
 
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
         blocks, columns = values.shape
         work = scratch[0, : values.numel()].view(blocks, columns)
         code, sign = scratch[1].view(torch.uint8)[: 2 * values.numel()].view(2, blocks, columns).unbind()

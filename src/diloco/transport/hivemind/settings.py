@@ -19,17 +19,17 @@ class SwarmSettings:
 
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """Name of the run; peers that give the same name train together."""
+    name: Annotated[str | None, arg(aliases=["--name"])] = None
+    """What the other peers call this replica, at most 32 characters. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
     """Addresses of any peers of the network, as they print them (/ip4/.../p2p/...). Empty: this is the first peer."""
     start_replicas: Annotated[int, arg(aliases=["--start-replicas"])] = 1
     """Training begins when this many replicas have joined. Later it continues with as few as transport.min_replicas."""
-    straggler: Literal["wait", "skip", "grace"] = "wait"
+    straggler: Literal["wait", "skip"] = "wait"
     """What happens if a replica's contribution is late. The others wait for it for transport.round_timeout_s (wait) or
-    swarm.join_window_s (skip, grace). Then they continue without it, and it rejoins. With grace, a replica that can't
-    contribute before the overlap of the first contributors ends skips the inner steps that do not fit and contributes
-    what it has trained. The value must be the same on all peers."""
+    swarm.join_window_s (skip). Then they continue without it, and it rejoins."""
     join_window_s: float = 30.0
-    """How long the others wait for a late contribution with the straggler rules skip and grace, in seconds."""
+    """How long the others wait for a late contribution with the straggler rule skip, in seconds."""
     dynamic_steps: bool = False
     """A replica slower than the fastest takes only as many of the scheduled inner steps as it can in the time that the
     fastest replica needs for all of them (DyLU). No replica waits for it, and its contributions weigh less. The
