@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.membership import View
-from diloco.transport import MAX_RECORD_BYTES, Admission, PeerRecord, SwarmTable, new_secret, status_of
+from diloco.transport import Admission, PeerRecord, SwarmTable, new_secret, status_of
 
 ADMISSION = Admission("run", new_secret())
 RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)), View(5, (1,)))
@@ -54,7 +54,7 @@ def test_only_who_has_the_secret_makes_a_record_that_counts() -> None:
         forged(last=[1, 3, 2]),
         forged(last="x"),
         forged(beat=1.5),
-        forged(swarm="x" * MAX_RECORD_BYTES),
+        forged(swarm="x" * (1 << 16)),
     ],
 )
 def test_what_is_no_record_is_left_out(data: bytes) -> None:
