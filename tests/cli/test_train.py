@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -161,20 +160,6 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     assert "runs is not a folder" in refused(train(files), capsys)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only disk
     assert f"{tmp_path} is not writable" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
-
-
-def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import diloco.train.run
-
-    def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
-        return {"interrupted": "SIGTERM"}
-
-    monkeypatch.setattr(diloco.train.run, "run_training", stopped)
-    folder = tmp_path / "my run"
-    assert main(train(files, "--out", str(folder))) == 130
-    assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
 
 
 @pytest.mark.parametrize(
