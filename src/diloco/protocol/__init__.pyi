@@ -18,7 +18,6 @@ from .failure_detector import Timing as Timing
 from .failure_detector import silent_ones as silent_ones
 from .faults import Faults as Faults
 from .faults import faults_message as faults_message
-from .faults import faults_seen as faults_seen
 from .faults import read_faults as read_faults
 from .fields import GREATEST as GREATEST
 from .fields import LEAST_FRAGMENT as LEAST_FRAGMENT
@@ -43,6 +42,7 @@ from .messages import speed_message as speed_message
 from .messages import view_message as view_message
 from .messages import view_of as view_of
 from .misbehaviour import Misbehaviour as Misbehaviour
+from .registry import MAX_NAME as MAX_NAME
 from .registry import Entry as Entry
 from .registry import Registry as Registry
 from .registry import difference as difference
