@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from diloco.model import ModelSettings, Transformer, attend, block_mask, boolean_mask, build_model, document_numbers
-from diloco.train import prepare_blocks
 
 END = 9
 
@@ -37,14 +36,6 @@ def test_a_document_has_the_logits_that_it_has_alone() -> None:
     torch.testing.assert_close(together, alone)
 
 
-def test_without_numbers_the_documents_before_are_seen() -> None:
-    packed = torch.tensor([[1, 2, END, 3, 4]])
-    with torch.no_grad():
-        seen, unseen = model()(packed), model()(packed, documents=document_numbers(packed, END))
-    torch.testing.assert_close(seen[0, :3], unseen[0, :3])
-    assert not torch.allclose(seen[0, 3:], unseen[0, 3:])
-
-
 def test_the_loss_sees_what_the_logits_see() -> None:
     packed = torch.tensor([[1, 2, END, 3, 4, 5]])
     inputs, targets = packed[:, :-1], packed[:, 1:]
@@ -52,12 +43,6 @@ def test_the_loss_sees_what_the_logits_see() -> None:
     parts = model().loss(inputs, targets, documents)
     expected = torch.nn.functional.cross_entropy(model()(inputs, documents=documents)[0], targets[0])
     torch.testing.assert_close(parts.cross_entropy, expected)
-
-
-def test_one_document_is_no_mask() -> None:
-    tokens = torch.arange(8).unsqueeze(0)
-    with torch.no_grad():
-        torch.testing.assert_close(model()(tokens, documents=torch.zeros_like(tokens)), model()(tokens))
 
 
 @pytest.mark.usefixtures("flex_on_cpu")
@@ -73,23 +58,3 @@ def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
         attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
         found.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("flex_on_cpu")
-def test_one_compiled_block_serves_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other documents use the same graph: nothing is recompiled, or waits for their number."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = model(), model()
-    prepare_blocks(compiled, compiled=True, backend="eager")
-    for ends in ([], [3], [1, 4, 5]):
-        tokens = torch.tensor([[END if place in ends else 1 + place % 7 for place in range(9)]])
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        documents = document_numbers(inputs, END)
-        losses = []
-        for make, each in ((block_mask, compiled), (boolean_mask, plain)):
-            monkeypatch.setattr("diloco.model.transformer.within_documents", make)
-            losses.append(each.loss(inputs, targets, documents).loss)
-        torch.testing.assert_close(losses[0], losses[1])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from diloco.algorithm import trains_at
@@ -14,7 +13,7 @@ from diloco.config import load_configuration
 from diloco.data import build_corpus
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership import View
-from diloco.train import DynamicSteps, InProcessFleet, RunSettings, Session, make_pace, make_transport, resolve
+from diloco.train import DynamicSteps, InProcessFleet, RunSettings, Session, make_transport, resolve
 from tests.runs import SMALL
 
 
@@ -48,57 +47,6 @@ def test_a_slow_replica_trains_its_share() -> None:
     pace = measured(Others(speeds={1: 2.5}))
     assert [step for step in range(20) if pace.trains(step)] == [2, 4, 7, 9, 12, 14, 17, 19]
     assert pace.fraction == 0.4
-
-
-@pytest.mark.parametrize("speeds", [{}, {1: 0.5}, {1: 1.0}, {0: 9.0}])
-def test_nobody_faster_means_every_step(speeds: Mapping[int, float]) -> None:
-    """A report from others about this replica's own speed is ignored."""
-    pace = measured(Others(speeds=speeds))
-    assert all(pace.trains(step) for step in range(20))
-
-
-def test_every_step_is_trained_until_the_own_speed_is_known() -> None:
-    others = Others(speeds={1: 1e9})
-    pace = DynamicSteps(0, 10, others)
-    for step in range(5):
-        pace.trained(1.0)
-        pace.announce(step)
-        assert pace.trains(step)
-    assert others.told == []
-    pace.trained(1.0)
-    assert sum(pace.trains(step) for step in range(10)) == 1, "and at least one of H always"
-
-
-def test_speeds_are_told_once_in_h_steps_and_when_the_members_change() -> None:
-    others = Others()
-    pace = measured(others)
-    told_at = []
-    for step in range(1, 40):
-        if step == 25:
-            others.view = View(1, (0, 1, 2))
-        before = len(others.told)
-        pace.announce(step)
-        if len(others.told) > before:
-            told_at.append(step)
-    assert told_at == [1, 11, 21, 25, 35]
-    assert others.seen == {"pace": 1.0}
-
-
-def test_how_many_train_a_step_counts_those_not_heard_of_as_training() -> None:
-    pace = measured(Others((0, 1, 2), {1: 0.5}), inner_steps=4)
-    assert [pace.members_training(step, trained=True) for step in range(4)] == [2, 3, 2, 3]
-    assert [pace.members_training(step, trained=False) for step in range(4)] == [1, 2, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("words", "paced"), [("", False), ("--swarm.straggler skip", False), ("--swarm.dynamic-steps", True)]
-)
-def test_settings_say_whether_a_step_may_be_left_out(data: Path, words: str, paced: bool) -> None:
-    configuration = load_configuration(
-        [*SMALL.split(), str(data), "--transport", "hivemind", "--run", "r", *words.split()]
-    )
-    pace = make_pace(resolve(configuration, num_layers=2), 0, Others(speeds={1: 1e6}))
-    assert (pace is not None) == paced
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
@@ -138,18 +86,6 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert {weight for _, outer_step, weight in sent if outer_step} == {0.25}
     assert len([event for event in events if isinstance(event, RoundCommitted)]) == len(sent) - 1
     assert session.totals.sequences == 2 * sum(trained)
-
-
-def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(data: Path) -> None:
-    session = session_of(data)
-    session.step()
-    session.pace = AtShare(1)
-    before = [parameter.detach().clone() for parameter in session.replicas[0].model.parameters()]
-    result = session.step()
-    assert not result.trained
-    assert all(torch.equal(p, q) for p, q in zip(session.replicas[0].model.parameters(), before, strict=True))
-    counts = {int(state["step"]) for state in session.replicas[0].inner.optimizer.state.values()}
-    assert counts == {1}
 
 
 def test_whose_share_is_all_has_the_same_bits_as_without(data: Path) -> None:

@@ -103,37 +103,6 @@ def test_defaults_of_every_algorithm_always_fit_together(
     )
 
 
-def test_a_gain_is_another_way_to_give_the_outer_learning_rate() -> None:
-    run = resolved(outer__gain=4.0)
-    assert (run.outer.learning_rate, run.outer.gain) == (0.4, None)
-    assert resolve(run) == run, "resolving is idempotent"
-    assert resolved(outer__gain=1.75, outer__momentum=0.6).outer.learning_rate == 0.7
-    assert resolved(outer__name="sgd", outer__gain=1.5).outer.learning_rate == 1.5
-    assert resolved(outer__name="sgd", outer__gain=1.5).outer.lasting_gain == 1.5
-    assert resolved(outer__name="adam").outer.lasting_gain is None
-    with pytest.raises(
-        ConfigurationError, match=r"outer.gain=4 can't be combined with outer.learning_rate=0.5, because the gain"
-    ):
-        resolved(outer__gain=4.0, outer__learning_rate=0.5)
-    with pytest.raises(
-        ConfigurationError, match=r"outer.gain=4 can't be used with outer.name='adam', which has no gain"
-    ):
-        resolved(outer__gain=4.0, outer__name="adam")
-
-
-def test_a_high_gain_and_few_rounds_are_noted() -> None:
-    steps = {"schedule__inner_steps": 10, "train__steps": 490}
-    assert "a gain of 4 but only 49 rounds per fragment" in notes(resolved(**steps))[0]
-    for fits in (
-        steps | {"train__steps": 500},
-        steps | {"outer__gain": 2.0},
-        steps | {"outer__name": "adam"},
-        steps | {"train__data_parallel_steps": 1},
-        steps | {"algorithm": "data-parallel"},
-    ):
-        assert notes(resolved(**fits)) == ()
-
-
 def test_fragments_that_are_never_sent_are_named() -> None:
     """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
     run = resolved(train__steps=140, inner__warmup_steps=0, outer__gain=1.0)

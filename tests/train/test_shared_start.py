@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from diloco.data import build_corpus
-from diloco.events import Event, Note, ViewChanged
+from diloco.events import Event, Note, RoundCommitted, ViewChanged
 from diloco.model import with_vocabulary
-from diloco.train import Session, StopAsked, TorchFleet, follow_views, join_run
+from diloco.train import Session, TorchFleet, follow_views
 from diloco.transport import Address, Place, TcpStreams, TcpWire, connect
 from tests.runs import settings_of
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 
 
 class Peer:
-    """One replica and its thread, which trains until all replicas are asked to end or this one is killed.
+    """One replica and its thread, which trains until all replicas are asked to end.
 
     Args:
         place: the replica's place in the run.
@@ -37,12 +37,10 @@ class Peer:
             **QUICK | {"continue_without_lost": True, "join_window_s": 1.0, "comes_back": True, "raise_on_loss": False}
         )
         self.fleet = TorchFleet(connect(place, wire), place, wire)
-        self._make = make
-        self._changed = threading.Condition()
         self.events: list[Event] = []
-        self._asked, self._killed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._train, daemon=True)
         self.digest = ""
+        self._make, self._changed, self._asked = make, threading.Condition(), threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
 
     def make(self) -> None:
         """Create the session. Call it while no replica trains, or if shared random numbers do not matter."""
@@ -51,52 +49,31 @@ class Peer:
             replica.random_state = mock.MagicMock()
 
     def start(self) -> None:
-        """Start training, at the step of the others if they are already training."""
-        if self.fleet.joining:
-            join_run(self.session, self.fleet, LIMIT_S)
         self.session.open_to_joiners()
         self._thread.start()
 
     def _train(self) -> None:
-        last = None
-        stop = mock.MagicMock(signal=None, interrupting=self._interrupting)
+        last, stop = None, mock.MagicMock(signal=None, interrupting=nullcontext)
         try:
-            while not self._killed.is_set() and (last is None or self.session.totals.steps < last):
+            while last is None or self.session.totals.steps < last:
                 follow_views(self.fleet, self.session, stop, self._note)
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self._asked.is_set())
-            if not self._killed.is_set():
-                self.digest = self.session.global_digest()
-                self.fleet.finish()
+            self.digest = self.session.global_digest()
+            self.fleet.finish()
         finally:
             self.fleet.close()
-
-    @contextmanager
-    def _interrupting(self) -> Iterator[None]:
-        if self._killed.is_set():
-            raise StopAsked
-        yield
 
     def _note(self, event: Event) -> None:
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
 
-    def wait_for_round_of(self, *replicas: int) -> None:
-        """Wait for the next round of exactly these contributors."""
-        before = len(self.events)
-
-        def come() -> bool:
-            return any(getattr(event, "contributors", ()) == replicas for event in self.events[before:])
-
-        self._wait_for(come, f"round of {replicas}")
-
-    def wait_until_it_looks_for_the_others(self) -> None:
-        self._wait_for(lambda: any(map(looks, self.events)), "search")
-
-    def _wait_for(self, come: Callable[[], bool], what: str) -> None:
+    def wait_for(self, fits: Callable[[Event], bool]) -> None:
+        """Wait for an event that fits."""
         with self._changed:
-            assert self._changed.wait_for(come, LIMIT_S), f"no {what}: {self.events[-9:]}"
+            came = self._changed.wait_for(lambda: any(map(fits, self.events)), LIMIT_S)
+            assert came, f"not in {self.events[-9:]}"
 
     def give_up_others(self, at_once: threading.Barrier) -> None:
         """Lose all other replicas at the moment at which they lose this one."""
@@ -112,10 +89,7 @@ class Peer:
         """Ask the replica to stop and wait until its thread has ended."""
         self._asked.set()
         self._thread.join(LIMIT_S)
-        if self._thread.is_alive():
-            self._killed.set()
-            self.fleet.close()
-            raise AssertionError(f"it did not end: {self.events[-9:]}")
+        assert not self._thread.is_alive(), f"it did not end: {self.events[-9:]}"
 
 
 def looks(event: Event) -> bool:
@@ -146,52 +120,24 @@ class Peers:
         return Session(self.settings, self.corpus, fleet, torch.device("cpu"), note)
 
 
-@pytest.fixture
-def begin(data: Path) -> Iterator[Callable[..., Peers]]:
-    begun: list[Peers] = []
-
-    def made(**values: int) -> Peers:
-        begun.append(peers := Peers(data, **values))
-        for each in peers.all:
-            each.start()
-        return peers
-
-    yield made
-    for peers in begun:
-        for each in peers.all:
-            each.end()
-
-
-def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Callable[..., Peers]) -> None:
-    peers = begin(data_parallel_steps=20)
-    first, second, third = peers.all
-    connections = third.fleet.transport.connections
-    connections.post(connections.drop_silent, (0, 1))
-    first.wait_for_round_of(0, 1)
-    for _ in range(6):  # two of each fragment
-        third.wait_for_round_of(0, 1, 2)
-    for each in peers.all:
-        each.end()
-    assert first.digest == second.digest == third.digest != ""
-
-
 def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
-    begin: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+    data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The founder trains only after others have joined, because they could otherwise found another view."""
-    peers = begin(data_parallel_steps=100_000)
-    first, second, third = peers.all
+    peers = Peers(data, data_parallel_steps=100_000).all
+    for each in peers:
+        each.start()
     with monkeypatch.context() as cut:
         cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
         at_once = threading.Barrier(3)
-        for each in peers.all:
+        for each in peers:
             each.give_up_others(at_once)
-        for each in peers.all:
-            each.wait_until_it_looks_for_the_others()
-    first.wait_for_round_of(0, 1, 2)
-    for each in peers.all:
+        for each in peers:
+            each.wait_for(looks)
+    peers[0].wait_for(lambda event: isinstance(event, RoundCommitted) and event.contributors == (0, 1, 2))
+    for each in peers:
         each.end()
-    assert first.digest == second.digest == third.digest != ""
-    events = [event for each in peers.all for event in each.events]
+    assert len({each.digest for each in peers}) == 1
+    events = [event for each in peers for event in each.events]
     looked = max(event.step for event in events if looks(event))
     assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1

@@ -26,7 +26,9 @@ CONFIG_FILE = "config.toml"
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
 
-PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a swarm peer
+PEER_KEYS = tuple(
+    f"swarm.{name}" for name in ("join", "identity", "listen", "announce", "name")
+)  # the same for a swarm peer
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 

@@ -1,0 +1,102 @@
+"""Measurements for a plan: the time of an inner step on this machine, and the work of a synchronisation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from diloco.algorithm import SyncSchedule
+from diloco.devices import use_device
+from diloco.errors import ConfigurationError
+from diloco.model import build_language_model
+from diloco.outer import DiLoCo
+from diloco.train import InnerLoop, ParallelModel, RunSettings, inner_learning_rate, make_inner_optimizer, prepare_model
+
+__all__ = ["MeasuredStep", "measure_step"]
+
+_STEPS, _AT_MOST_S = 5, 60.0  # number of inner steps to time, and the time after which no further one starts
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The time of an inner step, and the work of a synchronisation."""
+
+    median_s: float
+    send_s_per_value: float  # pseudo-gradient and its encoding in fp4
+    merge_s_per_value: float  # mean of one payload, outer step and merge
+
+
+def measure_step(settings: RunSettings) -> MeasuredStep:
+    """Time inner steps of the model of ``settings`` on random tokens, and sends and merges of the whole model.
+
+    A step is forward and backward pass, clipping and optimizer. With gradient accumulation, one piece of the batch is
+    timed and multiplied by the number of pieces. The first step is a warm-up. At least one step is timed; after that,
+    no step starts once a minute has passed.
+
+    Args:
+        settings: resolved settings with a known vocabulary size.
+
+    Raises:
+        ConfigurationError: if the model does not fit on the device.
+    """
+    train, device = settings.train, use_device(settings.train.device)
+    rows = train.batch_size // train.gradient_accumulation
+    taken_s: list[float] = []
+    try:
+        model = build_language_model(settings.model, seed=0, device=device)
+        prepare_model(model, train)
+        shape = rows, train.sequence_length + 1
+        tokens = torch.randint(model.vocab_size, shape, dtype=torch.int64, device=device)
+        inner = InnerLoop(
+            ParallelModel(model),
+            make_inner_optimizer(settings.inner, model),
+            learning_rate=inner_learning_rate(settings.inner, train.steps),
+            clip_norm=settings.inner.clip_norm,
+            precision=train.precision,
+        )
+        began_s = time.perf_counter()
+        while len(taken_s) <= _STEPS and (len(taken_s) < 2 or time.perf_counter() - began_s < _AT_MOST_S):
+            started_s = time.perf_counter()
+            # reading the loss here, and the norm in `apply`, waits for the device
+            float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:]))
+            piece_s = time.perf_counter() - started_s
+            inner.unscale()
+            inner.apply(len(taken_s))
+            _settle(device)
+            apply_s = time.perf_counter() - started_s - piece_s
+            taken_s.append(train.gradient_accumulation * piece_s + apply_s)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the model with {rows} sequences at once does not fit in the memory of {device}: "
+            f"{str(error).splitlines()[0]} Use more gradient accumulation or a smaller model."
+        ) from error
+    send_s, merge_s = _synchronisation_s(model, inner.optimizer, device)
+    values = model.num_trained()
+    return MeasuredStep(statistics.median(taken_s[1:]), send_s / values, merge_s / values)
+
+
+def _synchronisation_s(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[float, float]:
+    """Return the median time of five sends and of five merges of the whole ``model`` by a lone replica, in seconds."""
+    diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec="fp4")
+    sends_s, merges_s = [], []
+    for _ in range(_ROUNDS):
+        started_s = time.perf_counter()
+        diloco.begin()
+        _settle(device)
+        sent_s = time.perf_counter()
+        diloco.finish()
+        _settle(device)
+        sends_s.append(sent_s - started_s)
+        merges_s.append(time.perf_counter() - sent_s)
+    return statistics.median(sends_s), statistics.median(merges_s)
+
+
+def _settle(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
