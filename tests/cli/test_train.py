@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,19 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     assert f"{tmp_path} is not writable" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
 
 
+def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
+        return {"interrupted": "SIGTERM"}
+
+    monkeypatch.setattr("diloco.train.run_training", stopped)
+    folder = tmp_path / "my run"
+    assert main(train(files, "--out", str(folder))) == 130
+    assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -198,11 +212,11 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
 @pytest.mark.parametrize(
     "command",
     [
-        "inspect RUN",
+        "status RUN",
         "evaluate RUN",
         "generate RUN --prompt a",
         "export RUN --to safetensors OUT.safetensors",
-        "watch RUN --export OUT.html",
+        "watch RUN --out OUT.html",
     ],
 )
 def test_a_folder_in_use_can_be_read(command: str, files: Path, tmp_path: Path) -> None:

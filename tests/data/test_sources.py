@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.data import DataSettings, SourceSettings, build_corpus, open_source, parse_hub_name
+from diloco.data import DataSettings, SourceSettings, build_corpus, open_source
 from diloco.errors import DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
@@ -74,7 +74,6 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
     assert list(open_source(few).records()) == [text.upper() for text in TEXTS[:5]]
     tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",))
     assert open_source(tenth).size == 25
-    assert parse_hub_name("hf:a/b/c:d") == ("a/b", "c", "d")
 
 
 @pytest.mark.parametrize(
