@@ -18,7 +18,6 @@ from .failure_detector import Timing as Timing
 from .failure_detector import silent_ones as silent_ones
 from .faults import Faults as Faults
 from .faults import faults_message as faults_message
-from .faults import faults_seen as faults_seen
 from .faults import read_faults as read_faults
 from .fields import GREATEST as GREATEST
 from .fields import LEAST_FRAGMENT as LEAST_FRAGMENT

@@ -123,9 +123,6 @@ class Tail:
 class FollowedFolder:
     """The folder of a run, with the subfolders of its other replicas if they are processes (``replica-1``, ...).
 
-    Args:
-        folder: the folder of the run, which may be running or finished.
-
     Raises:
         ConfigurationError: if it is not the folder of a run.
     """

@@ -52,10 +52,7 @@ def plotly_script() -> Path:
     package = importlib.util.find_spec("plotly")
     script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
     if not script.is_file():
-        raise ConfigurationError(
-            "`diloco watch` needs plotly, which is not installed or incomplete. Install it with: pip install "
-            "'diloco[watch]'."
-        )
+        raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
     return script
 
 
