@@ -25,6 +25,7 @@ from diloco import (
     make_codec,
     testing,
 )
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS
 from diloco.cli import main
 from diloco.config import load_configuration, plan_run
 from diloco.errors import ConfigurationError
@@ -143,13 +144,32 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     assert part["global_params_digest"] == whole["global_params_digest"]
 
 
+def test_registered_components_train_by_their_names_as_by_their_files(own: Path) -> None:
+    """A codec, an outer optimizer, an average and a merge rule: one line in the registry is all that names one."""
+    for registry, key, name in (
+        (CODECS, "codec.name", "largest"),
+        (OUTER_OPTIMIZERS, "outer.name", "signs"),
+        (AVERAGES, "outer.average", "median"),
+        (MERGE_RULES, "merge.rule", "share"),
+    ):
+        registry.register(name, find(key, f"{name}.py:{name.capitalize()}", KINDS[key]))
+    run = ["train", "run.toml", "--data", "text.txt", "--out"]
+    named = [re.sub(r"^(largest|signs|median|share)\.py:\w+$", r"\1", word) for word in OWN]
+    assert named != OWN
+    assert main([*run, str(own / "files"), *OWN]) == 0
+    assert main([*run, str(own / "names"), *named]) == 0
+    files, names = (read_json(own / name / "summary.json") for name in ("files", "names"))
+    assert names["global_params_digest"] == files["global_params_digest"]
+    assert names["rounds_committed"] > 0
+
+
 def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.toml", "--data", "text.txt", *OWN, "--print-config"]) == 0
     said = capsys.readouterr().out
     for words in (
         "# outer optimizer: Signs(learning_rate=0.001, momentum=0.9)",
         "# average: Median()",
-        "# merge: Share(share=0.25)",
+        "# merge: Share(share=0.25), ",
         "# codec: largest with error feedback",
         "# inner optimizer: Lion of lion.py",
     ):
@@ -248,7 +268,10 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"outer__name": "wrong.py:broken"}, "raised KeyError: 'width'"),
         ({"outer__name": "signs.py:Signs", "outer__arguments": {"momentun": 0.5}}, "did you mean 'momentum'"),
         ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
-        ({"outer__arguments": {"x": 1}}, r"outer\.arguments can't be used with outer\.name='nesterov'"),
+        (
+            {"outer__arguments": {"x": 1}},
+            "outer optimizer 'nesterov' has no parameter 'x'; use one of: learning_rate",
+        ),
         (
             {"codec__name": "wrong.py:Nothing"},
             r"codec\.name=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
@@ -258,7 +281,10 @@ def no_rate(params): return torch.optim.SGD(params)
             "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
         ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
-        ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments can't be used with codec\.name="),
+        (
+            {"codec__name": "fp4", "codec__arguments": {"x": 1}},
+            "codec 'fp4' has no parameter 'x'; use one of: block",
+        ),
         (
             {"codec__name": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",

@@ -13,7 +13,7 @@ COMMON = (
     "--model.layers 2 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 64 "
     "--train.batch-size 4 --inner.learning-rate 3e-3 --inner.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
     "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
-    "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet --monitor.no-tensorboard"
+    "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet"
 )
 """Arguments of all runs, also of the undisturbed ones: 2 layers of width 32 on bytes; H = 15, P = 3, tau = 3."""
 

@@ -9,7 +9,7 @@ __all__ = ["ABLATIONS", "COMMON", "FORK_STEP", "MAIN", "TUNING", "Variant"]
 COMMON = (
     "--preset tiny --train.threads 1 --evaluation.sequences 512 --evaluation.every-steps 0 "
     "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --checkpoint.keep 1 "
-    "--monitor.console quiet --monitor.no-tensorboard"
+    "--monitor.console quiet"
 )
 """The flags of all runs: the quick start (600 steps, 200 of which are a shared data-parallel start), without output."""
 

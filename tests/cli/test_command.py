@@ -42,10 +42,12 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
+        (["inspect", "a"], "`diloco inspect` is now `diloco status RUN`"),
+        (["watch", "a", "--export=b"], "`diloco watch --export` is now `diloco watch --out`"),
         ([], "usage: diloco"),
         (["evaluate"], "RUN"),
         (["generate", "a", "surplus"], "surplus"),
-        (["inspect", "a", "--jsn"], "--json"),
+        (["status", "a", "--jsn"], "--json"),
         (["presets", "tiny"], "tiny"),
         (["generate", "a", "--seed", str(2**63)], f"--seed must be from 0 to {2**63 - 1}, got {2**63}"),
         (["generate", "a", "--top-p", "2.0"], "top_p must be above 0 and at most 1, or None, got 2.0"),
@@ -115,7 +117,7 @@ def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (ConfigurationError("bad."), 2, "diloco: bad. Nothing was started.\n"),
+        (ConfigurationError("bad."), 2, "diloco: bad.\n"),
         (DiLoCoError("failed"), 1, "diloco: failed\n"),
         (KeyboardInterrupt(), 130, "diloco: interrupted.\n"),
     ],
@@ -183,13 +185,13 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "evaluate lama",
         "generate ./lama --prompt x",
         "export lama out",
-        "inspect lama",
+        "status lama",
         "watch lama",
         "tokenize --data lama --out x",
         "sweep lama.toml --out x",
         "train --model hf:lama --data x",
         "train --data.tokenizer lama",
-        "peers --run a --join /ip4/1/p2p/Q --secret-file lama",
+        "status --run a --join /ip4/1/p2p/Q --secret-file lama",
         "train --transport hivemind --run a --swarm.secret-file lama",
     ],
 )

@@ -39,7 +39,7 @@ def shared(arguments: list[str]) -> dict[str, Any]:
     """Return the resolved settings that another machine takes over."""
     own = ("out", "checkpoint", "monitor", "swarm.behind_nat", "swarm.listen", "swarm.announce", "swarm.identity",
            "swarm.join", "swarm.secret_file", "swarm.direct_port", "swarm.direct", "swarm.map_ports", "train.device",
-           "train.threads", "train.global_device")  # fmt: skip
+           "train.threads", "train.global_device", "swarm.name")  # fmt: skip
     values = flatten(plan_run(parse_arguments(arguments)).configuration)
     return {name: value for name, value in values.items() if not {name, name.partition(".")[0]} & {*own}}
 
@@ -51,8 +51,8 @@ def test_an_invitation_reads_back_as_the_run_without_private_options(
     monkeypatch.chdir(tmp_path)
     typed = shlex.split(f"--transport hivemind --run 'a $b' {run}")
     told = join_command("train", plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
-    diloco, train, *arguments, join = shlex.split(told)
-    assert (diloco, train, join) == ("diloco", "train", "--join")
+    diloco, train, *arguments = shlex.split(told)
+    assert (diloco, train) == ("diloco", "train")
     assert shared(arguments) == shared(typed)
     assert str(tmp_path) not in told
     assert len(arguments) <= len(typed) + 2
@@ -63,7 +63,7 @@ def test_settings_that_no_flags_express_are_read_from_the_record(tmp_path: Path)
     typed = [str(tmp_path / "run.toml"), "--transport", "hivemind", "--run", "a"]
     folder = tmp_path / "my run"
     told = join_command("train", plan_run(parse_arguments(typed)).configuration, folder)
-    assert told == f"diloco train '{folder}/config.toml' --join"
+    assert told == f"diloco train '{folder}/config.toml'"
 
 
 VALUES: tuple[tuple[dict[str, object], dict[str, object]], ...] = (
@@ -141,7 +141,7 @@ def test_an_empty_value_is_refused(words: str) -> None:
         ("--H", "--inner-steps"),
         ("--inner.lr", "--inner.learning-rate"),
         ("--seeds", "--seed"),
-        ("--name", "--run"),
+        ("--run-name", "--run"),
         ("--warmup", "--inner.warmup-steps"),
         ("--output-dir", "--out"),
         ("--schedule.iner-steps", "--schedule.inner-steps"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.membership import Decision, Policy, View, consequences, decide
+from diloco.membership import Decision, Policy, View, decide
 
 
 @dataclass(frozen=True)
@@ -46,32 +45,10 @@ def test_two_sides_never_both_go_on(split: Split) -> None:
 
 
 @given(splits())
-def test_whoever_goes_on_is_the_side_itself(split: Split) -> None:
-    for side, members in enumerate(split.sides):
-        decision = split.decision(side)
-        assert decision.members in (None, tuple(sorted(members)))
-        assert decision.reason
-
-
-@given(splits())
 def test_more_than_half_go_on_and_so_does_who_knows_that_all_others_have_ended(split: Split) -> None:
     side, members = split.sides[0], set(split.view.members)
     if 2 * len(side) > len(members) or members - side <= split.known_gone[0]:
         assert split.decision(0).members == tuple(sorted(side))
-
-
-def test_who_has_ended_may_have_gone_on_with_a_silent_one_before() -> None:
-    """Replica 1 has ended at an unknown time. Replica 2 may have formed a view with it that leaves out 0."""
-    assert decide(View.of(3), lost={1, 2}, gone={1}, joining=(), policy=Policy()).members is None
-    assert decide(View.of(3), lost={1, 2}, gone={1, 2}, joining=(), policy=Policy()).members == (0,)
-    assert decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy()).members == (0, 1)
-
-
-@given(st.sets(st.integers(0, 12), min_size=2, max_size=10).filter(lambda members: len(members) % 2 == 0), st.data())
-def test_of_two_halves_the_one_with_the_lowest_number_goes_on(members: set[int], data: st.DataObject) -> None:
-    half = frozenset(data.draw(st.permutations(sorted(members)))[: len(members) // 2])
-    decision = decide(View(0, tuple(sorted(members))), lost=members - half, gone=(), joining=(), policy=Policy())
-    assert (decision.members is not None) == (min(members) in half)
 
 
 @given(splits(), st.integers(1, 9))
@@ -95,13 +72,6 @@ def test_joiners_are_added_and_count_for_min_replicas_but_make_no_majority(
     if len(members) > 2:
         alone = decide(view, lost=members - {max(members)}, gone=(), joining=joining, policy=Policy())
         assert alone.members is None
-
-
-def test_the_last_of_a_run_goes_on_only_if_the_others_are_known_to_have_ended() -> None:
-    view = View.of(2)
-    assert decide(view, lost={0}, gone={0}, joining=(), policy=Policy()).members == (1,)
-    assert decide(view, lost={0}, gone=(), joining=(), policy=Policy()).members is None
-    assert decide(view, lost={1}, gone=(), joining=(), policy=Policy()).members == (0,)
 
 
 @pytest.mark.parametrize(
@@ -148,35 +118,6 @@ def test_who_leaves_is_never_silent() -> None:
     both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
     assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 continues")
     assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
-
-
-@pytest.mark.parametrize("split", ["stop", "go-on"])
-@pytest.mark.parametrize("num_replicas", range(1, 8))
-@pytest.mark.parametrize("least", range(1, 8))
-def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, least: int) -> None:
-    """How many may be lost, known to have ended or merely silent, and whether two sides can continue."""
-    policy, words = Policy(least, split), consequences(Policy(least, split), num_replicas)
-
-    def goes_on(lost: set[int], gone: set[int]) -> bool:
-        return decide(View.of(num_replicas), lost=lost, gone=gone, joining=(), policy=policy).members is not None
-
-    sets = [set(range(num_replicas - count, num_replicas)) for count in range(1, num_replicas)]
-    ended = max((len(lost) for lost in sets if goes_on(lost, lost)), default=0)
-    silent = max((len(lost) for lost in sets if goes_on(set(range(len(lost))), set())), default=0)
-    lucky = max((len(lost) for lost in sets if goes_on(lost, set())), default=0)
-    if not ended:
-        assert "needed: when one is lost, the others stop." in words
-    elif silent == ended:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue.")
-    else:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may end at once, or ")
-        assert (f"or {silent} may become unreachable" in words) == (silent > 0)
-        assert ("lowest-numbered" in words) == (lucky > silent)
-        assert lucky == silent or f"or {lucky} " in words
-    sides = [(set(range(cut)), set(range(cut, num_replicas))) for cut in range(1, num_replicas)]
-    two = any(goes_on(one, set()) and goes_on(other, set()) for one, other in sides)
-    assert ("two histories" in words) == two
-    assert ("at most one history" in words) == (not two)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

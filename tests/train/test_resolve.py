@@ -152,7 +152,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
     ({"codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
     (RANKS | {"outer.max_norm": 1.0, "transport.replica_size": 2}, "Use --train.parallelism ddp"),
-    ({"outer.average_arguments": {"a": 1}}, "outer.average_arguments can't be used with outer.average='mean'"),
     ({"merge.alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
     ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
     # transports

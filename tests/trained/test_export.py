@@ -119,7 +119,7 @@ def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: P
     """At a learning rate near 0, it ends with the weights with which it began."""
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
     tiny = "--train.sequence-length 8 --inner.warmup-steps 0 --inner.learning-rate 1e-30 --monitor.console quiet"
-    places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0 --monitor.no-tensorboard"
+    places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0"
     assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
     assert same(read_weights(tmp_path / "on"), read_weights(exported))
     assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])

@@ -17,7 +17,7 @@ transformers = Lazy("transformers")
 
 SHORT = (
     "--steps 4 --data-parallel-steps 0 --inner-steps 2 --replicas 2 --inner.warmup-steps 0 --train.sequence-length 16 "
-    "--train.device cpu --monitor.console quiet --monitor.no-tensorboard --evaluation.sample-tokens 0"
+    "--train.device cpu --monitor.console quiet --evaluation.sample-tokens 0"
 )
 
 

@@ -146,9 +146,3 @@ class CodecSettings:
     def kept_loss(self) -> float:
         """The value of `DiLoCo`'s ``error_feedback``."""
         return self.error_feedback_decay if self.error_feedback else 0.0
-
-    def parameters(self) -> Mapping[str, Any]:
-        """Return the parameters of the codec by name."""
-        if self.arguments:
-            return self.arguments
-        return {"block_size": self.block_size} if self.name in ("int8", "fp4") else {}

@@ -24,7 +24,7 @@ _PRIVATE = (
     *("out", "checkpoint", "monitor", *PROCESS_KEYS, *PEER_KEYS),
     *(f"train.{name}" for name in ("device", "global_device", "threads", "stop_after", "peak_flops_per_s")),
     *(f"transport.{name}" for name in ("host", "ports", "interface", "secret_file", "streams", "give_up_after_s")),
-    *(f"swarm.{name}" for name in ("behind_nat", "direct", "direct_port", "map_ports", "relay", "secret_file")),
+    *(f"swarm.{name}" for name in ("name", "behind_nat", "direct", "direct_port", "map_ports", "relay", "secret_file")),
     "swarm.state_bytes_per_s",
 )
 """Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
@@ -45,7 +45,7 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
 
 
 def join_command(command: str, configuration: Configuration, folder: Path) -> str:
-    """Return the command with which other peers join the swarm of ``configuration``, up to the address after --join.
+    """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
 
     It sets the fewest keys from which the same settings follow, except those in `_PRIVATE`. Settings that no flags
     express are read from the record in ``folder``.
@@ -75,8 +75,8 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
         text = command_text(command, *([] if place is None else [_from_here(place)]), flags=_flags(shown))
         with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
             if parse_arguments(shlex.split(text)[2:]).values == shown:
-                return f"{text} --join"
-    return command_text("train", folder / CONFIG_FILE) + " --join"
+                return text
+    return command_text("train", folder / CONFIG_FILE)
 
 
 def _fewest(goal: Values, settings_of: Callable[[Values], Values], always: set[str]) -> Values | None:

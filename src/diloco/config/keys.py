@@ -150,8 +150,9 @@ _COMMON = {
     **dict.fromkeys(("h", "sync-every", "sync-steps"), "inner-steps"),
     **dict.fromkeys(("dtype", "bf16"), "train.precision"),
     **dict.fromkeys(("ctx", "context-length", "block-size"), "train.sequence-length"),
-    **{"name": "run", "run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
-    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum", "wandb": "monitor.wandb.mode"},
+    **{"run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
+    **dict.fromkeys(("wandb", "tensorboard", "report-to"), "sinks"),
+    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum"},
     **{"lora": "lora.rank", "val-split": "data.heldout-fraction", "hidden-size": "model.width"},
 }
 """Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""

@@ -26,7 +26,9 @@ CONFIG_FILE = "config.toml"
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
 
-PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a swarm peer
+PEER_KEYS = tuple(
+    f"swarm.{name}" for name in ("join", "identity", "listen", "announce", "name")
+)  # the same for a swarm peer
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
@@ -99,7 +101,8 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
-    if any(is_own(name) for name in _named(resolved).values()):
+    arguments = (resolved.codec, resolved.outer, resolved.merge)
+    if any(map(is_own, _named(resolved).values())) or any(each.arguments for each in arguments):
         from diloco.train import check_own_code
 
         check_own_code(resolved)

@@ -9,14 +9,12 @@ from .change import Change as Change
 from .lateness import Lateness as Lateness
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view
-from .next_view import reachable_from as reachable_from
 from .next_view import staying_members as staying_members
 from .proofs import Commits as Commits
 from .proofs import SignedVote as SignedVote
 from .quorum import Decision as Decision
 from .quorum import Policy as Policy
 from .quorum import byzantine_quorum as byzantine_quorum
-from .quorum import consequences as consequences
 from .quorum import decide as decide
 from .quorum import enough_without as enough_without
 from .quorum import names_of as names_of

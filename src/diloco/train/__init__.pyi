@@ -32,7 +32,6 @@ from .parallel import prepare_blocks as prepare_blocks
 from .parallel import prepare_model as prepare_model
 from .random_state import RandomState as RandomState
 from .replica_state import ReplicaState as ReplicaState
-from .resolve import CODEC_NAMES as CODEC_NAMES
 from .resolve import LAYERS_PER_FRAGMENT as LAYERS_PER_FRAGMENT
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.algorithm import (
-    Adam,
-    AlphaMerge,
+    AVERAGES,
+    CODECS,
+    MERGE_RULES,
+    OUTER_OPTIMIZERS,
     AverageRule,
     Codec,
     CodecSettings,
@@ -17,21 +19,16 @@ from diloco.algorithm import (
     MeanEncoding,
     MergeRule,
     MergeSettings,
-    Nesterov,
     OuterOptimizer,
     OuterSettings,
-    RebaseMerge,
     ScalarSchedule,
-    SendersMean,
-    Sgd,
     ValueSchedule,
-    make_codec,
     partition,
 )
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
 from diloco.model import LanguageModel, build_language_model, with_vocabulary
-from diloco.plugins import call, is_own
+from diloco.plugins import is_own
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
@@ -75,15 +72,14 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
 
 def make_merge_rule(settings: MergeSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
-    if is_own(settings.rule):
-        rule: MergeRule = call("merge.rule", settings.rule, kind=MergeRule, arguments=settings.arguments)
-        return rule
-    return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
+    rule: MergeRule = MERGE_RULES.make(settings.rule or "alpha", settings.arguments, alpha=settings.alpha or 0.0)
+    return rule
 
 
 def make_configured_codec(settings: CodecSettings) -> Codec:
     """Return the codec of resolved settings."""
-    return make_codec(settings.name or "float32", **settings.parameters())
+    codec: Codec = CODECS.make(settings.name or "float32", settings.arguments, block_size=settings.block_size)
+    return codec
 
 
 def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
@@ -93,7 +89,7 @@ def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
 
 def _mean_codec(settings: RunSettings) -> Codec | str:
     name = settings.transport.mean_codec
-    return make_codec(name, block_size=settings.codec.block_size) if name in ("int8", "fp4") else name
+    return name if name == "auto" else CODECS.make(name, block_size=settings.codec.block_size)
 
 
 def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
@@ -110,52 +106,52 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
             total_steps=max(1, outer_steps),
             final_ratio=settings.learning_rate_final_ratio,
         )
-    if settings.name == "sgd":
-        return Sgd(learning_rate=learning_rate)
-    if settings.name == "adam":
-        return Adam(learning_rate=learning_rate, betas=settings.betas, epsilon=settings.epsilon)
     momentum: ScalarSchedule = settings.momentum
     if settings.momentum_warmup_outer_steps:
         momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
-    if is_own(settings.name):
-        offered = {"learning_rate": learning_rate, "momentum": momentum}
-        outer: OuterOptimizer = call(
-            "outer.name", settings.name, kind=OuterOptimizer, arguments=settings.arguments, offered=offered
-        )
-        return outer
-    return Nesterov(learning_rate=learning_rate, momentum=momentum)
+    outer: OuterOptimizer = OUTER_OPTIMIZERS.make(
+        settings.name,
+        settings.arguments,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        betas=settings.betas,
+        epsilon=settings.epsilon,
+    )
+    return outer
 
 
 def check_own_code(settings: RunSettings) -> None:
-    """Construct the user's own components that the settings name and check them with `diloco.testing`.
+    """Construct the components that the settings name, and check the user's own with `diloco.testing`.
 
     Raises:
         ConfigurationError: if a component can't be constructed or violates its contract.
     """
     codec, outer, merge = settings.codec, settings.outer, settings.merge
-    checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
-        ("codec.name", codec.name, lambda: check_codec(lambda: make_configured_codec(codec))),
-        ("outer.name", outer.name, lambda: check_outer_optimizer(make_outer_optimizer(outer, 100))),
-        ("outer.average", outer.average, lambda: check_average_rule(make_average_rule(outer))),
-        ("merge.rule", merge.rule, lambda: check_merge_rule(make_merge_rule(merge))),
-        ("inner.name", settings.inner.name, lambda: check_inner_arguments(settings.inner)),
+    checks: tuple[tuple[str, str | None, Callable[[], Any], Callable[[Any], object]], ...] = (
+        (
+            "codec.name",
+            codec.name,
+            lambda: make_configured_codec(codec),
+            lambda _: check_codec(lambda: make_configured_codec(codec)),
+        ),
+        ("outer.name", outer.name, lambda: make_outer_optimizer(outer, 100), check_outer_optimizer),
+        ("outer.average", outer.average, lambda: make_average_rule(outer), check_average_rule),
+        ("merge.rule", merge.rule, lambda: make_merge_rule(merge), check_merge_rule),
+        ("inner.name", settings.inner.name, lambda: check_inner_arguments(settings.inner), bool),
     )
-    for key, name, check in checks:
+    for key, name, make, check in checks:
+        made = make()
         try:
             if is_own(name):
-                check()
+                check(made)
         except ContractError as error:
             raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
 
 
 def make_average_rule(settings: OuterSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
-    if is_own(settings.average):
-        rule: AverageRule = call(
-            "outer.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
-        )
-        return rule
-    return {"mean": None, "senders": SendersMean()}[settings.average]
+    rule: AverageRule | None = AVERAGES.make(settings.average, settings.average_arguments)
+    return rule
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:

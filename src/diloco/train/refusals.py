@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
-from diloco.errors import ConfigurationError, nearest
-from diloco.plugins import is_own
+from diloco.errors import ConfigurationError
 from diloco.train.settings import RunSettings
 
-__all__ = ["check_averaging", "check_lengths", "check_means", "check_name", "check_transport", "refuse_if"]
+__all__ = ["check_averaging", "check_lengths", "check_means", "check_transport", "refuse_if"]
 
 _IN_A_SWARM = {
     "transport.replica_size": 1,
@@ -30,22 +27,6 @@ def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
         raise ConfigurationError(message)
-
-
-def check_name(
-    key: str, name: str, known: Sequence[str], arguments: Mapping[str, Any], arguments_key: str | None = None
-) -> None:
-    """Refuse a ``name`` that is neither in ``known`` nor the user's own code, and ``arguments`` without such code."""
-    refuse_if(
-        name not in known and not is_own(name),
-        f"{key}={name!r} is unknown; {nearest(name, known)} Name your own as module:Class or FILE.py:Class.",
-    )
-    section = key.partition(".")[0]
-    refuse_if(
-        bool(arguments) and not is_own(name),
-        f"{arguments_key or f'{section}.arguments'} can't be used with {key}={name!r}, which takes its settings from "
-        f"[{section}]. Arguments are only for your own code, named module:Class.",
-    )
 
 
 def check_lengths(settings: RunSettings, longest: int | None) -> None:

@@ -11,20 +11,13 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from diloco.algorithm import SyncSchedule, learning_rate_of_gain
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, learning_rate_of_gain
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
-from diloco.train.refusals import check_averaging, check_lengths, check_means, check_name, check_transport, refuse_if
+from diloco.train.refusals import check_averaging, check_lengths, check_means, check_transport, refuse_if
 from diloco.train.settings import RunSettings
 
-__all__ = ["CODEC_NAMES", "LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
-
-CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "topk2")
-"""The codecs of `diloco.algorithm.codec`, repeated here because that imports torch; a test compares the two."""
-
-OUTER_NAMES = ("nesterov", "sgd", "adam")
-AVERAGE_NAMES = ("mean", "senders")
-MERGE_RULES = ("alpha", "rebase")
+__all__ = ["LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
 
@@ -79,8 +72,8 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
         "train.data_parallel_steps": 0 if settings.algorithm == "data-parallel" else train.data_parallel_steps,
     }
     outer = settings.outer
-    check_name("outer.name", outer.name, OUTER_NAMES, outer.arguments)
-    check_name("outer.average", outer.average, AVERAGE_NAMES, outer.average_arguments, "outer.average_arguments")
+    OUTER_OPTIMIZERS.check(outer.name)
+    AVERAGES.check(outer.average)
     defaults: dict[str, float] = {
         "outer.learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
         "evaluation.every_steps": max(1, train.steps // 10),
@@ -176,7 +169,7 @@ def _codec(settings: RunSettings) -> str:
     codec, algorithm = settings.codec, settings.algorithm
     default = "fp4" if algorithm == "streaming" else "float32"
     name = default if codec.name is None else codec.name
-    check_name("codec.name", name, CODEC_NAMES, codec.arguments)
+    CODECS.check(name)
     refuse_if(
         algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
         f"codec.name={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
@@ -214,7 +207,7 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
         "parameters. Use --algorithm streaming.",
     )
     rule = merge.rule or ("rebase" if algorithm == "streaming" and merge.alpha is None else "alpha")
-    check_name("merge.rule", rule, MERGE_RULES, merge.arguments)
+    MERGE_RULES.check(rule)
     refuse_if(
         rule == "rebase" and algorithm == "diloco",
         "merge.rule='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and "

@@ -19,6 +19,8 @@ class SwarmSettings:
 
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """Name of the run; peers that give the same name train together."""
+    name: Annotated[str | None, arg(aliases=["--name"])] = None
+    """What the other peers call this replica, at most 32 characters. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
     """Addresses of any peers of the network, as they print them (/ip4/.../p2p/...). Empty: this is the first peer."""
     start_replicas: Annotated[int, arg(aliases=["--start-replicas"])] = 1
