@@ -55,10 +55,6 @@ def test_cosines_of_orthogonal_and_opposite_means() -> None:
     assert found[2].gain == pytest.approx(1 + 0.5 + 0.25 * -1)  # 1 + mu + mu^2 <b, Delta> / |Delta|^2
 
 
-def test_a_mean_of_zero_has_no_cosine_and_no_gain() -> None:
-    assert measured(Nesterov(), [torch.ones(3), torch.zeros(3)])[1] == OuterStepMeasures(mean_norm=0.0)
-
-
 def test_measuring_changes_no_bit_of_the_step() -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
