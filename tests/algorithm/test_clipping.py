@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,14 +73,6 @@ def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
     mean = weighted_mean(given)
     assert (mean.clipped, mean.weight) == ((2,), 4.5)
     torch.testing.assert_close(mean.values.double(), sum(scaled) / 4.5, rtol=1e-5, atol=1e-6)
-
-
-def test_buffers_are_not_scaled() -> None:
-    given = contributions("float32", [1.0, 1.0], [1.0, 1.0], 1e-3)
-    mean = weighted_mean([replace(each, buffers=torch.tensor([100.0 * each.replica])) for each in given])
-    assert mean.buffers is not None
-    assert mean.buffers.tolist() == [50.0]
-    assert mean.clipped == (0, 1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import Codec, Float32, make_codec
+from diloco.algorithm import Codec, Float32
 from diloco.errors import ContractError
 from diloco.testing import check_codec
-from tests.algorithm.codecs import ACCURATE, BLOCK, COARSE, OURS, SIZES, same_bits
+from tests.algorithm.codecs import ACCURATE, COARSE, OURS, SIZES, same_bits
 
 ALL = ACCURATE | COARSE
 
@@ -26,13 +26,6 @@ def test_every_registered_codec_is_tried_in_every_implementation(name: str) -> N
 def test_ours_keep_the_contract(name: str) -> None:
     tile = ALL[name]().block_size
     check_codec(ALL[name], sizes=[*SIZES, tile - 1, tile, tile + 1, 3 * tile + 70])
-
-
-def test_block_size_is_what_the_codec_says_it_is() -> None:
-    sizes = {name: make().block_size for name, make in ACCURATE.items()}
-    assert {name for name, size in sizes.items() if size == 1} == {"float32", "float16", "bfloat16"}
-    assert {size for size in sizes.values() if size != 1} == {BLOCK}
-    assert make_codec("fp4", block_size=64).block_size == 64
 
 
 def halved(values: Tensor) -> Tensor:
