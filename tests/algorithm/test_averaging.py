@@ -238,10 +238,3 @@ class TestMean:
         ).buffers
         assert mean is not None
         torch.testing.assert_close(mean, torch.tensor([-inf, 4.0, nan, 3e38, 0.1, 3.0]), rtol=0, atol=0, equal_nan=True)
-
-    def test_a_base_weight_bounds_its_own_replica_alone_and_two_agree_on_the_lesser(self) -> None:
-        given = [contribution(m, weight=w, base_weight=b) for m, (w, b) in enumerate([(9.0, 1.0), (9.0, 4.0)])]
-        assert weighted_mean(given).weight == 8.0 + 8.0
-        assert weighted_mean(given[1:]).weight == 9.0, "alone, only the ratio of weights would matter"
-        given.append(contribution(2, weight=16.0, base_weight=4.0))
-        assert weighted_mean(given).weight == 8.0 + 9.0 + 16.0

@@ -76,14 +76,6 @@ def test_those_that_are_not_persistent_are_left_alone() -> None:
     assert model.get_buffer("table").tolist() == [1, 1, 1]
 
 
-def test_one_that_has_two_names_counts_once() -> None:
-    model = Holder({"x": torch.ones(2)})
-    model.register_buffer("alias", model.get_buffer("x"))
-    floats, _ = collect_buffers(model)
-    assert floats is not None
-    assert floats.numel() == 2
-
-
 def test_a_complex_one_is_refused_by_name_before_anything_starts() -> None:
     model = Holder({"x": torch.ones(2), "phase": torch.ones(2, dtype=torch.complex64)})
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

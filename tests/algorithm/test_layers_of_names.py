@@ -92,14 +92,6 @@ def test_a_model_without_numbers_has_no_layers() -> None:
     assert group_layers({"first.weight": 3, "layer2.weight": 4}) == (["first.weight", "layer2.weight"], [])
 
 
-def test_a_sequential_model_is_its_own_container() -> None:
-    assert group_layers({"2.w": 1, "10.w": 1, "0.w": 1, "scale": 1}) == (["scale"], [["0.w"], ["2.w"], ["10.w"]])
-
-
-def test_gaps_and_a_start_at_one_are_kept_in_order() -> None:
-    assert group_layers({"h.7.w": 1, "h.1.w": 1, "h.3.w": 1})[1] == [["h.1.w"], ["h.3.w"], ["h.7.w"]]
-
-
 NAMES = st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2", "17"]), min_size=1, max_size=4).map(".".join)
 
 

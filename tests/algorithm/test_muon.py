@@ -87,13 +87,6 @@ def test_embeddings_and_heads_are_left_to_adamw_tied_or_not() -> None:
     assert list(hidden_matrices(Model())) == list(hidden_matrices(Model(tied=True))) == expected
 
 
-def test_positions_as_many_as_channels_make_no_heads_of_hidden_matrices() -> None:
-    """An embedding of positions may have the shape of all hidden matrices."""
-    model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(8, 8)})
-    model.update({"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "head": nn.Linear(8, 20)})
-    assert list(hidden_matrices(model)) == ["query.weight", "key.weight"]
-
-
 def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
     values, gradient = torch.zeros(4, 16), torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     moved = []

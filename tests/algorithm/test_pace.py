@@ -80,12 +80,6 @@ def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
     return swarm
 
 
-def test_a_swarm_without_slow_replicas_has_the_same_bits_as_ever() -> None:
-    swarm = Swarm(2, SyncSchedule(inner_steps=8), outer=Nesterov(learning_rate=0.5, momentum=0.5))
-    swarm.run(80, quadratic())
-    assert torch.equal(paced([8, 8], 80).global_params(0), swarm.global_params(0))
-
-
 @pytest.mark.parametrize("shares", [[8, 8, 8], [8, 5, 1], [8, 1, 1]])
 def test_converges_to_the_target_with_slow_replicas_too(shares: list[int]) -> None:
     swarm = paced(shares, 400, shared=True)

@@ -337,14 +337,7 @@ def combined(
     factors: Mapping[int, float],
     tensors: Sequence[int],
 ) -> Tensor:
-    """Return the average of contributions by ``rule``.
-
-    Args:
-        decoded: The replica and values, ``(numel,)`` float32, of each contribution, ascending. Overwrites the values.
-        weights: Replica -> weight.
-        factors: Replica -> factor of its values, if that is not 1.
-        tensors: The sizes of the tensors that the values consist of.
-    """
+    """Return the average by ``rule``. ``decoded`` are the replicas and their values, ascending, which it overwrites."""
     return rule.combine(
         ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors
     )
@@ -358,11 +351,7 @@ def _spread(contributions: Sequence[Contribution], weights: Mapping[int, float])
 
 
 def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:
-    """Return ``max_norm / n``, rounded to float32, for each contributor whose norm n exceeds ``max_norm``.
-
-    Args:
-        max_norm: The largest L2 norm of a contribution.
-        norms: Replica -> norm of its contribution, for all contributors.
+    """Return ``max_norm / n``, rounded to float32, for each replica whose norm n exceeds ``max_norm``.
 
     >>> scale_factors(1.0, {0: 0.5, 1: 1.0, 2: 4.0})
     {2: 0.25}

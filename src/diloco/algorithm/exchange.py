@@ -52,11 +52,7 @@ class MeanEncoding:
         return cls(make_codec(codec) if isinstance(codec, str) else codec)
 
     def among(self, num_replicas: int, contributions: Codec) -> MeanEncoding:
-        """Return the encoding in effect in a round, the same for all its members.
-
-        Args:
-            num_replicas: The number of members of the round's view, including those whose contributions do not count.
-            contributions: The codec of the contributions.
+        """Return the encoding in effect in a round of ``num_replicas`` members, the same for all of them.
 
         >>> auto = MeanEncoding.of("auto")
         >>> [str(auto.among(number, make_codec("fp4"))) for number in (7, 8)]

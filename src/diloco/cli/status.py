@@ -197,7 +197,7 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
     speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
     return [
         peer.peer_id,
-        str(status.get("replica", peer.number)),
+        str(status.get("name") or status.get("replica", peer.number)),
         _state(status),
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
