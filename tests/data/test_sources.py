@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.data import DataSettings, SourceSettings, build_corpus, open_source
-from diloco.errors import DataError
+from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
 
@@ -115,3 +116,18 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
         for place in (str(files / "a.jsonl"), f"hf:{files / 'saved'}", f"hf:{files / 'hub'}")
     ]
     assert len({corpus.fingerprint for corpus in corpora}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sources": {"a": {}}}, "data.sources.a needs the key data, such as data ="),
+        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "a positive number"),
+        ({"paths": (Path("x"),), "sources": {"a": {"data": "x"}}}, "were both given"),
+        ({"format": "chat"}, "needs conversations"),
+        ({"format": "chat", "paths": (Path("x"),), "streaming": True}, "can't be combined with data.format='chat'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        DataSettings(**settings)
