@@ -141,3 +141,8 @@ def test_ranks_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> N
         processes.start(1, rank_is_alone, tmp_path)
         words = processes.results(timeout_s=300)[0]
     assert words.startswith("Position 0 of replica 7 did not find the other 1 ranks of its replica within 0.5 s")
+
+
+def test_errors_that_are_no_loss_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), ReplicaGroup().watched():
+        raise RuntimeError("a bug")
