@@ -108,7 +108,6 @@ from .shards import owned_shares as owned_shares
 from .shards import shard_bounds as shard_bounds
 from .telemetry import OuterStepMeasures as OuterStepMeasures
 from .telemetry import measured_outer_step as measured_outer_step
-from .telemetry import sample as sample
 from .telemetry import sampled_ranges as sampled_ranges
 from .telemetry import spread as spread
 from .telemetry import spread_terms as spread_terms
