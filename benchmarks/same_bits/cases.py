@@ -58,6 +58,7 @@ OLD: Mapping[str, str | Settings] = {
     "network.replicas": "transport.replicas",
     "network.replica_size": "transport.replica_size",
     "network.run": "swarm.run",
+    "network.listen": {"swarm.listen": ["/ip4/127.0.0.1/tcp/0"], "swarm.map_ports": False},
     "emulate.bandwidth": {"transport.bandwidth_bits_per_s": [1e6]},
     "emulate.latency": {"transport.latency_s": [0.05]},
     "emulate.step_time": {"transport.step_time_s": [0.1]},
@@ -117,7 +118,7 @@ STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}
 FEEDBACK: Settings = {**STREAMING, "sync.error_feedback": 1.0}
 BUFFERS: Settings = {"model.source": NORMED, "sync.num_fragments": 2}
 TORCH: Settings = {"network.transport": "torch"}
-SWARM: Settings = {"network.transport": "hivemind", "network.run": "same-bits"}
+SWARM: Settings = {"network.transport": "hivemind", "network.run": "same-bits", "network.listen": "127.0.0.1:0"}
 
 
 def small(name: str, *parts: Settings, stop_after: int | None = None, **sync: Any) -> Case:
@@ -160,7 +161,7 @@ CASES = (
     small(
         "links",
         STREAMING,
-        {"emulate.bandwidth": "1Mbit", "emulate.latency": "50ms", "emulate.step_time": "100ms"},
+        {"emulate.bandwidth": ["1Mbit"], "emulate.latency": ["50ms"], "emulate.step_time": ["100ms"]},
         stop_after=IN_FLIGHT,
     ),
     small("float16", STREAMING, {"train.precision": "float16"}, stop_after=IN_FLIGHT),

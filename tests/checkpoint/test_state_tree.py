@@ -111,6 +111,12 @@ def test_views_of_every_kind(tmp_path: Path) -> None:
     assert all(tensor.is_contiguous() for tensor in back)
 
 
+def test_in_memory_every_tensor_is_aligned_as_torchs_own(tmp_path: Path) -> None:
+    """In a mapped file they would start where the header ends, which depends on the lengths of the names."""
+    for length in range(1, 65, 8):
+        assert through_files({"n" * length: torch.ones(100)}, tmp_path)["n" * length].data_ptr() % 64 == 0
+
+
 class Named(str):
     __slots__ = ()
 

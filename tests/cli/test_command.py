@@ -42,6 +42,8 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
+        (["inspect", "a"], "`diloco inspect` is now `diloco status RUN`"),
+        (["watch", "a", "--export=b"], "`diloco watch --export` is now `diloco watch --out`"),
         ([], "usage: diloco"),
         (["evaluate"], "RUN"),
         (["generate", "a", "surplus"], "surplus"),

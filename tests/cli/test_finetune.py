@@ -81,7 +81,7 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
         assert told.startswith("diloco finetune base ")
         assert "--data data.jsonl" in told
         assert "--run 'a b'" in told
-        joining = flatten(planned(f"{told} /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
+        joining = flatten(planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
         own = {"checkpoint.resume", "swarm.join", "out", "checkpoint.every_steps"}
         assert {name: value for name, value in joining.items() if name not in own} == {
             name: value for name, value in flatten(began).items() if name not in own

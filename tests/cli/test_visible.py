@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import io
-import json
 import logging
 import os
 import pty
@@ -14,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +70,6 @@ def describe(run: Path, **about: Any) -> None:
     write_manifest(folder, changed)
 
 
-def test_printed_settings_are_valid_toml_whatever_is_in_them() -> None:
-    assert tomllib.loads(f"x = {in_toml(EVIL)}") == {"x": EVIL}
-
-
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
     main([str(word) for word in words])
@@ -91,20 +85,9 @@ def of_manifest(run: Path, files: Path) -> list[object]:
     return ["status", run]
 
 
-def of_fragments(run: Path, files: Path) -> list[object]:
-    describe(run, fragments=[{"index": EVIL, "numel": 1, "parameters": [], "outer_step": EVIL}])
-    return ["status", run]
-
-
 def of_name_of_code(run: Path, files: Path) -> list[object]:
     describe(run, model={"source": f"{EVIL}.py:build"})
     return ["generate", run]
-
-
-def of_setting(run: Path, files: Path) -> list[object]:
-    record = run / "config.toml"
-    record.write_text(record.read_text().replace('algorithm = "streaming"', f"algorithm = {in_toml(EVIL)}"))
-    return ["train", "--resume", run]
 
 
 def of_key(run: Path, files: Path) -> list[object]:
@@ -116,44 +99,8 @@ def of_path(run: Path, files: Path) -> list[object]:
     return ["evaluate", run / EVIL.replace("/", "")]
 
 
-def of_option(run: Path, files: Path) -> list[object]:
-    return ["train", f"--{EVIL}"]
-
-
-def of_command(run: Path, files: Path) -> list[object]:
-    return [EVIL]
-
-
-def of_study(run: Path, files: Path) -> list[object]:
-    (run / "study.toml").write_text(f"[{in_toml(EVIL)}]")
-    return ["sweep", run / "study.toml", "--out", run / "out"]
-
-
-def of_exported(run: Path, files: Path) -> list[object]:
-    """A name of a tensor, which no safetensors file of a model has."""
-    from safetensors.torch import load_file, save_file
-
-    save_file(load_file(open_checkpoint(run).path / "global.safetensors") | {EVIL: _tensor()}, run / "w.safetensors")
-    return train(files, "--init-from", str(run / "w.safetensors"), "--out", str(run / "on"))
-
-
-def of_data(run: Path, files: Path) -> list[object]:
-    (run / "rows.jsonl").write_text(json.dumps({EVIL: "text"}) + "\n")
-    return ["train", files / "run.toml", "--data", run / "rows.jsonl", "--out", run / "on"]
-
-
-def of_printed_settings(run: Path, files: Path) -> list[object]:
-    return train(files, "--print-config", "--evaluation.sample-prompts", EVIL)
-
-
 def of_sample(run: Path, files: Path) -> list[object]:
     return train(files, "--out", str(run / "on"), "--monitor.console", "plain", "--evaluation.sample-prompts", EVIL)
-
-
-def _tensor() -> Any:
-    import torch
-
-    return torch.ones(1)
 
 
 SAYING = [each for name, each in globals().items() if name.startswith("of_")]

@@ -187,6 +187,7 @@ def in_process_resumed(case: Case, keys: Path) -> str:
     first, second = InProcessTransport(case.num_replicas), InProcessTransport(case.num_replicas)
     replicas = [Replica(m, first.endpoint(m), case) for m in range(case.num_replicas)]
     advance(replicas, STOP)
+    assert bool(replicas[0].diloco.in_flight) == (case.schedule.overlap_steps > 0)
     second.load_state_dict(first.state_dict())
     others = [Replica(m, second.endpoint(m), case) for m in range(case.num_replicas)]
     for replica, other in zip(replicas, others, strict=True):

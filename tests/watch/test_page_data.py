@@ -80,13 +80,15 @@ def test_participation_of_each_replica(tmp_path: Path) -> None:
 
 def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) -> None:
     def view(number: int, members: tuple[int, ...]) -> Event:
-        return events.ViewChanged(step=1, replica=0, view=number, members=members, joined=(), left=(1,), reason="")
+        left = {"joined": (), "left": (1,), "reason": "", "names": {"2": "anna-pc"}}
+        return events.ViewChanged(step=1, replica=0, view=number, members=members, **left)  # type: ignore[arg-type]
 
     run_of(tmp_path, step(1), sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
     for event, state, received in ((fetched(1, 50, 150), "joining", 150), (step(8), "running", None)):
         run = shown(write(tmp_path / "replica-2", [event]).parent)[0]
         assert [(row["replica"], row["state"]) for row in run["peers"]] == [(0, "running"), (1, "gone"), (2, state)]
         assert (run["peers"][2]["fetched"] or {}).get("received_bytes") == received
+        assert [row["name"] for row in run["peers"]] == [None, None, "anna-pc"]
     assert [each["view"] for each in run["views"]] == [2]
     (numbered,) = shown(write(tmp_path / "other", [started(num_replicas=4), sent(178120399, 0, 0)]))
     assert [row["replica"] for row in numbered["peers"]] == [178120399]
@@ -172,4 +174,4 @@ def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
     assert "line(s) that are no valid event records" in run["problems"][0]
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'"step": 1, "text": "hello"}\n')
-    assert shown(followed)[0]["notes"] == [{"step": 1, "text": "hello"}]
+    assert [note["text"] for note in shown(followed)[0]["notes"]] == ["hello"]

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from diloco.watch import PageServer, export_page
-
-HOSTILE = "</script><script>alert('here')</script><img src=x onerror=alert(1)>"
+from diloco.watch import PageServer
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_each_token_opens_the_page_in_one_browser() -> None:
             "//?token=%ff",
         ):
             assert ask(server, path)[0] == 403
-            assert ask(server, path, Cookie=f"{server.cookie}=; x={server.token}")[0] == 403
+            assert ask(server, path, Cookie=f"{server.cookie[0]}=; x={server.token}")[0] == 403
         cookies = []
         for path in ("/", "//evil.example/", "/\\evil.example", "/data.json"):
             status, headers, _ = ask(server, f"{path}?token={tokens[-1]}")
@@ -113,13 +111,3 @@ def test_connections_that_say_nothing_hold_nobody_up(server: PageServer) -> None
     assert any(each.recv(1) == b"" for each in silent[-1:]), "too many are hung up on"
     for each in silent:
         each.close()
-
-
-def test_an_exported_page_holds_what_strangers_wrote_as_data() -> None:
-    page = export_page(json.dumps({"runs": [{"name": HOSTILE}]}).encode())
-    assert HOSTILE not in page
-    assert "<img src=x" not in page
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert json.loads(data)["runs"][0]["name"] == HOSTILE
-    assert "default-src 'none'; script-src 'sha256-" in page
-    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?!data:)', page)

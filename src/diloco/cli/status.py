@@ -61,11 +61,11 @@ def run(arguments: Sequence[str]) -> int:
     options = parse_options(StatusOptions, "status", DESCRIPTION, arguments)
     every_s = parse_duration_s(options.every or "2s", "--every")
     watches = options.watch or options.every is not None
-    if (options.folder is None) == (options.run is None) or (options.run is None) != (not options.join):
+    of_swarm = [options.run is not None, bool(options.join)]
+    if not (any(of_swarm) == all(of_swarm) != bool(options.folder)) or (options.folder and options.secret_file):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
     if watches and (options.folder or options.json or not every_s):
-        raise ConfigurationError("--watch and --every keep the table of a swarm up to date, so they need --run and a "
-                                 "positive time, and --json prints one answer. Use only one of them.")  # fmt: skip
+        raise ConfigurationError("--watch and --every (above 0) keep the table of --run up to date, without --json.")
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_watch(options, every_s))
         return 0
-    reports = asyncio.run(_ask(options))
+    reports = asyncio.run(_query(options))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in reports], indent=2))
     else:
@@ -154,7 +154,7 @@ async def open_client(run: str, join: Sequence[str], secret_file: Path | None) -
             yield client
 
 
-async def _ask(options: StatusOptions) -> Sequence[PeerReport]:
+async def _query(options: StatusOptions) -> Sequence[PeerReport]:
     async with open_client(str(options.run), options.join, options.secret_file) as client:
         return await client.ask()
 
@@ -197,7 +197,7 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
     speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
     return [
         peer.peer_id,
-        str(status.get("replica", peer.number)),
+        str(status.get("name") or status.get("replica", peer.number)),
         _state(status),
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
@@ -233,15 +233,11 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     states = {(status.get("step"), status["digest"]) for status in statuses}
     if len(states) > len({step for step, _ in states}):
         yield (
-            "peers at the same step show different digests. A round may have ended between two answers. If the digests "
-            "still differ in the next query, the states of the peers differ, and the next round decides which one all "
-            "of them adopt"
+            "peers at the same step show different digests. If they still do in the next query, their states differ, "
+            "and the next round decides which one all of them adopt"
         )
     elif len({digest for _, digest in states}) > 1:
-        yield (
-            "the digests differ because the peers answered at different steps. A digest covers the state from which a "
-            "peer last contributed, and is the same for all peers at the same step"
-        )
+        yield "the digests differ because the peers answered at different steps"
     if not reports:
         yield (
             f"no peer of run {run!r} has been seen within the last half hour. Check that its replicas were started "

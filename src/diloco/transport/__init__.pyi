@@ -45,7 +45,6 @@ from .links import Transfer as Transfer
 from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .links import transfer_times as transfer_times
-from .peers.background import in_thread as in_thread
 from .peers.connected import Connected as Connected
 from .peers.connected import Wire as Wire
 from .peers.connected import join as join

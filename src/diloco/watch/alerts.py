@@ -40,12 +40,7 @@ class Alert:
 
 
 def find_alerts(watched: Watched, now_s: float) -> list[Alert]:
-    """Return the current alerts, errors first.
-
-    Args:
-        watched: the run, and its peers as last seen.
-        now_s: the current time in seconds since 1970, by the clock that wrote the records or that received them.
-    """
+    """Return the alerts at ``now_s``, in seconds since 1970 by the clock of the records; errors first."""
     alerts = [alert for kind in _ALERTS for alert in kind(watched, now_s)]
     return sorted(alerts, key=lambda alert: alert.level != "error")
 
@@ -111,7 +106,7 @@ def _missed(watched: Watched, now_s: float) -> Iterator[Alert]:
 def _void(watched: Watched, now_s: float) -> Iterator[Alert]:
     grid = watched.history.grid
     for fragment in sorted(grid.newest):
-        void = [*takewhile(lambda cell: not cell.merged, grid.recent(fragment))]
+        void = [*takewhile(lambda cell: not cell.merged, grid.of_fragment(fragment))]
         times = sum(cell.times_void for cell in void)
         if times >= VOID_ROUNDS:
             last = next(cell for cell in void if cell.times_void)

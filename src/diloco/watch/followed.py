@@ -47,8 +47,8 @@ class _Head(msgspec.Struct):
 def parse(value: object) -> Record | None:
     """Return the record of a line of ``metrics.jsonl``, or of its JSON-ready values; None if it is not a valid one.
 
-    >>> parse(b'{"schema": 1, "event": "Note", "step": 3, "text": "hello"}')
-    Record(event=Note(step=3, text='hello'), time_s=None)
+    >>> parse(b'{"schema": 1, "event": "RoundVoid", "step": 3}'), parse(b'{"schema": 1, "event": "New", "step": 3}')
+    (None, Record(event=Event(step=3), time_s=None))
     >>> parse(b'{"schema": 1, "event": "No') is None, parse({"schema": 1, "event": "Note", "step": -1}) is None
     (True, True)
     """
@@ -122,9 +122,6 @@ class Tail:
 
 class FollowedFolder:
     """The folder of a run, with the subfolders of its other replicas if they are processes (``replica-1``, ...).
-
-    Args:
-        folder: the folder of the run, which may be running or finished.
 
     Raises:
         ConfigurationError: if it is not the folder of a run.

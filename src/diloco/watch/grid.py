@@ -83,10 +83,16 @@ class Grid:
         self.merged = self.void = 0  # numbers of rounds so far that a replica merged, and that were void
         self.newest: dict[int, int] = {}  # fragment -> its newest outer step
 
-    def recent(self, fragment: int | None = None) -> list[Round]:
-        """Return the newest rounds of one fragment or of all, the newest first."""
-        cells = [(cell.step, *key, cell) for key, cell in self.cells.items() if fragment in (None, key[0])]
-        return [cell for *_, cell in sorted(cells, key=lambda each: each[:3], reverse=True)][:MAX_RECENT]
+    def recent(self) -> list[Round]:
+        """Return the newest rounds of all fragments, the newest first."""
+        keys = sorted(self.cells, key=lambda key: (self.cells[key].step, *key), reverse=True)
+        return [self.cells[key] for key in keys[:MAX_RECENT]]
+
+    def of_fragment(self, fragment: int) -> list[Round]:
+        """Return the rounds of a fragment that are kept, the newest first."""
+        newest = self.newest[fragment]
+        keys = [(fragment, newest - age) for age in range(OUTER_STEPS)]
+        return [self.cells[key] for key in keys if key in self.cells]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""

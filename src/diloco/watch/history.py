@@ -188,7 +188,7 @@ class ProcessHistory:
         for told in (self.samples, self.notes):
             while told and told[-1].step > step:
                 told.pop()
-        self.diverged = None
+        self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
         self.norms.clear()
         self._rounds.clear()
 

@@ -56,7 +56,7 @@ def _run(run: Watched, now_s: float) -> dict[str, Any]:
         "samples": [sample for each in history.evaluated[:1] for sample in each.samples],
         "notes": list(history.first.notes),
         "alerts": alerts,
-        "facts": history.first.started.facts if history.first.started else {},
+        "facts": {**started.facts, **started.details} if (started := history.first.started) else {},
     }
 
 
@@ -123,11 +123,12 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
     for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
         of_rounds[replica]["digest"] = "differs"
     members = run.expected if run.views or not watched.seen else ()  # the peers of a swarm have other numbers at first
+    names = {**(run.first.started.names if run.first.started else {}), **(run.views[-1][0].names if run.views else {})}
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
     numbers |= {each.process: each.report.number for each in watched.seen}
     rows = []
     for name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
-        row = _row(run, replica, run.processes.get(name), peers.get(name), now_s)
+        row = _row(run, replica, run.processes.get(name), peers.get(name), now_s) | {"name": names.get(str(replica))}
         if num_merged and name == f"replica {replica}":
             row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]}
         rows.append({**row, **(of_rounds.get(replica, {}) if name == f"replica {replica}" else {})})

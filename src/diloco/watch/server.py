@@ -12,7 +12,6 @@ import secrets
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
@@ -25,7 +24,6 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["LOOPBACK", "PageServer", "export_page", "plotly_script"]
 
-MAX_COOKIES = 256
 MAX_THREADS = 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 
@@ -52,10 +50,7 @@ def plotly_script() -> Path:
     package = importlib.util.find_spec("plotly")
     script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
     if not script.is_file():
-        raise ConfigurationError(
-            "`diloco watch` needs plotly, which is not installed or incomplete. Install it with: pip install "
-            "'diloco[watch]'."
-        )
+        raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
     return script
 
 
@@ -106,11 +101,11 @@ class PageServer(ThreadingTCPServer):
         self.is_local = host in LOOPBACK
         self.token = secrets.token_urlsafe(16)
         """The token of the next visitor, which counts once: it is exchanged for a cookie."""
-        self.cookie = f"diloco-watch-{self.port}"  # with the port, since browsers send cookies to all ports
+        # the name of the cookie has the port, since browsers send cookies to all ports
+        self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
         self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its digest
         self._put("/", "text/html; charset=utf-8", export_page(b"").encode())
         self._on_used = on_used
-        self._cookies: deque[str] = deque(maxlen=MAX_COOKIES)
         self._lock = threading.Lock()
         self.show(b"{}")
 
@@ -129,19 +124,14 @@ class PageServer(ThreadingTCPServer):
     def _put(self, path: str, kind: str, content: bytes) -> None:
         self.content[path] = kind, gzip.compress(content, 1, mtime=0), hashlib.sha256(content).hexdigest()
 
-    def admits(self, cookie: str) -> bool:
-        """Return whether a visitor has this cookie."""
-        return any([_equal(cookie, each) for each in [*self._cookies]])
-
-    def exchange(self, token: str) -> str:
-        """Return a cookie for the token, which is then replaced; "" for a wrong token."""
+    def use(self, token: str) -> bool:
+        """Return whether a visitor has the right token, which is then replaced."""
         with self._lock:
             if not _equal(token, self.token):
-                return ""
-            cookie, self.token = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
-            self._cookies.append(cookie)
+                return False
+            self.token = secrets.token_urlsafe(16)
         self._on_used(self)
-        return cookie
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a new thread, or hang up if there are too many."""
@@ -166,18 +156,18 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        server, (path, _, query) = self.server, self.path.partition("?")
+        server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
         cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
         token = parse_qs(query).get("token", [""])[0]
         if server.is_local and re.sub(r":\d*$", "", self.headers.get("Host", "")) not in LOOPBACK:
             self._send(400, b"This host name is not known here.")
-        elif server.admits(cookies.get(server.cookie, "")):
+        elif _equal(cookies.get(name, ""), secret):
             if token:  # the address was opened again
                 self._send(303, Location="/")
             else:
                 self._show(path)
-        elif cookie := server.exchange(token):
-            self._send(303, Location="/", Set_Cookie=f"{server.cookie}={cookie}; HttpOnly; SameSite=strict")
+        elif server.use(token):
+            self._send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=strict")
         else:
             self._send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
 

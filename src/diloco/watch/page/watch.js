@@ -246,6 +246,7 @@ function renderAlerts() {
 
 const COLUMNS = [
   ["replica", "replica", String],
+  ["name", "name", String],
   ["state", "state", String],
   ["fetched", "state fetched", fetched],
   ["step", "step", whole],
