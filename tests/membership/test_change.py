@@ -123,3 +123,11 @@ def test_two_sides_that_share_one_member_never_both_go_on(replicas: int) -> None
     exchange([members[rank] for rank in (middle, *second)], 4)
     assert set(shared.staying) == {middle, *second}
     assert [members[rank].outcome() for rank in (middle, *second)] == [adopted] * (1 + len(second))
+
+
+def test_those_who_join_together_have_a_way_to_each_other() -> None:
+    """Of two unconnected joiners, the one with the lower number joins, whichever member knows of it."""
+    ours = change(joining=frozenset({4, 5, 6}), unheard=frozenset())
+    assert ours.extend(apart=frozenset({(5, 4)}))
+    agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
+    assert members_of(ours) == (0, 1, 2, 4, 6)

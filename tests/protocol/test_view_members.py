@@ -192,3 +192,18 @@ def hear_beats(network: Network, number: int, *others: int) -> None:
     """Deliver a heartbeat from each of the others."""
     for other in others:
         rank(network, number).handle(events.Received(other, {"kind": "beat"}))
+
+
+def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
+    network = simulated(3, Limits(ends=1, returns=1))
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    network.happen("returns", 2, 0, 0)
+    explore(network, [])
+    said: dict[int, list[bool]] = {}
+    for header in rank(network, 2).sent_of("header")[::2]:  # one for each of the other two
+        said.setdefault(header["round"][0], []).append(header["taking_over"])
+    assert said
+    assert all(each == [True] + [False] * (len(each) - 1) for each in said.values())
+    assert any(len(each) > 1 for each in said.values())
