@@ -13,8 +13,8 @@ from diloco.events import Event
 from diloco.train import resolve, run_training
 
 SMALL = (
-    "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 2 --inner.learning-rate 1e-2 --inner.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
+    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --train.sequence-length 16 "
+    "--train.batch-size 2 --optimizer.learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
     "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
     "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --train.device cpu --data"
 )

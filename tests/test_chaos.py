@@ -194,11 +194,11 @@ class TestProcesses:
         tail.steps_s = tail.committed_s = time.time()  # the second peer trains
         if transport == "torch":
             peers.start(0)
-            assert commands[2][commands[2].index("--rendezvous") + 1] == "10.0.0.1:2"
+            assert commands[2][commands[2].index("--join") + 1] == "10.0.0.1:2"
         for number, command in enumerate(commands):
             plan = plan_run(parse_arguments(command[command.index("train") + 1 :]))
-            assert plan.configuration.transport.name == transport
-            assert plan.configuration.transport.replica == (0, 1, 0)[number]
+            assert plan.configuration.network.transport == transport
+            assert plan.configuration.network.replica == (0, 1, 0)[number]
 
 
 def is_over(pid: int) -> bool:

@@ -145,18 +145,18 @@ def test_every_container_is_given_what_it_understands(name: str, tmp_path: Path)
         assert local[0] == BEGIN.name
         settings = planned(begun(local[1:], tmp_path)).configuration
         listening = {f"/ip4/0.0.0.0/tcp/{port}" for port in names.values()}
-        if settings.transport.name == "hivemind":
-            assert set(settings.swarm.listen) == listening
-            assert settings.swarm.start_replicas == document["spec"]["completions"]
-            host = re.match(r"/dns4/([\w-]+)/tcp/(\d+)/p2p/", settings.swarm.join[0])
+        if settings.network.transport == "hivemind":
+            assert set(settings.network.listen) == listening
+            assert settings.network.replicas == document["spec"]["completions"]
+            host = re.match(r"/dns4/([\w-]+)/tcp/(\d+)/p2p/", settings.network.join[0])
             assert host
             assert ("Service", host[1]) in made
             assert int(host[2]) in ports[host[1]]
         else:
-            assert settings.transport.replicas == document["spec"]["completions"]
-            assert settings.transport.replica == 3
+            assert settings.network.replicas == document["spec"]["completions"]
+            assert settings.network.replica == 3
             first = f"{document['metadata']['name']}-0.{pod['subdomain']}:"
-            assert settings.transport.rendezvous == first + str(*names.values())
+            assert settings.network.join == first + str(*names.values())
             assert ("Service", pod["subdomain"]) in made
         (refused,) = (r for r in document["spec"]["podFailurePolicy"]["rules"] if r["action"] == "FailJob")
         assert refused["onExitCodes"]["values"] == [MISUSED]

@@ -66,8 +66,8 @@ def test_the_settings_of_the_eight_nodes_can_be_planned(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "three-clouds.md").read_text(), re.M | re.S)
     (tmp_path / "run.toml").write_text(text)
     settings = plan_run(command_line(tmp_path / "run.toml")).configuration
-    assert settings.swarm.start_replicas == 8
-    assert settings.schedule.overlap_steps == 15
+    assert settings.network.replicas == 8
+    assert settings.sync.overlap_steps == 15
 
 
 def test_commands_are_found_where_pages_have_them() -> None:

@@ -91,9 +91,9 @@ def test_a_replica_on_the_gpus_of_a_node_is_started_by_torchrun(slurm: Slurm, tm
     assert (command, line.file) == ("train", Path("run.toml"))
     assert line.values == {
         "out": Path("runs/diloco-4711"),
-        "transport.name": "torch",
-        "transport.replicas": 2,
-        "transport.replica_size": 8,
+        "network.transport": "torch",
+        "network.replicas": 2,
+        "network.replica_size": 8,
         "train.steps": 5,
     }
     assert (tmp_path / "srun").read_text().startswith("--kill-on-bad-exit=0 torchrun ")

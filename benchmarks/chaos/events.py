@@ -54,7 +54,7 @@ class Rates:
     Attributes:
         transport: ``hivemind`` or ``torch``. On the latter a signal to one replica stops all, so there are no signals,
             and no peer joins with a new identity.
-        silence_s: ``transport.silence_s`` of the peers. They are frozen and cut off for shorter and longer than this.
+        silence_s: ``network.silence`` of the peers. They are frozen and cut off for shorter and longer than this.
         gap_s: the mean time between two events while a peer may be disturbed.
         quiet_s: the time without events at the end, in which all peers recover.
         start_s: how long after its start a process does not count as healthy.

@@ -27,10 +27,10 @@ HERE = Path(__file__).parent
 
 RECIPE = """
 --algorithm streaming --codec fp4 --transport torch --replicas 4
---model.layers 8 --model.width 256 --model.ffn-width 704 --model.heads 8
+--model.arguments.layers 8 --model.arguments.width 256 --model.arguments.ffn-width 704 --model.arguments.heads 8
 --train.batch-size 4 --train.sequence-length 256 --train.threads 1
 --data.streaming --data.tokenizer bpe --data.bpe-vocab-size 8192 --data.bpe-documents 2000 --data.streaming-block 16
---inner.learning-rate 1e-3 --inner.warmup-steps 50 --inner-steps 25 --data-parallel-steps 50
+--optimizer.learning-rate 1e-3 --optimizer.warmup-steps 50 --inner-steps 25 --data-parallel-steps 50
 --evaluation.sequences 256 --checkpoint.every-steps 0 --monitor.console plain
 """
 

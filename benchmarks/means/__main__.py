@@ -55,7 +55,7 @@ def main() -> None:
     text = [
         "## What a round moves",
         "Bytes per parameter that the busiest replica moves each way in a round (AG: all-gather, where no mean is "
-        "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `transport.mean_codec`. "
+        "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `sync.arguments.average.codec`. "
         "The default, `auto`, is the int8 row from M = 8 on for contributions in int8 and fp4, and otherwise the "
         "float32 row.",
         traffic(),

@@ -46,7 +46,7 @@ WAITS = {"wait_s", "compute_utilization"}
 LAST_ONE = {"heldout_loss", "perplexity", "bits_per_byte"}
 """Results of the final evaluation. The second peer of a swarm evaluates only if the first one left in time."""
 SWARM = (
-    "--run same-bits --start-replicas 2 --transport.heartbeat-s 0.5 --swarm.listen /ip4/127.0.0.1/tcp/0 "
+    "--run same-bits --replicas 2 --transport.heartbeat-s 0.5 --network.listen /ip4/127.0.0.1/tcp/0 "
     "--swarm.no-map-ports"
 )
 

@@ -129,7 +129,7 @@ def _measured(run: ChurnRun, counted: Mapping[str, Any], steps: int) -> Scaled:
         compute_utilization=float((compute_s[some] / spent_s).mean()) if some.any() else 0.0,
         goodput=float(counted["kept"] / ideal_steps),
         members_share=1 - float(counted["away_steps"].sum()) / (number * steps),
-        staleness=float(counted["stale"] / counted["carried"] / run.schedule.inner_steps)
+        staleness=float(counted["stale"] / counted["carried"] / run.sync.inner_steps)
         if counted["carried"]
         else math.inf,
         round_s=float(counted["round_s"] / counted["committed"]) if counted["committed"] else math.inf,

@@ -28,8 +28,8 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.layers 4 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 1 --data-parallel-steps 0 --inner.warmup-steps 2 --train.device cpu --train.threads 1"
+    "--model.arguments.layers 4 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --train.sequence-length 16 "
+    "--train.batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --train.device cpu --train.threads 1"
 )
 
 RUNS = (
@@ -43,9 +43,9 @@ RUNS = (
 """The methods; each runs on each of the links."""
 
 LINKS = (
-    "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
-    "--transport.bandwidth-bits-per-s 1e6 --transport.latency-s 0.3 --transport.step-time-s 0.1",
-    "--transport.bandwidth-bits-per-s 2e7 --transport.latency-s 0.01 --transport.step-time-s 0.1",
+    "--emulate.bandwidth 2e5 --emulate.latency 0.05 --emulate.step-time 0.1",
+    "--emulate.bandwidth 1e6 --emulate.latency 0.3 --emulate.step-time 0.1",
+    "--emulate.bandwidth 2e7 --emulate.latency 0.01 --emulate.step-time 0.1",
 )
 
 STEPS = 95

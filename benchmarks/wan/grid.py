@@ -63,7 +63,7 @@ def _large() -> Iterator[str]:
     links = [link for link in GRID if link.rtt_s == max(each.rtt_s for each in GRID) and link.replicas == 2]
     yield from ("## Larger models, simulated", "")
     yield "Compute utilisation. In brackets: the longest round from sending to merging, in seconds; it is void if it"
-    yield "takes longer than `transport.round_timeout_s`. fp4, means in fp4, three layers per fragment, tau = H / 10."
+    yield "takes longer than `network.round_timeout`. fp4, means in fp4, three layers per fragment, tau = H / 10."
     names = " | ".join(link.name.removesuffix(", 2 replicas") for link in links)
     yield from ("", f"| model, H | replicas | {names} |", "|---" * (2 + len(links)) + "|")
     for name, workload in LARGE.items():

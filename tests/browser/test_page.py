@@ -266,7 +266,7 @@ def test_two_runs_are_compared(tmp_path: Path, pages: Pages, watch: Any) -> None
     names = page.evaluate("document.querySelector('#figure-loss .plot').data.map((trace) => trace.name)")
     assert names == ["a training", "a held-out", "b training", "b held-out"]
     table = page.locator("#settings").inner_text().split()
-    assert table == ["setting", "a", "b", "codec.name", "fp4", "int8"]
+    assert table == ["setting", "a", "b", "sync.codec", "fp4", "int8"]
     assert number(page, "Step").split("\n")[0] == "40"
     page.locator("#run").select_option("1")
     assert number(page, "Step").split("\n")[0] == "30"

@@ -72,8 +72,8 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "absent.toml"], "absent.toml cannot be read"),
         (["train", "--codec", "int9"], "did you mean 'int8'"),
         (["train", "--transport", "hivemind"], "--run NAME"),
-        (["train", "--transport", "torch", "--replica", "0"], "Pass --rendezvous HOST:PORT, an address"),
-        (["train", "--rendezvous", "10.0.0.1", "--transport", "torch"], "needs transport.replica. Pass --replica 0"),
+        (["train", "--transport", "torch", "--replica", "0"], "Pass --join HOST:PORT, an address"),
+        (["train", "--join", "10.0.0.1", "--transport", "torch"], "needs network.replica. Pass --replica 0"),
         (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "Use --algorithm streaming"),
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
         (["train", "--fragments", "6"], "Use 1 to 5"),
@@ -116,7 +116,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
     assert all(len(line) <= 80 for line in lines)
     assert f"{get_preset('150m').parameters:,}" in "".join(lines)
     assert main(["presets", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["1b"]["settings"]["schedule.inner_steps"] == 125
+    assert json.loads(capsys.readouterr().out)["1b"]["settings"]["sync.inner_steps"] == 125
 
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "train --model hf:lama --data x",
         "train --data.tokenizer lama",
         "peers --run a --join /ip4/1/p2p/Q --secret-file lama",
-        "train --transport hivemind --run a --swarm.secret-file lama",
+        "train --transport hivemind --run a --network.secret-file lama",
     ],
 )
 def test_a_path_that_does_not_exist_is_told_the_nearest_name(
@@ -292,7 +292,7 @@ def test_help_of_finetune_shows_what_finetune_does(
     assert "Folder of a transformers model." in shown
     for flag, default in (
         ("--data.format", "chat"),
-        ("--inner.learning-rate", "0.0002, or 2e-05 with --full"),
+        ("--optimizer.learning-rate", "0.0002, or 2e-05 with --full"),
         ("--train.steps", "from --epochs and the data"),
         ("--data.tokenizer", "that of the model"),
         ("--evaluation.sample-tokens", "0"),
@@ -301,4 +301,4 @@ def test_help_of_finetune_shows_what_finetune_does(
         described = re.split(r" --[a-z.-]+ [A-Z{]", shown.partition(f"{flag} ")[2])[0]
         assert f"(default: {default})" in described, flag
     assert "--preset " not in shown
-    assert "--model.ffn-width" not in shown
+    assert "--model.arguments.ffn-width" not in shown

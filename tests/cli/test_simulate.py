@@ -347,17 +347,17 @@ def test_the_file_of_a_plan_is_what_was_shown_and_keeps_the_rest_of_the_preset(
     settings = resolve(configuration, num_layers=configuration.model.layers)
     assert settings.algorithm == chosen["algorithm"] == algorithm
     assert settings.train.steps == chosen["steps"]
-    assert settings.codec.name == chosen["codec"]
+    assert settings.sync.codec == chosen["codec"]
     if algorithm != "data-parallel":
-        assert settings.schedule.inner_steps == chosen["inner_steps"] <= settings.train.steps
-        assert settings.schedule.overlap_steps == chosen["overlap_steps"]
-        assert settings.fragments.num_fragments == chosen["num_fragments"]
+        assert settings.sync.inner_steps == chosen["inner_steps"] <= settings.train.steps
+        assert settings.sync.overlap_steps == chosen["overlap_steps"]
+        assert settings.sync.num_fragments == chosen["num_fragments"]
     usual = load_configuration(["--preset", preset, "--steps", str(chosen["steps"])])
     before, after = (flatten(resolve(each, num_layers=each.model.layers)) for each in (usual, configuration))
     assert record["changed"] == {
         name: json_ready([before[name], after[name]]) for name in before if before[name] != after[name]
     }
-    assert not [name for name in record["changed"] if name.startswith(("outer.", "codec.error_feedback"))]
+    assert not [name for name in record["changed"] if name.startswith(("outer.", "sync.error_feedback"))]
     for name in record["changed"]:
         assert f"  {name} " in words
 

@@ -16,9 +16,9 @@ from diloco.terminal import as_typed
 SMALL = {
     "--steps": "2",
     "--inner-steps": "2",
-    "--model.layers": "1",
-    "--model.width": "32",
-    "--model.heads": "2",
+    "--model.arguments.layers": "1",
+    "--model.arguments.width": "32",
+    "--model.arguments.heads": "2",
     "--train.batch-size": "2",
     "--train.sequence-length": "32",
     "--evaluation.sample-tokens": "0",

@@ -168,7 +168,7 @@ def test_a_line_that_is_no_outcome_is_refused(sweeps: Sweeps, capsys: pytest.Cap
 def test_a_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"seed = [0]": "seed = [0]\nschedule.overlap_steps = [1, 9]"}
     for _ in range(2):
-        rows = {row["varied"]["schedule.overlap_steps"]: row["status"] for row in sweeps.sweep(changes)}
+        rows = {row["varied"]["sync.overlap_steps"]: row["status"] for row in sweeps.sweep(changes)}
         assert rows == {1: "done", 9: "failed"}
     assert len(sweeps.commands) == 3
     assert "exit code 2" in (sweeps.folder / "out" / "table.md").read_text()

@@ -29,7 +29,7 @@ class Replicas:
 
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
         """Start one command for each entry of ``of_one``, which holds its own arguments."""
-        meet = f"--rendezvous 127.0.0.1:{free_port()}"
+        meet = f"--join 127.0.0.1:{free_port()}"
         return [
             Command(self.processes, f"{self.words} {arguments} {meet} {own}".split(), self.out.with_suffix(f".{m}.txt"))
             for m, own in enumerate(of_one)

@@ -65,9 +65,9 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     ("flags", "words"),
     [
         (
-            "--seed 3 --codec int8 --outer.learning-rate 0.1 --preset 2m --train.device cuda --data x",
-            ["seed from 0 to 3", 'codec.name from "fp4" to "int8"', 'data.paths from ["/',
-             "outer.learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
+            "--seed 3 --codec int8 --sync.outer-learning-rate 0.1 --preset 2m --train.device cuda --data x",
+            ["seed from 0 to 3", 'sync.codec from "fp4" to "int8"', 'data.paths from ["/',
+             "sync.outer_learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
         ("--init-from w.safetensors", ["train.init_from from none to"]),
         ("--steps 7", ["--steps 7", "give 8 or more"]),
@@ -128,7 +128,7 @@ def test_a_run_that_never_began_leaves_no_folder(
     empty = [*arguments[:3], str(tmp_path / "empty.txt"), *arguments[4:]]
     assert "empty.txt holds no text" in refused(empty, capsys)
     assert not out.exists()
-    assert "torch.optim" in refused([*arguments, "--inner.name", "AdamZ"], capsys)
+    assert "torch.optim" in refused([*arguments, "--optimizer.name", "AdamZ"], capsys)
     assert not out.exists()
     assert main(arguments) == 0
 
@@ -155,7 +155,7 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     )
     if Path("/proc/self").exists():  # even root can't create folders there
         assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
-    rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
+    rank = ["--transport", "torch", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
         "train --resume FOLDER/checkpoints/step-00000006",
         "train --resume ELSEWHERE --out FOLDER",
         "train RUN.toml --data TEXT --out FOLDER --transport torch",
-        "train RUN.toml --data TEXT --out FOLDER --transport torch --replica 0 --rendezvous 127.0.0.1:1",
+        "train RUN.toml --data TEXT --out FOLDER --transport torch --replica 0 --join 127.0.0.1:1",
         "train RUN.toml --data TEXT --out FOLDER --transport hivemind --run a",
         "sweep STUDY --out FOLDER",
     ],

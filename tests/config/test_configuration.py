@@ -28,9 +28,9 @@ def test_the_order_is_preset_then_file_then_flags(tmp_path: Path) -> None:
     file = toml_file(tmp_path, "seed = 3\n[inner]\nlearning_rate = 1\n[transport]\nreplicas = 2\n")
     run = load_configuration(["--replicas", "8", str(file)])
     assert run.train.sequence_length == get_preset("tiny").sequence_length
-    assert run.schedule.inner_steps == 10
-    assert (run.inner.learning_rate, type(run.inner.learning_rate)) == (1.0, float)
-    assert (run.seed, run.transport.replicas) == (3, 8)
+    assert run.sync.inner_steps == 10
+    assert (run.optimizer.learning_rate, type(run.optimizer.learning_rate)) == (1.0, float)
+    assert (run.seed, run.network.replicas) == (3, 8)
 
 
 def test_a_preset_may_stand_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
@@ -47,14 +47,14 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--stop-after 3": ("train.stop_after", 3),
     "--seed 5": ("seed", 5),
     "--model hf:gpt2": ("model.source", "hf:gpt2"),
-    "--replicas 2": ("transport.replicas", 2),
+    "--replicas 2": ("network.replicas", 2),
     "--algorithm diloco": ("algorithm", "diloco"),
-    "--inner-steps 50": ("schedule.inner_steps", 50),
-    "--fragments 2": ("fragments.num_fragments", 2),
-    "--overlap-steps 3": ("schedule.overlap_steps", 3),
-    "--merge-alpha 0.5": ("merge.alpha", 0.5),
-    "--codec int8": ("codec.name", "int8"),
-    "--transport torch": ("transport.name", "torch"),
+    "--inner-steps 50": ("sync.inner_steps", 50),
+    "--fragments 2": ("sync.num_fragments", 2),
+    "--overlap-steps 3": ("sync.overlap_steps", 3),
+    "--merge-alpha 0.5": ("sync.merge_alpha", 0.5),
+    "--codec int8": ("sync.codec", "int8"),
+    "--transport torch": ("network.transport", "torch"),
     "--data a b": ("data.paths", (Path("a"), Path("b"))),
     "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
     "--out runs/y": ("out", Path("runs/y")),
@@ -64,13 +64,13 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
 }
 DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
     "--train.steps 7": ("train.steps", 7),
-    "--schedule.inner-steps 50": ("schedule.inner_steps", 50),
-    "--fragments.num_fragments 2": ("fragments.num_fragments", 2),
-    "--inner.clip-norm None": ("inner.clip_norm", None),
+    "--sync.inner-steps 50": ("sync.inner_steps", 50),
+    "--sync.num-fragments 2": ("sync.num_fragments", 2),
+    "--optimizer.clip-norm None": ("optimizer.clip_norm", None),
     "--train.compile": ("train.compile", True),
-    "--codec.no-error-feedback": ("codec.error_feedback", False),
-    "--merge_alpha=0.25": ("merge.alpha", 0.25),
-    "--outer.betas 0.8 0.9": ("outer.betas", (0.8, 0.9)),
+    "--sync.no-error-feedback": ("sync.error_feedback", False),
+    "--merge_alpha=0.25": ("sync.merge_alpha", 0.25),
+    "--sync.arguments.outer.betas 0.8 0.9": ("sync.arguments.outer.betas", (0.8, 0.9)),
     "--schedule.offsets 0 5": ("schedule.offsets", (0, 5)),
     "--monitor.console quiet": ("monitor.console", "quiet"),
     "--evaluation.every-steps=0": ("evaluation.every_steps", 0),
@@ -100,10 +100,10 @@ def test_every_key_has_a_dotted_flag_and_says_what_it_means(capsys: pytest.Captu
 
 def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None:
     values = preset_values("tiny", steps=30)
-    assert (values["train.data_parallel_steps"], values["inner.warmup_steps"]) == (10, 7)
+    assert (values["train.data_parallel_steps"], values["optimizer.warmup_steps"]) == (10, 7)
     file = toml_file(tmp_path, "[train]\nsteps = 30\n")
     for run in (load_configuration(["--steps", "30"]), load_configuration([str(file)])):
-        assert (run.train.steps, run.train.data_parallel_steps, run.inner.warmup_steps) == (30, 10, 7)
+        assert (run.train.steps, run.train.data_parallel_steps, run.optimizer.warmup_steps) == (30, 10, 7)
     given_too = load_configuration([str(file), "--data-parallel-steps", "20"])
     assert given_too.train.data_parallel_steps == 20
     for steps in (1, 2, 3):
@@ -127,35 +127,35 @@ def test_an_outer_gain_and_a_learning_rate_replace_each_other_from_layer_to_laye
     outer = compose(command_line(outer__gain=2.0)).outer
     assert (outer.gain, outer.learning_rate) == (2.0, None)
     file = toml_file(tmp_path, "[outer]\ngain = 2.0\n")
-    outer = compose(command_line(file, outer__learning_rate=0.3)).outer
+    outer = compose(command_line(file, sync__outer_learning_rate=0.3)).outer
     assert (outer.gain, outer.learning_rate) == (None, 0.3)
-    both = compose(command_line(file, outer__gain=3.0, outer__learning_rate=0.3))
-    with pytest.raises(ConfigurationError, match=r"outer\.gain=3 can't be combined with outer\.learning_rate"):
+    both = compose(command_line(file, outer__gain=3.0, sync__outer_learning_rate=0.3))
+    with pytest.raises(ConfigurationError, match=r"outer\.gain=3 can't be combined with sync\.outer_learning_rate"):
         resolve(both, num_layers=4)
 
 
 def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
-    assert compose(command_line(inner__name="SGD")).inner.arguments == {}
-    assert compose(command_line(inner__name="AdamW")).inner.arguments["weight_decay"] == 0.1
-    file = toml_file(tmp_path, '[inner]\nname = "SGD"\n[inner.arguments]\nmomentum = 0.9\n')
+    assert compose(command_line(optimizer__name="SGD")).inner.arguments == {}
+    assert compose(command_line(optimizer__name="AdamW")).inner.arguments["weight_decay"] == 0.1
+    file = toml_file(tmp_path, '[inner]\nname = "SGD"\n[optimizer.arguments]\nmomentum = 0.9\n')
     assert compose(command_line(file)).inner.arguments == {"momentum": 0.9}
-    assert compose(command_line(file, inner__name="Adam")).inner.arguments == {}
+    assert compose(command_line(file, optimizer__name="Adam")).inner.arguments == {}
 
 
 def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Path) -> None:
     typed, muon = {"momentum": 0.95}, {"matrix_lr_ratio": 2.5, "momentum": 0.95, "betas": (0.97, 0.99)}
-    assert compose(command_line(preset="tiny-muon", inner__arguments=typed)).inner.arguments == muon
-    renamed = command_line(preset="tiny-muon", inner__name="SGD", inner__arguments=typed)
+    assert compose(command_line(preset="tiny-muon", optimizer__arguments=typed)).inner.arguments == muon
+    renamed = command_line(preset="tiny-muon", optimizer__name="SGD", optimizer__arguments=typed)
     assert compose(renamed).inner.arguments == typed
     file = toml_file(
         tmp_path,
-        'preset = "tiny-muon"\n[inner.arguments]\nmomentum = 0.8\n[codec]\nname = "a:B"\n'
-        "[codec.arguments]\nkept = 8\ndense = true\n",
+        'preset = "tiny-muon"\n[optimizer.arguments]\nmomentum = 0.8\n[codec]\nname = "a:B"\n'
+        "[sync.arguments.codec]\nkept = 8\ndense = true\n",
     )
     assert compose(command_line(file)).inner.arguments == {"momentum": 0.8}
-    composed = compose(command_line(file, codec__arguments={"kept": 4}))
+    composed = compose(command_line(file, sync__arguments__codec={"kept": 4}))
     assert composed.codec.arguments == {"kept": 4, "dense": True}
-    assert compose(command_line(file, codec__name="int8")).codec.arguments == {}
+    assert compose(command_line(file, sync__codec="int8")).codec.arguments == {}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Pa
     [
         ("--stepz 5", ["--stepz", "--steps"]),
         ("--train.stepz 5", ["--train.stepz", "--train.steps"]),
-        ("--schedule.iner-steps 5", ["--schedule.iner-steps", "--schedule.inner-steps"]),
+        ("--schedule.iner-steps 5", ["--schedule.iner-steps", "--sync.inner-steps"]),
         ("--steps many", ["--steps", "many"]),
         ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
         ("--steps", ["--steps"]),
@@ -207,17 +207,17 @@ def test_only_what_was_typed_comes_back() -> None:
 
 
 def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
-    configuration = load_configuration(["--inner.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
-    assert configuration.inner.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
-    arguments = ["--fragments.strategy", "patterns", "--fragments.patterns", '[["layers.*"], ["head.*", "norm.*"]]']
+    configuration = load_configuration(["--optimizer.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
+    assert configuration.optimizer.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
+    arguments = ["--sync.fragment-strategy", "patterns", "--fragments.patterns", '[["layers.*"], ["head.*", "norm.*"]]']
     assert load_configuration(arguments).fragments.patterns == (("layers.*",), ("head.*", "norm.*"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
-        (["--inner.arguments", "3"], "inner.arguments"),
+        (["--optimizer.arguments", "{weight"], "--optimizer.arguments is not valid TOML"),
+        (["--optimizer.arguments", "3"], "optimizer.arguments"),
         (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )

@@ -32,25 +32,25 @@ from tests.command_lines import command_line, toml_file
 WRONG_FILES = [
     ("[train]\nstesp = 5", ["run.toml", "unknown key 'train.stesp'", "did you mean 'train.steps'?"]),
     ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
-    ("[schedule]\ninner-steps = 5", ["'schedule.inner-steps'", "did you mean 'schedule.inner_steps'?"]),
+    ("[schedule]\ninner-steps = 5", ["'schedule.inner-steps'", "did you mean 'sync.inner_steps'?"]),
     ("[shedule]\nxyz = 5", ["'shedule'", "did you mean '[schedule]'?"]),
     ("[codec]\ncolour = 1", ["'codec.colour'", "[codec] has: arguments, block_size, error_feedback, "]),
     ('[train]\nsteps = "many"', ['train.steps = "many" is not valid', "expected a whole number"]),
     ("[train]\nsteps = 5.0", ["train.steps = 5.0", "expected a whole number"]),
     ("[train]\nsteps = true", ["train.steps = true", "expected a whole number"]),
     ("[train]\ncompile = 1", ["train.compile = 1", "expected true or false"]),
-    ('[inner]\nlearning_rate = "big"', ["inner.learning_rate", "expected a number"]),
+    ('[inner]\nlearning_rate = "big"', ["optimizer.learning_rate", "expected a number"]),
     ("[train]\ninit_from = 3", ["train.init_from = 3", "expected a path in quotes"]),
     ('[data]\npaths = "a.txt"', ["data.paths", "expected a list of paths in quotes"]),
     ("[data]\npaths = [1]", ["data.paths = [1]", "expected a path in quotes"]),
-    ("[outer]\nbetas = [0.9]", ["outer.betas = [0.9]", "expected a list of 2 numbers"]),
+    ("[outer]\nbetas = [0.9]", ["sync.arguments.outer.betas = [0.9]", "expected a list of 2 numbers"]),
     ('[fragments]\npatterns = ["a"]', ["fragments.patterns", "expected a list of strings"]),
     ('algorithm = "stream"', ["algorithm", "expected one of streaming, diloco, data-parallel, none"]),
     ("train = 5", ["train = 5", "train is a section, written [train]"]),
-    ("[inner]\narguments = 3", ["inner.arguments = 3", "expected a table"]),
+    ("[inner]\narguments = 3", ["optimizer.arguments = 3", "expected a table"]),
     (
-        "[inner.arguments]\nwhen = 2020-01-01",
-        ["inner.arguments", "a number, a string, a list or a table"],
+        "[optimizer.arguments]\nwhen = 2020-01-01",
+        ["optimizer.arguments", "a number, a string, a list or a table"],
     ),
     ("[train\nx", ["run.toml", "not valid TOML", "line 1"]),
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),
@@ -171,7 +171,7 @@ def test_none_is_left_out_and_what_was_derived_is_marked() -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 @pytest.mark.parametrize(
-    "flags", [{}, {"train.steps": 50, "seed": 3}, {"inner.clip_norm": None}, {"outer.learning_rate": None}]
+    "flags", [{}, {"train.steps": 50, "seed": 3}, {"optimizer.clip_norm": None}, {"sync.outer_learning_rate": None}]
 )
 def test_the_record_of_a_run_begins_the_same_run(tmp_path: Path, preset: str, flags: dict[str, Any]) -> None:
     plan = plan_run(command_line(preset=preset, **flags))

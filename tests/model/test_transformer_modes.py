@@ -96,15 +96,15 @@ def test_a_vocabulary_is_needed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 0}, r"model\.layers must be at least 1, got 0"),
-        ({"vocab_size": 0}, r"model\.vocab_size must be at least 1, got 0"),
+        ({"layers": 0}, r"model\.arguments\.layers must be at least 1, got 0"),
+        ({"vocab_size": 0}, r"model\.arguments\.vocab_size must be at least 1, got 0"),
         ({"width": 25}, "heads of width 4.16667"),
         ({"heads": 8}, "heads of width 3, but rotary positions need an even"),
         ({"kv_heads": 4}, "must divide model.heads=6"),
-        ({"kv_heads": 0}, r"model\.kv_heads=0"),
-        ({"rope_theta": 0.0}, r"model\.rope_theta must be positive, got 0\.0"),
-        ({"norm_epsilon": float("nan")}, r"model\.norm_epsilon must be positive, got nan"),
-        ({"z_loss": -1e-4}, r"model\.z_loss must be at least 0, got -0\.0001"),
+        ({"kv_heads": 0}, r"model\.arguments\.kv_heads=0"),
+        ({"rope_theta": 0.0}, r"model\.arguments\.rope_theta must be positive, got 0\.0"),
+        ({"norm_epsilon": float("nan")}, r"model\.arguments\.norm_epsilon must be positive, got nan"),
+        ({"z_loss": -1e-4}, r"model\.arguments\.z_loss must be at least 0, got -0\.0001"),
     ],
 )
 def test_sizes_that_cannot_work(change: dict[str, Any], message: str) -> None:

@@ -170,7 +170,7 @@ def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: flo
     choice = plan(here, 0.8, found).choice
     assert choice is not None
     values = planned_values("tiny", choice, here, steps=10 * choice.inner_steps)
-    sizes = {"preset", "train.steps", "transport.replicas"}
+    sizes = {"preset", "train.steps", "network.replicas"}
     words = {
         name: " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
         for name, value in values.items()
@@ -191,7 +191,7 @@ def test_rounds_that_the_usual_time_out_would_end_get_a_longer_one() -> None:
         max(found, key=lambda candidate: candidate.longest_round_s)
         for found in (candidates(here, inner_steps=FEW), candidates(site(1e12), inner_steps=FEW))
     )
-    times = [planned_values("tiny", choice, here, 100).get("transport.round_timeout_s") for choice in (slow, quick)]
+    times = [planned_values("tiny", choice, here, 100).get("network.round_timeout") for choice in (slow, quick)]
     assert times[1] is None
     assert times[0] is not None
     assert times[0] >= 3 * slow.longest_round_s > 600

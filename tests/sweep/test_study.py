@@ -15,8 +15,8 @@ STUDY = """
 seed = 3
 train.steps = 50
 [axes]
-"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]
-codec.name = ["fp4", "float32"]
+"sync.inner_steps, sync.overlap_steps" = [[10, 1], [30, 3]]
+sync.codec = ["fp4", "float32"]
 """
 
 
@@ -41,9 +41,9 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
 
 def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_path: Path) -> None:
     tables = ", ".join(f'{{momentum = {momentum}, extra = "{"x" * 200}"}}' for momentum in (0.9, 0.8))
-    text = f'[axes]\n"inner.arguments" = [{tables}]'
+    text = f'[axes]\n"optimizer.arguments" = [{tables}]'
     runs = read_study(study(tmp_path, text))
-    assert runs[0].settings["inner.arguments"]["momentum"] == 0.9
+    assert runs[0].settings["optimizer.arguments"]["momentum"] == 0.9
     assert len({run.folder() for run in runs}) == 2
     assert all(len(run.folder()) <= 120 for run in runs)
 
@@ -51,8 +51,8 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
 @pytest.mark.parametrize(
     "axis",
     [
-        "inner.learning_rate = [0.12345678, 0.12345679]",
-        '"schedule.overlap_steps" = ["none", 1]',
+        "optimizer.learning_rate = [0.12345678, 0.12345679]",
+        '"sync.overlap_steps" = ["none", 1]',
         'data.text_field = ["a b", "a-b"]',
     ],
 )
@@ -78,7 +78,7 @@ def test_runs_whose_names_or_results_are_alike_have_folders_of_their_own(axis: s
             '[axes]\n"seed, train.steps" = [[1]]',
             r"so each point must be a list of 2 values, got \[1\]",
         ),
-        ('[axes]\n"inner.arguments.momentum" = [0.9]', r"varied as a whole: \"inner.arguments\" = \[\{ momentum = ..."),
+        ('[axes]\n"inner.arguments.momentum" = [0.9]', r"varied as a whole: \"optimizer.arguments\" = \[\{ momentum = ..."),
         ('[axes]\nseed = [1]\n"seed, train.steps" = [[1, 2]]', "seed is on two axes"),
     ],
 )
@@ -92,7 +92,7 @@ SUMMARY = {"heldout_loss": 2.0, "sent_bytes_per_replica": 1000, "tokens_per_s": 
 
 def test_a_failed_run_is_part_of_its_row_in_the_table() -> None:
     rows = [
-        {"run": f"{h}{c}", "varied": {"schedule.inner_steps": h, "codec.name": c}, "status": "done", **SUMMARY}
+        {"run": f"{h}{c}", "varied": {"sync.inner_steps": h, "sync.codec": c}, "status": "done", **SUMMARY}
         for h in (10, 100)
         for c in ("fp4", "int8")
     ]

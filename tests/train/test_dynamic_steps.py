@@ -121,10 +121,10 @@ def test_without_grace_nobody_asks_how_much_time_is_left() -> None:
     ("words", "slow_one_trains", "late_one_trains"),
     [
         ("", None, None),
-        ("--swarm.straggler skip", None, None),
-        ("--swarm.straggler grace", True, False),
+        ("--network.straggler skip", None, None),
+        ("--network.straggler grace", True, False),
         ("--swarm.dynamic-steps", False, True),
-        ("--swarm.dynamic-steps --swarm.straggler grace", False, False),
+        ("--swarm.dynamic-steps --network.straggler grace", False, False),
     ],
 )
 def test_settings_say_why_a_step_may_be_left_out(
@@ -166,7 +166,7 @@ def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.vocab-size", "257"])
+    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"])
     settings: RunSettings = resolve(configuration, num_layers=2)
     fleet = InProcessFleet(make_transport(settings.transport))
     corpus = build_corpus(settings.data)

@@ -137,7 +137,7 @@ class Peers:
 
     def __init__(self, folder: Path, data_parallel_steps: int = 0) -> None:
         base, sums = write_base(folder / "base"), write_sums(folder / "sums.jsonl")
-        values = {"transport__replicas": 3, "train__steps": 100_000, "train__data_parallel_steps": data_parallel_steps}
+        values = {"network__replicas": 3, "train__steps": 100_000, "train__data_parallel_steps": data_parallel_steps}
         settings = plan_of(base, sums, **values).configuration
         self.corpus = build_chat_corpus(settings.data, settings.train.sequence_length)
         self.settings = replace(settings, model=with_vocabulary(settings.model, self.corpus.tokenizer.vocab_size))

@@ -33,8 +33,8 @@ def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data
     listener = Listener()
     plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
     summary = trained(tmp_path / "run", plan, listener)
-    assert plan.configuration.codec.name == "fp4"
-    assert plan.configuration.fragments.num_fragments == 2
+    assert plan.configuration.sync.codec == "fp4"
+    assert plan.configuration.sync.num_fragments == 2
     assert summary["rounds_committed"] == 6
     checkpoint = open_checkpoint(tmp_path / "run")
     one, other = (checkpoint.load(f"replica-{m}") for m in range(2))
@@ -62,7 +62,7 @@ def test_muon_takes_the_hidden_matrices_of_every_architecture(name: str, tmp_pat
 @pytest.mark.parametrize("algorithm", ["data-parallel", "streaming"])
 def test_muon_trains_a_model_of_transformers_and_goes_on(algorithm: str, data: Path, tmp_path: Path) -> None:
     source = f"hf:{write_config(tmp_path, 'GPT-2')}"
-    muon = {"algorithm": algorithm, "inner__name": "Muon", "inner__learning_rate": 2e-3, "inner__arguments": {}}
+    muon = {"algorithm": algorithm, "optimizer__name": "Muon", "optimizer__learning_rate": 2e-3, "optimizer__arguments": {}}
     whole = trained(tmp_path / "whole", plan_of(source, data, **muon))
     trained(tmp_path / "part", plan_of(source, data, train__stop_after=7, **muon))
     part = trained(tmp_path / "part", plan_run(command_line(checkpoint__resume=tmp_path / "part")))
@@ -76,9 +76,9 @@ def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
 
     folder = write_config(tmp_path, "Llama")
     arguments = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    inner = {"inner__schedule": "constant", "inner__warmup_steps": 0, "inner__arguments": arguments}
+    inner = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "optimizer__arguments": arguments}
     plan = plan_of(
-        f"hf:{folder}", data, algorithm="diloco", outer__learning_rate=0.7, inner__learning_rate=3e-3, **inner
+        f"hf:{folder}", data, algorithm="diloco", sync__outer_learning_rate=0.7, optimizer__learning_rate=3e-3, **inner
     )
     trained(tmp_path / "run", plan)
     mine = open_checkpoint(tmp_path / "run").load("global")
@@ -118,7 +118,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     """The run has dropout, four bits with error feedback and the model's own tokeniser, and stops between rounds."""
     folder = write_config(tmp_path, "GPT-2")
     ByteTokenizer().save(folder)
-    values = {"codec__error_feedback": True, "transport__replicas": 2}
+    values = {"sync__error_feedback": True, "network__replicas": 2}
     whole = plan_of(f"hf:{folder}", data, **values)
     assert whole.configuration.data.tokenizer == str(folder)
     straight = trained(tmp_path / "straight", whole)
@@ -171,7 +171,7 @@ def test_the_record_of_a_run_begins_it_again(data: Path, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     plan = plan_of("hf:Llama", data, model__arguments={"num_hidden_layers": 7})
     assert plan.configuration.model_label == "Llama"
-    assert plan.configuration.fragments.num_fragments == 4
+    assert plan.configuration.sync.num_fragments == 4
     (tmp_path / "run.toml").write_text(plan.record, encoding="utf-8")
     monkeypatch.chdir("/")
     again = plan_run(command_line(tmp_path / "run.toml"))
@@ -192,7 +192,7 @@ def test_a_source_stands_in_place_of_a_presets_model(tmp_path: Path) -> None:
     for name, value in (("layers", 4), ("width", 64), ("max_sequence_length", 1024)):
         with pytest.raises(ConfigurationError, match=rf"model\.{name} is a setting of the native decoder"):
             compose(command_line(model__source=f"hf:{folder}", **{f"model__{name}": value}))
-    with pytest.raises(ConfigurationError, match=r"model\.width is a setting of the native decoder"):
+    with pytest.raises(ConfigurationError, match=r"model\.arguments\.width is a setting of the native decoder"):
         ModelSettings(source="hf:x", width=64)
     assert ModelSettings(source="a:b", max_sequence_length=64).max_sequence_length == 64
     for wrong in ("150m", "hf:", "a.b", "a b:c"):

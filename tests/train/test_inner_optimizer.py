@@ -154,7 +154,7 @@ class TestOptimizer:
             ),
             ("SGD", {"betas": (0.9, 0.95)}, "betas is not an argument of SGD"),
             ("AdamW", {"params": []}, "params is not an argument of AdamW"),
-            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set inner.learning_rate"),
+            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set optimizer.learning_rate"),
             ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
             ("AdamW", {"betas": 0.9}, "torch.optim.AdamW refused"),
             ("SGD", {"nesterov": True}, "torch.optim.SGD refused .*momentum"),

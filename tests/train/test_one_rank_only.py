@@ -84,7 +84,7 @@ def change(event: str, patch: pytest.MonkeyPatch, out: Path) -> None:
 def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, out: Path, ports: list[int]) -> int:
     """Train as one of the two ranks of a replica, on which ``event`` happens if it is rank ``at``."""
     words = f"train {SMALL} {data} --replicas 1 --transport torch --replica-size 2 --replica 0 --monitor.console quiet"
-    ends = f"--rendezvous 127.0.0.1:{ports[0]} --transport.inner-store 127.0.0.1:{ports[1]}"
+    ends = f"--join 127.0.0.1:{ports[0]} --transport.inner-store 127.0.0.1:{ports[1]}"
     how = f"--transport.position {position} --train.parallelism {parallelism} --train.threads 1 --out {out}"
     with pytest.MonkeyPatch.context() as patch:
         if position == at:

@@ -98,11 +98,11 @@ def test_another_seed_gives_other_bits(data: Path, plain: Run, tmp_path: Path) -
 
 
 RESUMABLE = [
-    "--codec fp4 --merge.rule rebase",
-    "--codec int8 --codec.error-feedback --merge-alpha 0.5",
-    "--train.precision bfloat16 --inner.name SGD --codec float16 --outer.name adam",
+    "--codec fp4 --sync.merge rebase",
+    "--codec int8 --sync.error-feedback --merge-alpha 0.5",
+    "--train.precision bfloat16 --optimizer.name SGD --codec float16 --sync.outer adam",
     "--train.precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+    "--emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
     "--algorithm none --fragments 1 --overlap-steps 0 --data-parallel-steps 2",
     "--algorithm diloco --fragments 1 --overlap-steps 0",
@@ -168,7 +168,7 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain
     trained = load_trained(plain.folder)
     assert trained.step == 12
     assert trained.model.num_parameters() == plain.summary["parameters"]
-    started = train(data, tmp_path, f"--steps 2 --inner.learning-rate 1e-9 --init-from {plain.folder}")
+    started = train(data, tmp_path, f"--steps 2 --optimizer.learning-rate 1e-9 --init-from {plain.folder}")
     assert started["heldout_loss"] == pytest.approx(plain.summary["heldout_loss"], abs=1e-4)
 
 
@@ -181,15 +181,15 @@ def test_resuming_with_other_data_is_refused(data: Path, tmp_path: Path) -> None
 
 def test_weights_of_another_model_are_refused(data: Path, plain: Run, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has the shape"):
-        train(data, tmp_path / "wide", f"--model.ffn-width 48 --init-from {plain.folder}")
+        train(data, tmp_path / "wide", f"--model.arguments.ffn-width 48 --init-from {plain.folder}")
     with pytest.raises(CheckpointError, match=r"have different parameters: layers\.2"):
-        train(data, tmp_path / "deep", f"--model.layers 3 --init-from {plain.folder}")
+        train(data, tmp_path / "deep", f"--model.arguments.layers 3 --init-from {plain.folder}")
 
 
 def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_large(
     data: Path, tmp_path: Path
 ) -> None:
-    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --inner.name SGD"
+    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --optimizer.name SGD"
     many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --train.batch-size 1")
     one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --train.batch-size 4")
     assert many["heldout_loss"] == pytest.approx(one["heldout_loss"], abs=1e-5)
@@ -206,7 +206,7 @@ def test_bytes_of_the_shared_start_are_told_apart(data: Path, tmp_path: Path) ->
 
 
 def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_path: Path) -> None:
-    link = "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.02 --transport.step-time-s 0.1 --steps 24"
+    link = "--emulate.bandwidth 2e5 --emulate.latency 0.02 --emulate.step-time 0.1 --steps 24"
     names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32", "four-bit": "--codec fp4"}
     runs = {name: train(data, tmp_path / name, f"{link} {more}") for name, more in names.items()}
     utilization = {name: run["compute_utilization"] for name, run in runs.items()}
@@ -242,7 +242,7 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
-    arguments = "--inner.name SGD --inner.learning-rate 1e30 --inner.schedule constant --inner.clip-norm None"
+    arguments = "--optimizer.name SGD --optimizer.learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
     with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
         train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
     checkpoint = open_checkpoint(tmp_path / "run")

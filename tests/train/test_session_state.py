@@ -80,7 +80,7 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     assert [document for batch in read for document in batch] == order, "the order of one replica, divided among all"
 
 
-@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --codec.error-feedback", 3)])
+@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --sync.error-feedback", 3)])
 def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int) -> None:
     """Rounds are in flight at step 6. Replicas that stay keep their state, and new ones get the shared state."""
     data = write_text(tmp_path)
@@ -146,7 +146,7 @@ def held_by(session: Session) -> list[Any]:
 def test_everything_comes_back(tmp_path: Path, replicas: int, kind: type[InProcessFleet]) -> None:
     """The session has rounds in flight, error feedback, and has drawn random numbers."""
     data = write_text(tmp_path)
-    arguments = f"--steps 24 --codec fp4 --codec.error-feedback --replicas {replicas}"
+    arguments = f"--steps 24 --codec fp4 --sync.error-feedback --replicas {replicas}"
     session = make_session(data, arguments, kind)
     for _ in range(10):
         session.step()
@@ -190,7 +190,7 @@ def test_the_loss_goes_on(tmp_path: Path) -> None:
 
 def test_emulated_links_go_on_with_more_and_fewer(tmp_path: Path) -> None:
     data, run = write_text(tmp_path), tmp_path / "run"
-    links = "--steps 24 --transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1"
+    links = "--steps 24 --emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1"
     train(data, run, f"{links} --stop-after 6")
     for replicas, stop in ((3, 9), (1, 12)):
         summary = train(data, run, f"{links} --resume {run} --replicas {replicas} --stop-after {stop}")
@@ -228,7 +228,7 @@ STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0
 
 
 def rank(replica: int, arguments: str, port: int) -> int:
-    place = f"--transport torch --replica {replica} --rendezvous 127.0.0.1:{port}" if port else ""
+    place = f"--transport torch --replica {replica} --join 127.0.0.1:{port}" if port else ""
     return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet", "--train.threads", "1"])
 
 

@@ -45,7 +45,7 @@ class DoctorOptions:
     timeout_s: float = 10.0
     """Seconds that each step of the check may take."""
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """The run's secret (transport.secret_file), if it has one; both ends need it."""
+    """The run's secret (network.secret_file), if it has one; both ends need it."""
     json: bool = False
     """Print the findings as JSON."""
 

@@ -15,7 +15,7 @@ __all__ = ["parse_arguments", "run"]
 
 DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
 
-By default only adapters (LoRA, --lora.rank) are trained and exchanged; --full trains
+By default only adapters (LoRA, --lora-rank) are trained and exchanged; --full trains
 all weights. All flags except --full and --epochs are those of `diloco train`.
 
 Examples:
@@ -58,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
                 "given as --model hf:NAME --data.tokenizer hf:NAME instead."
             )
         asked = compose(line)
-        swarm = asked.transport.name == "hivemind"
-        replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas
+        swarm = asked.network.transport == "hivemind"
+        replicas = asked.network.replicas if swarm else asked.network.replicas
         rows = 0
         if "train.steps" not in typed.values:
             from diloco.data import build_chat_corpus

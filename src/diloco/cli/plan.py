@@ -136,7 +136,7 @@ def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dic
 
     values: dict[str, Any] = {"data.paths": (Path("chat.jsonl"),), "data.tokenizer": "bytes"}
     if rank:
-        values |= {"model.lora_rank": rank, "model.base_dtype": base_dtype}
+        values |= {"model.lora_rank": rank, "model.arguments.base_dtype": base_dtype}
     typed = CommandLine(file=folder, print_config=False, values=values)
     line, _ = with_steps(finetune_line(typed, full=not rank), rows=1, epochs=1, replicas=1)
     asked = compose(line)

@@ -54,6 +54,6 @@ def _numbers(preset: Preset) -> list[str]:
         str(model.ffn_width),
         heads,
         str(preset.vocab_size),
-        str(values.get("schedule.inner_steps", ScheduleSettings().inner_steps)),
+        str(values.get("sync.inner_steps", ScheduleSettings().inner_steps)),
         str(values["train.steps"]),
     ]

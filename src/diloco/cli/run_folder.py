@@ -111,7 +111,7 @@ def not_empty_error(folder: Path) -> ConfigurationError:
 def _claim_numbered(plan: RunPlan) -> Path:
     """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
     settings = plan.configuration
-    first = Path("runs") / (settings.swarm.run or f"{settings.algorithm}-{settings.model_label}")
+    first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
     _create(first.parent)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")

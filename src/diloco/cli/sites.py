@@ -35,7 +35,7 @@ class SiteOptions:
     latency: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("0ms",)
     """One-way latency, such as 80ms; one value for all replicas, or one for each."""
     mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
-    """Codec of means, where each replica sums a part of the values (transport.mean_codec)."""
+    """Codec of means, where each replica sums a part of the values (sync.arguments.average.codec)."""
     transport: Literal["torch", "hivemind"] = "torch"
     """Transport of the payloads."""
     congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"

@@ -29,8 +29,8 @@ together. Runs that differ only in their seed share a row of the result table.
   [base]
   train.steps = 300
   [axes]
-  "schedule.inner_steps" = [10, 30]
-  "codec.name" = ["float32", "fp4"]
+  "sync.inner_steps" = [10, 30]
+  "sync.codec" = ["float32", "fp4"]
   seed = [0, 1, 2]
 
 The command writes DIR/results.jsonl with a line for each run that has ended,

@@ -79,11 +79,11 @@ def torchrun_values(values: Values) -> Values:
         values: the keys that are set, which take precedence.
     """
     torchrun = read_torchrun(os.environ)
-    if torchrun is None or "checkpoint.resume" in values or values.get("transport.name", "torch") != "torch":
+    if torchrun is None or "checkpoint.resume" in values or values.get("network.transport", "torch") != "torch":
         return {}
-    size = int(values.get("transport.replica_size", 1))
-    fitting = {} if torchrun.world_size % size else {"transport.replicas": torchrun.world_size // size}
-    return {"transport.name": "torch"} | fitting
+    size = int(values.get("network.replica_size", 1))
+    fitting = {} if torchrun.world_size % size else {"network.replicas": torchrun.world_size // size}
+    return {"network.transport": "torch"} | fitting
 
 
 def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str], lock: int) -> int:

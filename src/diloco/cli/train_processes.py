@@ -65,9 +65,9 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
-        if settings.swarm.secret_file is not None:
+        if settings.network.secret_file is not None:
             print(
-                "diloco: each of them also gives its copy of the secret, as --swarm.secret-file FILE", file=sys.stderr
+                "diloco: each of them also gives its copy of the secret, as --network.secret-file FILE", file=sys.stderr
             )
         return fleet
 
@@ -98,7 +98,7 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
     from diloco.train import launch
 
     def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
-        added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
+        added = ["--replica", str(replica), "--transport.position", str(position), "--join", str(address)]
         if inner is not None:
             added += ["--transport.inner-store", str(inner)]
         if not has_out and plan.source is None:
@@ -109,7 +109,7 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
     settings = plan.configuration
-    talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
+    talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
     return launch(settings.transport, command, show, talking_ranks=talking_ranks, lock=lock)
 
 
@@ -227,8 +227,8 @@ def monitor_settings(configuration: Configuration, folder: Path, role: Role | No
         name = f"{group}-replica-{role.replica}" if role.replica else group
         if role.position or (role.replica and wandb.replicas == "first"):
             mode = "off"
-    elif configuration.transport.name == "hivemind":
-        group = configuration.swarm.run
+    elif configuration.network.transport == "hivemind":
+        group = configuration.network.run
         name = f"{name}-{platform.node()}"
     wandb = dataclasses.replace(wandb, mode=mode, name=name, group=wandb.group or group)
     return dataclasses.replace(configuration.monitor, wandb=wandb)

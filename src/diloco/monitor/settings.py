@@ -27,7 +27,7 @@ class WandbSettings:
     """Name of the run. Default: the name of its folder. If replicas are processes, replicas N > 0 append
     "-replica-N"; a peer of a swarm appends the name of its host."""
     group: str | None = None
-    """Group that the replicas of one run are shown in. Default: swarm.run, or the name."""
+    """Group that the replicas of one run are shown in. Default: network.run, or the name."""
     tags: tuple[str, ...] = ()
     """Labels to find the run by."""
     replicas: Literal["all", "first"] = "all"

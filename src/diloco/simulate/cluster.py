@@ -33,7 +33,7 @@ class Cluster:
     seed: int = 0  # random seed of the jitter
     # H, if replicas slower than the fastest skip steps (DyLU); None: every replica trains every step
     dynamic_of: int | None = None
-    # whether late replicas skip the steps for which the others would wait, as with ``swarm.straggler = "grace"``
+    # whether late replicas skip the steps for which the others would wait, as with ``network.straggler = "grace"``
     grace: bool = False
     overheads: Overheads = IDEAL  # overheads of the run
 

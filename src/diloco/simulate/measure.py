@@ -62,7 +62,7 @@ def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
             ParallelModel(model),
             make_inner_optimizer(settings.inner, model),
             learning_rate=inner_learning_rate(settings.inner, train.steps),
-            clip_norm=settings.inner.clip_norm,
+            clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
         )
         began_s = time.perf_counter()

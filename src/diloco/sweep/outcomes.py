@@ -73,10 +73,10 @@ class Outcomes:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return a Markdown table with a row for each point of the axes. Runs that differ only in their seed share a row.
 
-    >>> one = {"varied": {"codec.name": "fp4", "seed": 0}, "status": "done", "heldout_loss": 1.5,
+    >>> one = {"varied": {"sync.codec": "fp4", "seed": 0}, "status": "done", "heldout_loss": 1.5,
     ...        "sent_bytes_per_replica": 2_000_000, "tokens_per_s": 100.0, "wall_s": 9.0}
-    >>> print(table([one, one | {"varied": {"codec.name": "fp4", "seed": 1}, "heldout_loss": 1.7}]))
-    | codec.name | held-out loss | lowest, highest | runs | sent by a replica | tokens/s |
+    >>> print(table([one, one | {"varied": {"sync.codec": "fp4", "seed": 1}, "heldout_loss": 1.7}]))
+    | sync.codec | held-out loss | lowest, highest | runs | sent by a replica | tokens/s |
     |---|---|---|---|---|---|
     | fp4 | 1.6000 | 1.5000, 1.7000 | 2 | 2.0 MB | 100 |
     """

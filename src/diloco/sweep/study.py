@@ -116,7 +116,7 @@ def read_study(path: Path) -> tuple[Run, ...]:
     """Return the runs of the study in a TOML file: every combination of the axes' points, the last axis fastest.
 
     ``[base]`` holds keys of a run, and ``[axes]`` holds a list of values for each key that is varied. Keys separated by
-    commas are varied together: ``"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]`` has two points,
+    commas are varied together: ``"sync.inner_steps, sync.overlap_steps" = [[10, 1], [30, 3]]`` has two points,
     not four.
 
     Raises:
@@ -152,7 +152,7 @@ def read_study(path: Path) -> tuple[Run, ...]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as dotted keys. A table that is the value of a key, such as ``inner.arguments``, is kept."""
+    """Return nested tables as dotted keys. A table that is the value of a key, such as ``optimizer.arguments``, is kept."""
     flat: dict[str, Any] = {}
     known = keys_of(Configuration)
     for word, value in table.items():

@@ -71,15 +71,15 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
         if settings.strategy in ("balanced", "patterns"):
             raise
         raise FragmentError(
-            f"This model has too few layers for fragments.num_fragments={number}. Use fewer fragments, or "
-            'fragments.strategy = "balanced", which may split layers.'
+            f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
+            'sync.fragment_strategy = "balanced", which may split layers.'
         ) from error
 
 
 def make_merge_rule(settings: MergeSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
     if is_own(settings.rule):
-        rule: MergeRule = call("merge.rule", settings.rule, kind=MergeRule, arguments=settings.arguments)
+        rule: MergeRule = call("sync.merge", settings.rule, kind=MergeRule, arguments=settings.arguments)
         return rule
     return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
 
@@ -123,7 +123,7 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
     if is_own(settings.name):
         offered = {"learning_rate": learning_rate, "momentum": momentum}
         outer: OuterOptimizer = call(
-            "outer.name", settings.name, kind=OuterOptimizer, arguments=settings.arguments, offered=offered
+            "sync.outer", settings.name, kind=OuterOptimizer, arguments=settings.arguments, offered=offered
         )
         return outer
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
@@ -137,11 +137,11 @@ def check_own_code(settings: RunSettings) -> None:
     """
     codec, outer, merge = settings.codec, settings.outer, settings.merge
     checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
-        ("codec.name", codec.name, lambda: check_codec(lambda: make_configured_codec(codec))),
-        ("outer.name", outer.name, lambda: check_outer_optimizer(make_outer_optimizer(outer, 100))),
-        ("outer.average", outer.average, lambda: check_average_rule(make_average_rule(outer))),
-        ("merge.rule", merge.rule, lambda: check_merge_rule(make_merge_rule(merge))),
-        ("inner.name", settings.inner.name, lambda: check_inner_arguments(settings.inner)),
+        ("sync.codec", codec.name, lambda: check_codec(lambda: make_configured_codec(codec))),
+        ("sync.outer", outer.name, lambda: check_outer_optimizer(make_outer_optimizer(outer, 100))),
+        ("sync.average", outer.average, lambda: check_average_rule(make_average_rule(outer))),
+        ("sync.merge", merge.rule, lambda: check_merge_rule(make_merge_rule(merge))),
+        ("optimizer.name", settings.optimizer.name, lambda: check_inner_arguments(settings.inner)),
     )
     for key, name, check in checks:
         try:
@@ -155,7 +155,7 @@ def make_average_rule(settings: OuterSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
     if is_own(settings.average):
         rule: AverageRule = call(
-            "outer.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
+            "sync.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
         )
         return rule
     return {"mean": None, "rda": Rda(), "senders": SendersMean()}[settings.average]
@@ -172,7 +172,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
     return {
         "schedule": make_schedule(settings),
         "fragments": make_fragments(settings.fragments, model),
-        "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
+        "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.sync.inner_steps),
         "merge": make_merge_rule(settings.merge),
         "codec": make_configured_codec(settings.codec),
         "error_feedback": settings.codec.kept_loss,

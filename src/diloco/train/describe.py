@@ -58,7 +58,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     facts["algorithm"] = _algorithm(settings)
     if optimizer := inner_optimizer_in_words(settings.inner, model):
         facts["inner optimizer"] = optimizer
-    train, replicas = settings.train, settings.transport.replicas
+    train, replicas = settings.train, settings.network.replicas
     tokens = replicas * train.batch_size * train.sequence_length
     facts["tokens"] = (
         f"{format_count(tokens * train.steps)} in {train.steps} steps of {tokens:,} "
@@ -103,7 +103,7 @@ def _algorithm(settings: RunSettings) -> str:
 
 def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> dict[str, str]:
     """Return the facts of an algorithm with an outer loop: schedule, codec, merge, outer optimizer and traffic."""
-    replicas, start = settings.transport.replicas, settings.train.data_parallel_steps
+    replicas, start = settings.network.replicas, settings.train.data_parallel_steps
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
@@ -118,7 +118,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     merge = settings.merge
     mixed = f"alpha = {merge.alpha:g}" if merge.rule == "alpha" else "rebase"
     mixed = described(make_merge_rule(merge)) if is_own(merge.rule) else mixed
-    feedback = " with error feedback" if settings.codec.error_feedback else ""
+    feedback = " with error feedback" if settings.sync.error_feedback else ""
     facts = {
         "fragments": ", ".join(format_count(size) for size in fragment_sizes) + " parameters",
         "schedule": _schedule_in_words(schedule, start),
@@ -128,7 +128,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "merge": mixed,
         "outer optimizer": (
             described(make_outer_optimizer(settings.outer, max(rounds)))
-            if is_own(settings.outer.name)
+            if is_own(settings.sync.outer)
             else _outer_in_words(settings.outer, rounds)
         ),
         "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",
@@ -138,13 +138,13 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
             f"{format_bytes(per_gradient)}{ratio}"
         ),
     }
-    if settings.outer.average != "mean":
+    if settings.sync.average != "mean":
         facts["average"] = described(make_average_rule(settings.outer))
     if clipping.active:
         facts["clipping"] = _bounds_in_words(clipping)
     if settings.swarm.dynamic_steps:
         facts["dynamic steps"] = "a replica slower than the fastest skips steps, so that no replica waits for it"
-    if settings.swarm.straggler == "grace":
+    if settings.network.straggler == "grace":
         facts["stragglers"] = "skip the steps for which other replicas would have to wait"
     if start:
         facts["traffic"] += f" (plus {format_bytes(per_gradient * start)} for the shared start)"
@@ -190,8 +190,8 @@ def _bounds_in_words(clipping: Clipping) -> str:
 
 
 def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:
-    codec = make_codec(settings.codec.name or "float32")
-    exchange = plan_exchange(codec, parameters, settings.transport.replicas)
+    codec = make_codec(settings.sync.codec or "float32")
+    exchange = plan_exchange(codec, parameters, settings.network.replicas)
     return {
         "gradients": f"averaged at every step, as {codec.name}",
         "traffic": f"{format_bytes(exchange.mean_bytes)} per replica and step each way",
@@ -227,7 +227,7 @@ def bytes_per_trained(settings: RunSettings) -> int:
     if settings.algorithm in ("streaming", "diloco"):
         value = torch.zeros(1, dtype=torch.float32, device="cpu")
         each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(value).slots)
-        each += 4 if settings.codec.error_feedback else 0
+        each += 4 if settings.sync.error_feedback else 0
     return each
 
 
@@ -239,7 +239,7 @@ def bytes_per_frozen(settings: ModelSettings) -> float:
 
 
 def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
-    each, replicas = bytes_per_trained(settings), settings.transport.replicas
+    each, replicas = bytes_per_trained(settings), settings.network.replicas
     total = each * trained + bytes_per_frozen(settings.model) * frozen
     mean = make_mean_encoding(settings).among(replicas, make_configured_codec(settings.codec))
     residuals = 4 * trained if mean.keeps_residual else 0

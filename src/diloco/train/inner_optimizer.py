@@ -42,7 +42,7 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     make, accepted = check_inner_arguments(settings)
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
-            f"inner.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
+            f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
             "hold all parameters (ddp)."
         )
     arguments = dict(settings.arguments)
@@ -65,7 +65,7 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         raise ConfigurationError(f"{shown} refused {arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"inner.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
+            f"optimizer.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
         )
     return optimizer
 
@@ -81,14 +81,14 @@ def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.
     for argument in settings.arguments:
         if argument == "lr":
             raise ConfigurationError(
-                "inner.arguments.lr can't be set, because the schedule sets the learning rate. Set inner.learning_rate."
+                "inner.arguments.lr can't be set, because the schedule sets the learning rate. Set optimizer.learning_rate."
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(
                 f"inner.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
             )
     if is_own(name):
-        check_arguments("inner.name", name, make, settings.arguments)
+        check_arguments("optimizer.name", name, make, settings.arguments)
     return make, accepted
 
 
@@ -118,9 +118,9 @@ def _named(parameters: Mapping[str, nn.Parameter]) -> str:
 def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
     if is_own(name):
-        make = find("inner.name", name, torch.optim.Optimizer)
+        make = find("optimizer.name", name, torch.optim.Optimizer)
         if not takes(make, "lr"):
-            raise ConfigurationError(f"inner.name={name} must accept a learning rate as the argument lr.")
+            raise ConfigurationError(f"optimizer.name={name} must accept a learning rate as the argument lr.")
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
@@ -129,10 +129,10 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     }
     known["Muon"] = muon  # the class in torch accepts only matrices
     if name in UNFIT:
-        raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
+        raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:
         raise ConfigurationError(
-            f"inner.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
+            f"optimizer.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
             "Name your own as module:Class or FILE.py:Class."
         )
     accepted = dict(inspect.signature(known[name]).parameters)

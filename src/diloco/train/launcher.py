@@ -53,7 +53,7 @@ def launch(
     Returns:
         One exit code for all ranks, see `exit_code`.
     """
-    secret = read_secret(settings.secret_file, "transport.secret_file")
+    secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
         host = settings.host or "127.0.0.1"

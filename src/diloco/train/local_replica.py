@@ -68,7 +68,7 @@ class ReplicaMaker:
         settings, fleet = self.settings, self.fleet
         shared = first is not None and _may_share(first.model, settings)
         inner = first.inner if first and shared else self._inner(self.initial)
-        codec = settings.codec.name if settings.algorithm == "data-parallel" else None
+        codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
         gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
         batches = _make_batches(settings, self.corpus, number, elastic=fleet.elastic)
         return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
@@ -115,7 +115,7 @@ class ReplicaMaker:
             parallelise(model, strategy, group, self.device),
             make_inner_optimizer(settings.inner, model),
             learning_rate=inner_learning_rate(settings.inner, train.steps),
-            clip_norm=settings.inner.clip_norm,
+            clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
@@ -140,7 +140,7 @@ def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
 
 def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
     """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-    train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
+    train, replicas, ahead = settings.train, settings.network.replicas, settings.data.prefetch_batches
     batches = corpus.batches(
         sequence_length=train.sequence_length,
         batch_size=train.batch_size,

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from diloco.algorithm import AUTO_MEANS_FROM_REPLICAS
 from diloco.errors import ConfigurationError, nearest
-from diloco.plugins import is_own
+from diloco.plugins import arguments_key, is_own
 from diloco.train.settings import RunSettings
 
-__all__ = ["check_averaging", "check_lengths", "check_means", "check_name", "check_transport", "refuse_if"]
-
-_IN_A_SWARM = {
-    "transport.replica_size": 1,
-    "data.sharding": "shuffled",
-    "transport.rendezvous": None,
-    "transport.host": None,
-    "transport.interface": None,
-    "transport.ports": "0",
-    "transport.bandwidth_bits_per_s": (),
-    "transport.latency_s": (),
-    "transport.restarts": 0,
-}
-"""The only values of these settings that work with replicas that join and leave."""
-
+__all__ = ["check_averaging", "check_lengths", "check_name", "check_network", "refuse_if"]
 
 def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
@@ -34,19 +19,20 @@ def refuse_if(wrong: bool, message: str) -> None:
 
 
 def check_name(
-    key: str, name: str, known: Sequence[str], arguments: Mapping[str, Any], arguments_key: str | None = None
+    key: str, name: str, known: Sequence[str], arguments: Mapping[str, Any], taken: Collection[str] = ()
 ) -> None:
-    """Refuse a ``name`` that is neither in ``known`` nor the user's own code, and ``arguments`` without such code."""
+    """Refuse a ``name`` that is neither in ``known`` nor the user's own code, and ``arguments`` that it does not take.
+
+    Args:
+        taken: the arguments that the one of ``known`` takes; what the user's own code takes is checked by its call.
+    """
     refuse_if(
         name not in known and not is_own(name),
         f"{key}={name!r} is unknown; {nearest(name, known)} Name your own as module:Class or FILE.py:Class.",
     )
-    section = key.partition(".")[0]
-    refuse_if(
-        bool(arguments) and not is_own(name),
-        f"{arguments_key or f'{section}.arguments'} can't be used with {key}={name!r}, which takes its settings from "
-        f"[{section}]. Arguments are only for your own code, named module:Class.",
-    )
+    for argument in () if is_own(name) else arguments:
+        hint = nearest(argument, taken) if taken else "it takes none."
+        refuse_if(argument not in taken, f"{arguments_key(key)}.{argument} is no argument of {name}; {hint}")
 
 
 def check_lengths(settings: RunSettings, longest: int | None) -> None:
@@ -55,10 +41,10 @@ def check_lengths(settings: RunSettings, longest: int | None) -> None:
     Args:
         longest: the longest sequence of the model, or None if it is not known here.
     """
-    train, model, inner, steps = settings.train, settings.model, settings.inner, settings.train.steps
+    train, model, steps = settings.train, settings.model.settings, settings.train.steps
     if longest is None and model.source is None:
         longest = model.max_sequence_length
-    limit = f"the {longest} tokens of {model.source}" if model.source else f"model.max_sequence_length={longest}"
+    limit = f"the {longest} tokens of {model.source}" if model.source else f"model.arguments.max_sequence_length={longest}"
     refuse_if(
         longest is not None and train.sequence_length > longest,
         f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that "
@@ -72,145 +58,106 @@ def check_lengths(settings: RunSettings, longest: int | None) -> None:
         f"train.gradient_accumulation={train.gradient_accumulation} must divide train.batch_size={train.batch_size}. "
         f"Use {divisor}, for example.",
     )
-    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("inner.warmup_steps", 0)):
+    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("optimizer.warmup_steps", 0)):
         value = attrgetter(name)(settings)
         wrong = value is not None and not least <= value <= steps
         refuse_if(wrong, f"{name} must be from {least} to train.steps={steps}, got {value}.")
-    rest = steps - inner.warmup_steps
-    refuse_if(
-        inner.decay_steps is not None and not 0 <= inner.decay_steps <= rest,
-        f"inner.decay_steps must be from 0 to {rest}, the steps that follow the warm-up, got {inner.decay_steps}.",
-    )
 
 
 def check_averaging(settings: RunSettings) -> None:
-    """Check clipping, which needs the norm of whole contributions, and average rules, which may need whole tensors."""
-    average = settings.outer.average
-    sharded = settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp"
+    """Check clipping, which needs the norm of whole contributions, and what only some algorithms average."""
+    sync, algorithm = settings.sync, settings.algorithm
+    outer_loop = algorithm in ("streaming", "diloco")
     refuse_if(
-        average != "mean" and settings.algorithm not in ("streaming", "diloco"),
-        f"outer.average={average!r} can't be used with algorithm={settings.algorithm!r}: only streaming and diloco "
-        "send contributions that can be averaged by another rule than the mean. Leave it out.",
+        sync.average != "mean" and not outer_loop,
+        f"sync.average={sync.average!r} can't be used with algorithm={algorithm!r}: only streaming and diloco send "
+        "contributions that can be averaged by another rule than the mean. Leave it out.",
     )
     refuse_if(
-        average == "rda" and sharded,
-        f"outer.average='rda' needs whole tensors, but with train.parallelism='fsdp' and "
-        f"transport.replica_size={settings.transport.replica_size} each rank has only shards. Use --train.parallelism "
-        "ddp.",
+        sync.mean_codec not in ("auto", "float32") and not outer_loop,
+        f"sync.arguments.average.codec={sync.mean_codec!r} can't be used with algorithm={algorithm!r}: only the means "
+        "of streaming and diloco are encoded. Leave it out.",
     )
-    for name in ("max_norm", "median_norm_factor"):
-        if (bound := getattr(settings.outer, name)) is None:
-            continue
+    if sync.max_norm is not None:
+        bound = f"sync.arguments.average.max_norm={sync.max_norm}"
         refuse_if(
-            settings.algorithm not in ("streaming", "diloco"),
-            f"outer.{name}={bound} can't be used with algorithm={settings.algorithm!r}: only streaming and diloco send "
-            "contributions to clip. Leave it out, or use inner.clip_norm to clip gradients.",
+            not outer_loop,
+            f"{bound} can't be used with algorithm={algorithm!r}: only streaming and diloco send contributions to "
+            "clip. Leave it out, or use optimizer.clip_norm to clip gradients.",
         )
         refuse_if(
-            sharded,
-            f"outer.{name}={bound} needs whole contributions, but with train.parallelism='fsdp' and "
-            f"transport.replica_size={settings.transport.replica_size} each rank has only shards. Use "
-            "--train.parallelism ddp.",
+            settings.network.replica_size > 1 and settings.train.parallelism == "fsdp",
+            f"{bound} needs whole contributions, but with train.parallelism='fsdp' and network.replica_size="
+            f"{settings.network.replica_size} each rank has only shards. Use --train.parallelism ddp.",
         )
 
 
-def check_means(settings: RunSettings) -> None:
-    """Check the encoding of means, which only algorithms that average pseudo-gradients have."""
-    transport, algorithm, codec = settings.transport, settings.algorithm, settings.transport.mean_codec
-    for name, plain in (("mean_codec", ("auto", "float32")), ("mean_error_feedback", (False,))):
-        value = getattr(transport, name)
-        refuse_if(
-            value not in plain and algorithm not in ("streaming", "diloco"),
-            f"transport.{name}={value!r} can't be used with algorithm={algorithm!r}: only the means of streaming and "
-            "diloco are encoded. Leave it out.",
-        )
-    few = transport.name != "hivemind" and transport.replicas < AUTO_MEANS_FROM_REPLICAS
-    refuse_if(
-        transport.mean_error_feedback and (codec == "float32" or (codec == "auto" and few)),
-        f"transport.mean_error_feedback=true has nothing to feed back with transport.mean_codec={codec!r} and "
-        f"transport.replicas={transport.replicas}, because these means are sent as float32. Use --transport.mean-codec "
-        "fp4 or int8, or leave it out.",
-    )
-
-
-def check_transport(settings: RunSettings) -> None:
+def check_network(settings: RunSettings) -> None:
     """Refuse settings that the chosen transport does not support."""
-    transport, swarm = settings.transport, settings.swarm
-    chosen = f"transport.name={transport.name!r}"
-    if transport.name != "in-process":
-        for name in ("faults", "step_time_s"):
-            wrong = bool(getattr(transport, name))
-            refuse_if(
-                wrong, f"transport.{name} can't be used with {chosen}. Use --transport in-process, or leave it out."
-            )
+    network, emulate = settings.network, settings.emulate
+    chosen = f"network.transport={network.transport!r}"
+    if network.transport == "hivemind":
+        _check_swarm(settings)
+    else:
         refuse_if(
-            settings.data.streaming and transport.restarts > 0,
-            f"transport.restarts={transport.restarts} can't be used with data.streaming=true, because it is not known "
-            "what a lost replica has read. Pass a folder made by `diloco tokenize` as --data, or leave out "
-            "transport.restarts and continue a failed run with --resume.",
+            network.run is not None,
+            f"--run {network.run} needs a swarm, but {chosen}. Add --transport hivemind, or leave --run out.",
+        )
+        refuse_if(
+            network.straggler != "wait",
+            f"network.straggler={network.straggler!r} can't be used with {chosen}: only a swarm goes on without a late "
+            "replica. Use --transport hivemind, or leave it out.",
+        )
+        for name in ("allow", "announce", "behind_nat"):
+            refuse_if(
+                bool(getattr(network, name)),
+                f"network.{name} can't be used with {chosen}. Use --transport hivemind, or leave it out.",
+            )
+    if network.transport == "in-process":
+        for name in ("secret_file", "join", "listen"):
+            refuse_if(
+                bool(getattr(network, name)),
+                f"network.{name}={getattr(network, name)!s} can't be used with {chosen}, which has a single process. "
+                "Use --transport torch or hivemind, or leave it out.",
+            )
+    else:
+        refuse_if(
+            bool(emulate.step_time),
+            f"emulate.step_time can't be used with {chosen}. Use --transport in-process, or leave it out.",
         )
         refuse_if(
             settings.algorithm == "none",
             f"algorithm='none' sends nothing and can't be used with {chosen}. Use --transport in-process.",
         )
-    else:
-        refuse_if(
-            transport.secret_file is not None,
-            f"transport.secret_file={str(transport.secret_file)!r} can't be used with {chosen}, which has a single "
-            "process. Leave it out, or use --transport torch.",
-        )
-    if transport.name == "hivemind":
-        refuse_if(
-            transport.secret_file is not None,
-            f"transport.secret_file={str(transport.secret_file)!r} can't be used with {chosen}. Use "
-            "--swarm.secret-file.",
-        )
-        _check_swarm(settings)
-    else:
-        refuse_if(
-            swarm.run is not None, f"swarm.run={swarm.run!r} can't be used with {chosen}. Use --transport hivemind."
-        )
-        refuse_if(
-            swarm.dynamic_steps,
-            f"swarm.dynamic_steps=true can't be used with {chosen}: replicas know each other's speeds only in a "
-            "swarm. Use --transport hivemind, or make all replicas train every step (--swarm.no-dynamic-steps).",
-        )
-        refuse_if(
-            swarm.straggler == "grace",
-            f"swarm.straggler='grace' can't be used with {chosen}: replicas know each other's speeds only in a swarm. "
-            "Use --transport hivemind, or --swarm.straggler wait.",
-        )
 
 
 def _check_swarm(settings: RunSettings) -> None:
     """Check the settings that a swarm needs, and refuse those that can't work with replicas that join and leave."""
-    transport, swarm, least = settings.transport, settings.swarm, settings.transport.min_replicas
+    network, emulate = settings.network, settings.emulate
+    chosen = "network.transport='hivemind'"
     refuse_if(
-        swarm.run is None,
-        "transport.name='hivemind' needs the name of the run. Use --run NAME, the same for all peers of the run.",
+        network.run is None,
+        f"{chosen} needs the name of the run. Use --run NAME, the same for all peers of the run.",
     )
-    for name, works in _IN_A_SWARM.items():
-        value = attrgetter(name)(settings)
-        refuse_if(value != works, f"{name}={value!r} can't be used with transport.name='hivemind'. Use {works!r}.")
+    for name, value, works in (
+        ("network.replica_size", network.replica_size, 1),
+        ("emulate.bandwidth", emulate.bandwidth, ()),
+        ("emulate.latency", emulate.latency, ()),
+        ("data.sharding", settings.data.sharding, "shuffled"),
+    ):
+        refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")
     refuse_if(
         settings.data.streaming,
-        "data.streaming=true can't be used with transport.name='hivemind', because replicas that join and leave "
-        "can't divide data that is read while training. Pass a folder made by `diloco tokenize` as --data, or use "
-        "--transport torch.",
+        f"data.streaming=true can't be used with {chosen}, because replicas that join and leave can't divide data that "
+        "is read while training. Pass a folder made by `diloco tokenize` as --data, or use --transport torch.",
     )
     refuse_if(
         settings.algorithm == "data-parallel",
-        "algorithm='data-parallel' can't be used with transport.name='hivemind', because replicas that join and leave "
-        "can't average gradients at every step. Use --algorithm streaming or diloco, or --transport torch.",
+        f"algorithm='data-parallel' can't be used with {chosen}, because replicas that join and leave can't average "
+        "gradients at every step. Use --algorithm streaming or diloco, or --transport torch.",
     )
     refuse_if(
-        least > swarm.start_replicas,
-        f"swarm.start_replicas must be at least transport.min_replicas={least}, got {swarm.start_replicas}. "
-        f"Use --start-replicas {least} or more.",
-    )
-    beat_s = transport.heartbeat_s
-    refuse_if(
-        swarm.straggler != "wait" and swarm.join_window_s < 2 * beat_s,
-        f"swarm.join_window_s must be at least {2 * beat_s:g} s with transport.heartbeat_s={beat_s:g}, got "
-        f"{swarm.join_window_s:g}. A replica would otherwise count as late between two heartbeats.",
+        network.min_replicas > network.replicas,
+        f"network.replicas must be at least network.min_replicas={network.min_replicas}, got {network.replicas}. Use "
+        f"--replicas {network.min_replicas} or more.",
     )

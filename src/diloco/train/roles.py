@@ -82,7 +82,7 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     if settings.name != "torch":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes, but transport.name={settings.name!r} uses a "
+                f"torchrun started {torchrun.world_size} processes, but network.transport={settings.name!r} uses a "
                 "single one. Use --transport torch."
             )
         return Role("alone" if settings.name == "in-process" else "peer")
@@ -101,12 +101,12 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         return Role("launcher")
     if settings.replica is None:
         raise ConfigurationError(
-            f"transport.rendezvous={settings.rendezvous!r} needs transport.replica. Pass --replica 0, 1, ... on each "
+            f"network.join={settings.rendezvous!r} needs network.replica. Pass --replica 0, 1, ... on each "
             "machine, or leave out both to start all replicas here."
         )
     if settings.rendezvous is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} needs transport.rendezvous. Pass --rendezvous HOST:PORT, an "
+            f"network.replica={settings.replica} needs network.join. Pass --join HOST:PORT, an "
             "address of the machine of replica 0."
         )
     inner_store = torchrun.master if torchrun is not None else None
@@ -114,14 +114,14 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         inner_store = parse_address(settings.inner_store, key="transport.inner_store")
     if size > 1 and inner_store is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} can't start the {size} processes of a replica. Start them with "
+            f"network.replica={settings.replica} can't start the {size} processes of a replica. Start them with "
             "torchrun, or leave out --replica to start all replicas here with one command."
         )
     return Role(
         "rank",
         settings.replica,
         settings.position if torchrun is None else torchrun.rank,
-        parse_address(settings.rendezvous, key="transport.rendezvous"),
+        parse_address(settings.rendezvous, key="network.join"),
         torchrun=torchrun,
         inner_store=inner_store,
         local_rank=settings.replica * size + settings.position,

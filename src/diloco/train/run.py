@@ -257,14 +257,14 @@ class _Run:
                 step=self.step,
                 total_steps=settings.train.steps,
                 algorithm=settings.algorithm,
-                num_replicas=settings.transport.replicas,
+                num_replicas=settings.network.replicas,
                 parameters=session.replicas[0].model.num_parameters(),
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,
                 peak_flops_per_s=session.peak_flops_per_s,
                 data_parallel_bytes_per_step=data_parallel_bytes(
-                    session.replicas[0].model.num_trained(), settings.transport.replicas, 1
+                    session.replicas[0].model.num_trained(), settings.network.replicas, 1
                 ),
                 facts=run_facts(session, self.folder),
             )

@@ -48,8 +48,8 @@ def handshake_facts(
     train, transport = settings.train, settings.transport
     replicas = f"{transport.replicas} of {transport.replica_size} ranks"
     if transport.name == "hivemind":
-        replicas = f"any number, {settings.swarm.start_replicas} to begin with"
-    outer = {"codec": str(settings.codec.name)}
+        replicas = f"any number, {settings.network.replicas} to begin with"
+    outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
         outer = Arguments(**outer_arguments(settings, model)).facts(model)
     return {
@@ -61,7 +61,7 @@ def handshake_facts(
         **outer,
         "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
         "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
-        "stragglers": "grace" if settings.swarm.straggler == "grace" else "no grace",
+        "stragglers": "grace" if settings.network.straggler == "grace" else "no grace",
         "replicas": replicas,
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
@@ -162,7 +162,7 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
     states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
     return {
         "algorithm": settings.algorithm,
-        "num_replicas": settings.transport.replicas,
+        "num_replicas": settings.network.replicas,
         "parameters": session.replicas[0].model.num_parameters(),
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,
@@ -208,7 +208,7 @@ def run_summary(
         evaluation: the final evaluation, or None if there was none.
         signal_name: what stopped the run, or None if it has finished.
     """
-    replicas, steps = session.settings.transport.replicas, session.totals.steps
+    replicas, steps = session.settings.network.replicas, session.totals.steps
     sent_bytes, received_bytes = session.traffic()
     first = session.replicas[0].diloco
     spent_s = session.totals.compute_s + session.totals.exchange_s

@@ -56,7 +56,7 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     """
     check_type("a codec's name", name, str, "a text such as 'fp4'")
     if is_own(name):
-        own: Codec = call("codec.name", name, kind=Codec, arguments=parameters)
+        own: Codec = call("sync.codec", name, kind=Codec, arguments=parameters)
         return own
     codec = codec_class(name)
     for parameter in parameters:

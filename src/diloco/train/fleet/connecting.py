@@ -81,7 +81,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         CheckpointError: if the checkpoint to resume from can't be read.
     """
     settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
-    secret = read_secret(swarm.secret_file, "swarm.secret_file")
+    secret = read_secret(swarm.secret_file, "network.secret_file")
     place = SwarmPlace(
         identity=swarm.identity or folder / "identity.key",
         admission=Admission(str(swarm.run), secret, frozenset(swarm.allow)),
@@ -111,7 +111,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         wire,
         held,
         start_replicas=swarm.start_replicas,
-        margin=2 * run.schedule.inner_steps + 1,
+        margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
         threads=PeerThreads(run.train.threads),
     )
@@ -176,7 +176,7 @@ def _place_and_wire(
         host=settings.host or "",
         ports=settings.ports,
         interface=settings.interface or "",
-        secret=read_secret(settings.secret_file, "transport.secret_file"),
+        secret=read_secret(settings.secret_file, "network.secret_file"),
         streams=settings.streams or 0,
         **_exchange(settings, facts),
         continue_without_lost=settings.on_failure == "continue",
