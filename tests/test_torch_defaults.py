@@ -185,7 +185,7 @@ def test_what_begins_in_inference_mode_goes_on_outside_it(begun_in: str) -> None
 @pytest.mark.parametrize("default", OF_THE_PROCESS)
 @pytest.mark.parametrize("codec", ["float32", "fp4", "bfloat16"])
 def test_nor_over_sockets(codec: str, default: str) -> None:
-    more = {"mean_codec": "int8", "mean_error_feedback": True} if codec == "float32" else {}
+    more = {"mean_codec": "int8"} if codec == "float32" else {}
     plain = in_process(3, codec, **more)
     with OF_THE_PROCESS[default]():
         there = over_sockets(3, codec, **more)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2
 from diloco.algorithm.codec import native as native_kernels
 
 MOST_COPIES = {
@@ -30,7 +30,6 @@ MOST_COPIES = {
     ("fp4", "torch"): 6.0,
     ("int8", "native (C)"): 2.0,
     ("fp4", "native (C)"): 1.0,
-    ("int2", "native (C)"): 4.0,
     ("topk2", "native (C)"): 4.0,
 }
 """(codec, implementation) -> the aim: at most this many times the duration of a copy."""
@@ -64,7 +63,7 @@ def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
     """Yield every codec, those with C kernels in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
     kernels = device.type == "cpu" and native_kernels.available()
-    for codec in (Int8, FP4, Int2):
+    for codec in (Int8, FP4):
         yield codec(block_size, implementation="torch")
         if kernels:
             yield codec(block_size, implementation="native")

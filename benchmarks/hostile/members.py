@@ -131,7 +131,6 @@ HEADER = {
     "integers": None,
     "withdrawn": "",
     "taking_over": False,
-    "residual": [0, 0],
     "key": "",
     "uplink_bits_per_s": 0,
     "uplink_full": False,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco import DiLoCo, InProcessTransport, Nesterov, OuterState, Rda, RebaseMerge, SendersMean, SyncSchedule
+from diloco import DiLoCo, InProcessTransport, Nesterov, OuterState, RebaseMerge, SendersMean, SyncSchedule
 from diloco.model import ModelSettings, Transformer, build_model
 
 HERE = Path(__file__).parent
@@ -68,9 +68,7 @@ VARIANTS = [
     *(Variant("a round late, rebase", outer, LATE) for outer in MAIN),
     *(Variant("a round late, eager", outer, rival="eager") for outer in MAIN),
     *(Variant("a round late, delayed", outer, rival="delayed") for outer in (".7/.6", "1/0")),
-    *(Variant("rda", outer, {"average": Rda()}) for outer in (".7/.6", "1/0", ".5/0")),
     Variant("fp4", "1/0", {"codec": "fp4"}),
-    Variant("int2, error feedback", "1/0", {"codec": "int2", "error_feedback": True}),
     *(Variant("topk2, mean over all", outer, SPARSE) for outer in (".7/.6", "1/0")),
     *(Variant("topk2, mean over senders", outer, SPARSE | {"average": SendersMean()}) for outer in ("1/0", ".5/0")),
     Variant("momentum restarts against the mean", ".4/.9", restart={}),

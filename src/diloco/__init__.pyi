@@ -1,7 +1,6 @@
 from .algorithm import Adam as Adam
 from .algorithm import AlphaMerge as AlphaMerge
 from .algorithm import AverageRule as AverageRule
-from .algorithm import Clipping as Clipping
 from .algorithm import Codec as Codec
 from .algorithm import Fragment as Fragment
 from .algorithm import Merge as Merge
@@ -10,7 +9,6 @@ from .algorithm import Muon as Muon
 from .algorithm import Nesterov as Nesterov
 from .algorithm import OuterOptimizer as OuterOptimizer
 from .algorithm import OuterState as OuterState
-from .algorithm import Rda as Rda
 from .algorithm import RebaseMerge as RebaseMerge
 from .algorithm import RoundId as RoundId
 from .algorithm import Send as Send

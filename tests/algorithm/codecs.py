@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2, codec_names, pieces
+from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2, codec_names, pieces
 from diloco.testing import same_bits, spread_values
 
 __all__ = [
@@ -43,8 +43,6 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "fp4-built": lambda: FP4(BLOCK),
 }
 COARSE: dict[str, Callable[[], Codec]] = {
-    "int2": lambda: Int2(BLOCK, implementation="torch"),
-    "int2-built": lambda: Int2(BLOCK),
     "topk2": lambda: TopK2(implementation="torch"),
     "topk2-built": lambda: TopK2(),
 }

@@ -10,7 +10,7 @@ from diloco.algorithm import ErrorFeedback, make_codec
 from diloco.errors import CheckpointError, CodecError, ConfigurationError
 
 NUMEL = 100
-LOSSY = ["float16", "bfloat16", "int8", "fp4", "int2", "topk2"]
+LOSSY = ["float16", "bfloat16", "int8", "fp4", "topk2"]
 
 
 def make(name: str = "fp4", numel: int = NUMEL) -> ErrorFeedback:

@@ -75,8 +75,6 @@ def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
 def test_messages_say_what_was_meant() -> None:
     view = View(0, (0, 1, 2))
     assert read(1, HEADER, view) == (0, Header(RoundId(1, 0), 2, 1.0, 1.0, "d", 3, None, "", False))
-    holding = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False, (2, 9))
-    assert read(1, json.loads(json.dumps(holding.to_message(0))), view) == (0, holding)
     assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
     assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
     assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
@@ -216,10 +214,3 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     assert "rank 2 exceeded the hold-back limit" in rank(network, 0).sent_of("change")[0]["why"]
     explore(network, [])
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
-
-
-@pytest.mark.parametrize("ends", [[3, 2], [0, 10], [-1, 2], [0], [0, 1, 2], "all", [0, 1.5], None])
-def test_a_residual_is_of_a_stretch_of_the_fragment(ends: Any) -> None:
-    message = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False).to_message(0)
-    with pytest.raises(ValueError, match="field 'residual' must be"):
-        read(1, message | {"residual": ends}, View(0, (0, 1, 2)))

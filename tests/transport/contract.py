@@ -15,15 +15,11 @@ import torch
 
 from diloco.algorithm import (
     PLAIN_MEAN,
-    UNCLIPPED,
-    Clipping,
     Contribution,
     MeanEncoding,
-    Rda,
-    Residual,
     RoundId,
     SendersMean,
-    encode_all_means,
+    encode_mean,
     make_codec,
     plan_exchange,
     weighted_mean,
@@ -57,10 +53,9 @@ def contribution(
     codec: str = "float32",
     weight: float = 1.0,
     digest: str = "d",
-    clipping: Clipping = UNCLIPPED,
+    max_norm: float | None = None,
     scale: float = 1.0,
     mean: MeanEncoding = PLAIN_MEAN,
-    residual: Residual | None = None,
 ) -> Contribution:
     generator = torch.Generator().manual_seed(17 * replica + outer_step)
     encoder = make_codec(codec)
@@ -74,10 +69,9 @@ def contribution(
         digest=digest,
         buffers=torch.tensor([float(replica), -math.inf]),
         integers=torch.tensor([replica, 7], dtype=torch.uint8),
-        clipping=clipping,
+        max_norm=max_norm,
         telemetry=True,
         mean=mean,
-        residual=residual,
     )
 
 
@@ -140,55 +134,24 @@ class PayloadContract:
 
     def is_that_of_the_plan(self, endpoints: Sequence[Transport]) -> None:
         """1000 values can't be divided evenly among 3. Means of 4 blocks are not worth dividing and use an all-gather,
-        except with int8 means among 8 replicas, which also carry the residuals of earlier means."""
-        num_replicas, mean = len(endpoints), MeanEncoding.of("auto", 1.0)
-        held = [Residual(100 * m, torch.full((100,), 0.01 * (1 + m))) for m in range(num_replicas)]
+        except with int8 means among 8 replicas."""
+        num_replicas, mean = len(endpoints), MeanEncoding.of("auto")
         sent, received = ([getattr(each, name) for each in endpoints] for name in ("sent_bytes", "received_bytes"))
         for outer_step, codec in enumerate(["float32", "float16", "int8"]):
-            given = [
-                contribution(m, outer_step=outer_step, codec=codec, mean=mean, residual=held[m])
-                for m in range(num_replicas)
-            ]
+            given = [contribution(m, outer_step=outer_step, codec=codec, mean=mean) for m in range(num_replicas)]
             averages, expected = exchange(endpoints, given), weighted_mean(given).values
             plan = plan_exchange(make_codec(codec), SIZE, num_replicas, 2 * 4 + 2, mean=mean)
-            assert plan.keeps_residual == (num_replicas >= 8 and codec == "int8")
-            whole = encode_all_means(expected, held, plan.shards, plan.mean) if plan.keeps_residual else ()
-            for average, residual in itertools.zip_longest(averages, whole):
+            if num_replicas >= 8 and codec == "int8":
+                encode_mean(expected, plan.mean.codec)
+            for average in averages:
                 assert torch.equal(average.values, expected)
-                if residual is None:
-                    assert (average.residual, average.note) == (None, "")
-                else:
-                    assert torch.equal(average.residual.values, residual.values)
-                    words = f"the residual of the mean of {SIZE - 100 * num_replicas} of 1000 values"
-                    assert average.note == f"{words} is lost with its owner"
+                assert average.note == ""
             assert [average.sent_bytes for average in averages] == list(plan.sent)
             assert [average.received_bytes for average in averages] == list(plan.received)
             sent = [a + b for a, b in zip(sent, plan.sent, strict=True)]
             received = [a + b for a, b in zip(received, plan.received, strict=True)]
             assert [endpoint.sent_bytes for endpoint in endpoints] == sent
             assert [endpoint.received_bytes for endpoint in endpoints] == received
-
-    def test_what_was_lost_in_another_view_is_handed_over_to_the_owners_in_this_one(
-        self, make_endpoints: MakeEndpoints
-    ) -> None:
-        """Residuals come from a view of two, a view of five, and a view whose last third is gone with its owner."""
-        mean = MeanEncoding(make_codec("int8", block_size=4), 1.0)
-        lost = 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
-        endpoints = make_endpoints(3)
-        cuts = ((None, (0, 500), (500, SIZE)), ((400, 600), (0, 200), (200, 400)), ((300, 600), None, (0, 300)))
-        gone = (0, 400, 400)
-        for outer_step, ranges in enumerate(cuts):
-            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in ranges]
-            given = [contribution(m, outer_step=outer_step, mean=mean, residual=held[m]) for m in range(3)]
-            averages, expected = exchange(endpoints, given), weighted_mean(given).values
-            shards = plan_exchange(make_codec("float32"), SIZE, 3, mean=mean).shards
-            whole = encode_all_means(expected, [each for each in held if each is not None], shards, mean)
-            for average, residual in zip(averages, whole, strict=True):
-                assert torch.equal(average.values, expected)
-                assert average.residual is not None
-                assert torch.equal(average.residual.values, residual.values)
-                words = f"the residual of the mean of {gone[outer_step]} of 1000 values is lost with its owner"
-                assert average.note == (words if gone[outer_step] else "")
 
     def test_void_gradients_are_averaged_at_a_later_attempt(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(3)
@@ -306,44 +269,35 @@ class TransportContract(PayloadContract):
 
     def test_clipping_gives_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
         """With four replicas, some codecs would use a reduce-scatter without clipping."""
-        policies = {
-            Clipping(max_norm=20.0): (0, 1, 2, 3),
-            Clipping(median_norm_factor=1.5): (3,),
-            Clipping(max_norm=100.0, median_norm_factor=50.0): (3,),
-        }
+        bounds = {20.0: (0, 1, 2, 3), 100.0: (3,)}
         scales = (1.0, 1.1, 0.9, 10.0)
         endpoints = make_endpoints(4)
-        for outer_step, (codec, policy) in enumerate(itertools.product(OURS, policies)):
+        for outer_step, (codec, max_norm) in enumerate(itertools.product(OURS, bounds)):
             given = [
-                contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, clipping=policy, scale=scale)
+                contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, max_norm=max_norm, scale=scale)
                 for m, scale in enumerate(scales)
             ]
             averages = exchange(endpoints, given)
-            expected = weighted_mean(given, policy)
+            expected = weighted_mean(given)
             for average in averages:
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped
                 assert average.spread == pytest.approx(expected.spread, rel=1e-5), "every replica has all contributions"
-                assert codec == "topk2" or expected.clipped == policies[policy], "norms of topk2 are smaller"
+                assert codec == "topk2" or expected.clipped == bounds[max_norm], "norms of topk2 are smaller"
                 assert average.weight == 10.0
             sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
             assert [average.sent_bytes for average in averages] == [sent] * 4, "every replica gets whole contributions"
 
-    @pytest.mark.parametrize("decay", [0.0, 1.0])
     def test_encoded_means_are_the_bits_of_the_pure_function_round_after_round(
-        self, make_endpoints: MakeEndpoints, decay: float
+        self, make_endpoints: MakeEndpoints
     ) -> None:
-        """Each owner gets the residual of its codec and submits it to the next round; a void round keeps it."""
+        """The second round of each fragment is void."""
         endpoints, weights = make_endpoints(4), (1.0, 2.0, 0.5, 3.0)
         for fragment, (codec, name, parameters) in enumerate(LOSSY_MEANS):
-            mean = MeanEncoding(make_codec(name, **parameters), decay)
-            held: list[Residual | None] = [None] * 4
-            whole: Sequence[Residual] = ()
+            mean = MeanEncoding(make_codec(name, **parameters))
             for outer_step in range(4):
                 given = [
-                    contribution(
-                        m, fragment=fragment, outer_step=outer_step, codec=codec, weight=w, mean=mean, residual=held[m]
-                    )
+                    contribution(m, fragment=fragment, outer_step=outer_step, codec=codec, weight=w, mean=mean)
                     for m, w in enumerate(weights)
                 ]
                 if outer_step == 1:
@@ -356,42 +310,31 @@ class TransportContract(PayloadContract):
                 averages, expected = exchange(endpoints, given), weighted_mean(given).values
                 plan = plan_exchange(make_codec(codec), SIZE, 4, 2 * 4 + 2, mean=mean)
                 assert plan.pattern == "reduce-scatter"
-                whole = encode_all_means(expected, whole, plan.shards, mean)
+                encode_mean(expected, mean.codec)
                 for position, average in enumerate(averages):
                     assert torch.equal(average.values, expected)
                     assert average.sent_bytes == plan.sent[position]
                     assert average.received_bytes == plan.received[position]
-                    if not decay:
-                        assert average.residual is None
-                    else:
-                        assert average.residual is not None
-                        assert average.residual.value_range == plan.shards[position]
-                        assert torch.equal(average.residual.values, whole[position].values)
-                held = [average.residual for average in averages]
 
     def test_where_everybody_sums_everything_nothing_is_encoded(self, make_endpoints: MakeEndpoints) -> None:
-        """This is so with clipping, which needs whole contributions. Each replica keeps the residual that it holds."""
-        mean, clipping = MeanEncoding(make_codec("fp4"), 1.0), Clipping(max_norm=1e9)
-        kept = Residual(0, torch.ones(SIZE))
-        given = [contribution(m, mean=mean, clipping=clipping, residual=kept) for m in range(3)]
+        """This is so with clipping, which needs whole contributions."""
+        given = [contribution(m, mean=MeanEncoding(make_codec("fp4")), max_norm=1e9) for m in range(3)]
         for average in exchange(make_endpoints(3), given):
-            assert torch.equal(average.values, weighted_mean(given, clipping).values)
-            assert average.residual is None
+            assert torch.equal(average.values, weighted_mean(given).values)
 
-    def test_rules_give_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
+    def test_the_mean_over_senders_has_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
         """Four replicas with weights 1 to 4, with and without clipping."""
-        endpoints, clipping = make_endpoints(4), [UNCLIPPED, Clipping(max_norm=20.0)]
-        cases = itertools.product([Rda(), SendersMean()], clipping, ["float32", "fp4", "topk2"])
-        for outer_step, (rule, bounds, codec) in enumerate(cases):
+        endpoints = make_endpoints(4)
+        for outer_step, (max_norm, codec) in enumerate(itertools.product([None, 20.0], ["float32", "fp4", "topk2"])):
             given = [
                 replace(
-                    contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, clipping=bounds),
-                    average_rule=rule,
+                    contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, max_norm=max_norm),
+                    average_rule=SendersMean(),
                     tensors=(300, 1, 0, 699),
                 )
                 for m in range(4)
             ]
-            expected = weighted_mean(given, bounds)
+            expected = weighted_mean(given)
             for average in exchange(endpoints, given):
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import AlphaMerge, Clipping, DiLoCo, Nesterov, SyncSchedule, connect_replica
+from diloco import AlphaMerge, DiLoCo, Nesterov, SyncSchedule, connect_replica
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 from diloco.transport import Connected, InProcessTransport, Place, TcpWire, Transport, connect, join
 from tests.processes import free_port
@@ -50,7 +50,7 @@ DIFFERENT = [
     ({"width": 3}, r"fragment 0 = 0.weight \(2, 2\).* fragment 0 = 0.weight \(3, 2\)"),
     ({"outer_optimizer": Nesterov(learning_rate=0.5)}, r".*learning_rate=0\.7.*learning_rate=0\.5"),
     ({"merge": AlphaMerge(0.25)}, r"merge = AlphaMerge\(alpha=0\.0\).*merge = AlphaMerge\(alpha=0\.25\)"),
-    ({"clipping": Clipping(max_norm=1.0)}, r"clipping = .*max_norm=None.* clipping = .*max_norm=1\.0"),
+    ({"max_norm": 1.0}, r"max_norm = None .* max_norm = 1\.0"),
     ({"error_feedback": True}, "error feedback = no .*error feedback = yes"),
 ]
 

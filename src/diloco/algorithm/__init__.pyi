@@ -1,5 +1,4 @@
 from .average_rules import AverageRule as AverageRule
-from .average_rules import Rda as Rda
 from .average_rules import SendersMean as SendersMean
 from .averaging import Contribution as Contribution
 from .averaging import Mean as Mean
@@ -15,8 +14,6 @@ from .buffers import collect_buffers as collect_buffers
 from .buffers import not_finite as not_finite
 from .buffers import restore_buffers_ as restore_buffers_
 from .clipping import LARGEST_MEAN as LARGEST_MEAN
-from .clipping import UNCLIPPED as UNCLIPPED
-from .clipping import Clipping as Clipping
 from .clipping import check_mean as check_mean
 from .clipping import scale_factors as scale_factors
 from .clipping import vector_norm as vector_norm
@@ -31,7 +28,6 @@ from .codec.casts import BFloat16 as BFloat16
 from .codec.casts import Float16 as Float16
 from .codec.casts import Float32 as Float32
 from .codec.fp4 import FP4 as FP4
-from .codec.integers import Int2 as Int2
 from .codec.integers import Int8 as Int8
 from .codec.topk2 import TopK2 as TopK2
 from .digest import digest_state as digest_state
@@ -57,13 +53,7 @@ from .layers import layer_container as layer_container
 from .layers import match_patterns as match_patterns
 from .mean_encoding import PLAIN_MEAN as PLAIN_MEAN
 from .mean_encoding import MeanEncoding as MeanEncoding
-from .mean_encoding import Residual as Residual
-from .mean_encoding import ValueRange as ValueRange
-from .mean_encoding import collected as collected
-from .mean_encoding import encode_all_means as encode_all_means
 from .mean_encoding import encode_mean as encode_mean
-from .mean_encoding import lost_residual_note as lost_residual_note
-from .mean_encoding import overlap as overlap
 from .memory import empty as empty
 from .merge import AlphaMerge as AlphaMerge
 from .merge import MergeRule as MergeRule
@@ -102,7 +92,6 @@ from .pace import trains_at as trains_at
 from .schedule import Merge as Merge
 from .schedule import Send as Send
 from .schedule import SyncSchedule as SyncSchedule
-from .settings import AUTO_MEANS_FROM_REPLICAS as AUTO_MEANS_FROM_REPLICAS
 from .settings import CodecSettings as CodecSettings
 from .settings import FragmentSettings as FragmentSettings
 from .settings import MergeSettings as MergeSettings

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.clipping import UNCLIPPED, Clipping, check_mean, scale_factors, vector_norm
+from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import divisor
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError, DivergedError
@@ -62,17 +62,16 @@ class Contribution:
     buffers: Tensor | None = None  # ``(n,)`` float32, the model's floating-point buffers, or None
     integers: Tensor | None = None  # ``(n,)`` uint8, the bytes of its integer buffers, or None
     withdrawn: str = ""  # why the sender excludes it from the mean, or ""
-    clipping: Clipping = UNCLIPPED  # the bound on the round's contributions; the same on all replicas
+    max_norm: float | None = None  # the largest norm of a contribution, or no bound; the same on all replicas
     average_rule: AverageRule | None = None  # None: the weighted mean; the same on all replicas
     tensors: tuple[int, ...] = ()  # the sizes of the tensors that the values consist of, for ``average_rule``
     telemetry: bool = False  # whether to measure the spread of the round's contributions where they are available
     mean: MeanEncoding = PLAIN_MEAN  # the encoding of means in a reduce-scatter; the same on all replicas
-    residual: Residual | None = None  # this replica's residual of earlier means, or None
 
     @property
     def whole(self) -> bool:
         """Whether averaging needs whole contributions, so that each is sent to every replica."""
-        return self.clipping.active or self.average_rule is not None
+        return self.max_norm is not None or self.average_rule is not None
 
     @property
     def extra_bytes(self) -> int:
@@ -83,7 +82,7 @@ class Contribution:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mean:
-    """The result of a round, the same on every replica except ``residual``."""
+    """The result of a round, the same on every replica."""
 
     values: Tensor  # ``(numel,)`` float32, shared by the replicas of one process; must not be changed
     contributors: tuple[int, ...]  # the replicas in the mean, ascending
@@ -92,7 +91,6 @@ class Mean:
     integers: Tensor | None = None  # ``(n,)`` uint8, the integer buffers of the first contributor, or None
     clipped: tuple[int, ...] = ()  # the contributors whose values were scaled down, ascending
     spread: float | None = None  # see `diloco.algorithm.telemetry.spread`; None if it was not measured
-    residual: Residual | None = None  # this replica's residual of the means that it encoded, if the round commits
 
 
 @dataclass(frozen=True)
@@ -202,12 +200,12 @@ def _most_frequent(values: Sequence[Value]) -> Value:
     return max(counts, key=lambda value: counts[value])  # the first of equals, since Counter keeps the order
 
 
-def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UNCLIPPED) -> Mean:
+def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
     """Return ``sum_m w_m f_m decode(payload_m) / sum_m w_m``, summed in float32 in ascending order of replicas.
 
     The addends are quantised and their sum is float32 (Streaming DiLoCo, section 2.4): partial sums are never quantised
     again. The divisor is the weight of the contributions present. w_m are the `bounded_weights`. f_m is 1 except for
-    contributions that ``clipping`` scales down; model buffers are never scaled. An ``average_rule`` of the
+    contributions that exceed their ``max_norm``; model buffers are never scaled. An ``average_rule`` of the
     contributions replaces the weighted mean of the values, but not that of the buffers.
 
     Raises:
@@ -220,9 +218,9 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
     )
     total = sum(weights.values())
     factors: dict[int, float] = {}
-    if clipping.active:
+    if first.max_norm is not None:
         norms = {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered}
-        factors = scale_factors(clipping, norms)
+        factors = scale_factors(first.max_norm, norms)
     scaled = {replica: weight * factors.get(replica, 1.0) for replica, weight in weights.items()}
     if first.average_rule is None:
         values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)

@@ -1,8 +1,7 @@
 """Clipping of contributions that are too large, with equal bits on every replica, and a bound on the mean.
 
-A contribution of norm n keeps its weight, but its values are multiplied by ``min(1, c / n)``. The bound c is a number,
-or a multiple of the median norm of the round's contributors. So a faulty or malicious replica moves the mean by at most
-its weight times c.
+A contribution of norm n keeps its weight, but its values are multiplied by ``min(1, max_norm / n)``. So a faulty or
+malicious replica moves the mean by at most its weight times ``max_norm``.
 
 Norms must have equal bits on all replicas, or the replicas would diverge. The summation order of a library depends on
 the processor's vector width. So norms are summed here in float64 by elementwise additions of halves.
@@ -12,85 +11,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import largest_magnitude
-from diloco.algorithm.numbers import check_number
 from diloco.errors import CodecError
 
-__all__ = ["CHUNK_VALUES", "LARGEST_MEAN", "UNCLIPPED", "Clipping", "check_mean", "scale_factors", "vector_norm"]
+__all__ = ["CHUNK_VALUES", "LARGEST_MEAN", "check_mean", "scale_factors", "vector_norm"]
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
 
 CHUNK_VALUES = 1 << 20
 """The number of values whose squares are summed at a time, 8 MiB of float64. It defines the order of summation."""
 
-_FEWEST = 3  # the lower median of two norms is the smaller one, and a single norm can't be compared
 
-
-@dataclass(frozen=True, kw_only=True)
-class Clipping:
-    """Bounds on the norms of contributions. By default there are none.
+def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:
+    """Return ``max_norm / n``, rounded to float32, for each contributor whose norm n exceeds ``max_norm``.
 
     Args:
-        max_norm: Contributions with a larger L2 norm are scaled down to it. None: no such bound.
-        median_norm_factor: Contributions whose L2 norm exceeds this multiple of the median of the contributors' norms
-            are scaled down to that multiple. With an even number of norms it is the lower median. It has no effect with
-            fewer than three contributors or if the median is 0. None: no such bound.
-
-    Raises:
-        ConfigurationError: if a bound is not a finite number above 0.
-    """
-
-    max_norm: float | None = None
-    median_norm_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_norm", self.max_norm), ("median_norm_factor", self.median_norm_factor)):
-            if value is not None:
-                check_number(name, value, 0, above=True)
-
-    @property
-    def active(self) -> bool:
-        """Whether there is a bound, so that the mean needs whole contributions."""
-        return self.max_norm is not None or self.median_norm_factor is not None
-
-    def bound(self, norms: Mapping[int, float]) -> float:
-        """Return the largest norm allowed in a round with these ``norms`` by replica; infinity without a bound.
-
-        >>> Clipping(median_norm_factor=2.0).bound({0: 1.0, 1: 1.5, 2: 9.0, 3: 2.0})
-        3.0
-        """
-        bounds = [math.inf if self.max_norm is None else self.max_norm]
-        if self.median_norm_factor is not None and len(norms) >= _FEWEST:
-            median = sorted(norms.values())[(len(norms) - 1) // 2]
-            if median > 0:  # at 0 most contributors did nothing, which gives no measure of what is too large
-                bounds.append(self.median_norm_factor * median)
-        return min(bounds)
-
-
-UNCLIPPED = Clipping()  # contributions of any size
-
-
-def scale_factors(clipping: Clipping, norms: Mapping[int, float]) -> dict[int, float]:
-    """Return ``c / n``, rounded to float32, for each contributor whose norm n exceeds the bound c.
-
-    Args:
-        clipping: The bounds.
+        max_norm: The largest L2 norm of a contribution.
         norms: Replica -> norm of its contribution, for all contributors.
 
-    >>> scale_factors(Clipping(max_norm=1.0), {0: 0.5, 1: 1.0, 2: 4.0})
+    >>> scale_factors(1.0, {0: 0.5, 1: 1.0, 2: 4.0})
     {2: 0.25}
     """
-    bound = clipping.bound(norms)
     return {
-        replica: float(torch.tensor(bound / norm, dtype=torch.float32, device="cpu"))
+        replica: float(torch.tensor(max_norm / norm, dtype=torch.float32, device="cpu"))
         for replica, norm in sorted(norms.items())
-        if norm > bound
+        if norm > max_norm
     }
 
 

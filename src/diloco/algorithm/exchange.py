@@ -42,11 +42,6 @@ class Exchange:
         return self.received[position]
 
     @property
-    def keeps_residual(self) -> bool:
-        """Whether the owners of ranges keep the quantisation error of their means."""
-        return self.pattern == "reduce-scatter" and self.mean.keeps_residual
-
-    @property
     def mean_bytes(self) -> float:
         """The bytes per replica and direction, averaged over replicas."""
         return sum(self.sent) / len(self.sent)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from diloco.algorithm import (
     AverageRule,
-    Clipping,
     Codec,
     Fragment,
     MergeRule,
@@ -64,11 +63,10 @@ class DiLoCoArguments(TypedDict, total=False):
     error_feedback: bool | float
     global_device: torch.device | str | None
     weight: float
-    clipping: Clipping | None
+    max_norm: float | None
     average: AverageRule | None
     telemetry: bool
     mean_codec: Codec | str
-    mean_error_feedback: bool | float
     on_event: Callable[[Event], None] | None
 
 

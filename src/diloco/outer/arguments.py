@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from torch.optim import Optimizer
 
 from diloco.algorithm import (
     AverageRule,
-    Clipping,
     Codec,
     Fragment,
     MeanEncoding,
@@ -61,16 +61,15 @@ class Arguments:
     merge: MergeRule
     codec: Codec
     error_feedback: float
-    clipping: Clipping
+    max_norm: float | None
     average: AverageRule | None
     telemetry: bool = True
     mean_codec: Codec | str
-    mean_error_feedback: float
 
     @property
     def mean(self) -> MeanEncoding:
         """The encoding of means that the owner of a part of the values sends to the others."""
-        return MeanEncoding.of(self.mean_codec, float(self.mean_error_feedback))
+        return MeanEncoding.of(self.mean_codec)
 
     def facts(self, model: nn.Module) -> dict[str, str]:
         """Return the facts that replicas compare, as name -> text, the most likely mistakes first."""
@@ -91,7 +90,7 @@ class Arguments:
             "error feedback": "yes" if self.error_feedback else "no",
             "outer optimizer": described(self.outer_optimizer) + _code(self.outer_optimizer),
             "merge": described(self.merge) + _code(self.merge),
-            "clipping": described(self.clipping),
+            "max_norm": str(self.max_norm),
             "mean codec": str(self.mean),
             "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
             **fragments,
@@ -182,6 +181,10 @@ def _is_fraction(value: Any) -> bool:
     return isinstance(value, Real) and 0 <= float(value) <= 1
 
 
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, Real) and 0 < float(value) < math.inf
+
+
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "inner_optimizer": (_are_optimizers, "a torch optimizer of the model's parameters, or a list of them"),
@@ -199,17 +202,17 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "merge": (_has("merge"), "a merge rule, such as AlphaMerge(0.5) or RebaseMerge()"),
     "codec": (lambda value: isinstance(value, Codec | str), "a codec or its name, such as 'fp4'"),
-    "clipping": (lambda value: isinstance(value, Clipping), "a Clipping, such as Clipping(max_norm=1.0)"),
-    "average": (_has("combine"), "an average rule, such as SendersMean() or Rda(), or None for the weighted mean"),
+    "max_norm": (_is_norm, "a finite number above 0"),
+    "average": (_has("combine"), "an average rule, such as SendersMean(), or None for the weighted mean"),
     "mean_codec": (
         lambda value: isinstance(value, Codec | str),
         "a codec or its name, such as 'int8', or 'auto'",
     ),
     "on_event": (callable, "a function of one event"),
-    **dict.fromkeys(("error_feedback", "mean_error_feedback"), (_is_fraction, "a number from 0 to 1")),
+    "error_feedback": (_is_fraction, "a number from 0 to 1"),
     **dict.fromkeys(("telemetry", "compare_arguments"), (lambda value: isinstance(value, bool), "True or False")),
 }
-_OPTIONAL = {"schedule", "fragments", "outer_optimizer", "merge", "clipping", "average", "on_event"}
+_OPTIONAL = {"schedule", "fragments", "outer_optimizer", "merge", "max_norm", "average", "on_event"}
 
 
 def _shown(value: Any) -> str:
@@ -238,8 +241,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
     """
     schedule, merge, average = arguments.schedule, arguments.merge, arguments.average
-    _check_feedback("codec", arguments.codec, arguments.error_feedback)
-    _check_feedback("mean_codec", arguments.mean.codec, arguments.mean_error_feedback)
+    _check_feedback(arguments)
     _check_own_code(arguments)
     check_coverage(model, arguments.fragments)
     trainable = trainable_parameters(model)
@@ -255,10 +257,10 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
                 "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
             )
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
-    if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
+    if arguments.max_norm is not None and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
-            f"Clipping does not work with a sharded model, but {sharded[0]} and {len(sharded) - 1} more parameters are "
-            "sharded over ranks. Omit clipping, or keep all parameters on every rank (ddp)."
+            f"max_norm does not work with a sharded model, but {sharded[0]} and {len(sharded) - 1} more parameters are "
+            "sharded over ranks. Omit max_norm, or keep all parameters on every rank (ddp)."
         )
     if average is not None and not average.elementwise and sharded:
         raise ConfigurationError(
@@ -283,12 +285,16 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         )
 
 
-def _check_feedback(name: str, codec: Codec, decay: float) -> None:
-    if codec.needs_error_feedback and not decay:
-        feedback = name.replace("codec", "error_feedback")
+def _check_feedback(arguments: Arguments) -> None:
+    codec, mean = arguments.codec, arguments.mean.codec
+    if codec.needs_error_feedback and not arguments.error_feedback:
         raise ConfigurationError(
-            f"{name}={codec.name!r} drops most of the values, which are lost without error feedback, but {feedback} is "
-            f"{decay!r}. Use {feedback}=0.95, or another codec."
+            f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
+            f"is {arguments.error_feedback!r}. Use error_feedback=0.95, or another codec."
+        )
+    if mean.needs_error_feedback:
+        raise ConfigurationError(
+            f"mean_codec={mean.name!r} drops most of the values, and means have no error feedback. Use another codec."
         )
 
 

@@ -18,10 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
-    UNCLIPPED,
     AlphaMerge,
     AverageRule,
-    Clipping,
     Codec,
     Fragment,
     Merge,
@@ -98,14 +96,12 @@ class DiLoCo:
         global_device: The device of the global parameters and the outer state, e.g. "cpu". None: the model's device.
         weight: The weight of this replica in the mean for a full window of training. It is multiplied by the fraction
             of the window that the replica trained. Set it if replicas have different batch sizes.
-        clipping: The largest norm of a contribution, the same on all replicas. Default: no limit.
-        average: The rule that averages contributions, such as `Rda` or `SendersMean`. None: the weighted mean.
+        max_norm: The largest L2 norm of a contribution; a larger one is scaled down to it. None: no bound.
+        average: The rule that averages contributions, such as `SendersMean`. None: the weighted mean.
         telemetry: Whether to measure norms, cosines, gain and spread of each round for `RoundCommitted`.
         mean_codec: How means are encoded in rounds in which each replica sums a part of the values (see
             `plan_exchange`): a codec, its name, or "auto". "auto" is int8 among at least 8 replicas whose contributions
             take less than 16 bits per value, else float32.
-        mean_error_feedback: The fraction of the quantisation error of ``mean_codec`` that is added to the next mean, as
-            for ``error_feedback``. The replica that sums a part keeps it: 4 / M bytes per parameter.
         on_event: Called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, with a `Note` for every
             other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
             reason.
@@ -142,11 +138,10 @@ class DiLoCo:
         error_feedback: bool | float = False,
         global_device: torch.device | str | None = None,
         weight: float = 1.0,
-        clipping: Clipping | None = None,
+        max_norm: float | None = None,
         average: AverageRule | None = None,
         telemetry: bool = True,
         mean_codec: Codec | str = "auto",
-        mean_error_feedback: bool | float = False,
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
     ) -> None:
@@ -164,11 +159,10 @@ class DiLoCo:
             merge=merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge()),
             codec=make_codec(codec) if isinstance(codec, str) else codec,
             error_feedback=error_feedback,
-            clipping=clipping or UNCLIPPED,
+            max_norm=max_norm,
             average=average,
             telemetry=telemetry,
             mean_codec=mean_codec,
-            mean_error_feedback=mean_error_feedback,
         )
         check_arguments(model, inner_optimizer, arguments)
         device = None if global_device is None else usable_device(global_device)
@@ -262,7 +256,6 @@ class DiLoCo:
             TransportError: if none of ``donors`` answers.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
-        self._rounds.forget_mean_residuals()
         for fetched in self._rounds.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             if fetched.here and not keep_work:
                 self._rounds.trained_steps.forget(fetched.fragment)

@@ -18,7 +18,6 @@ from diloco.algorithm import (
     Contribution,
     ErrorFeedback,
     OuterLoop,
-    Residual,
     RoundId,
     TrainedSteps,
     collect_buffers,
@@ -74,7 +73,6 @@ class FragmentRounds:
         self._arguments = arguments
         self._mean = arguments.mean
         self._last_means: dict[int, Tensor] = {}  # fragment -> a sample of the last mean that was applied
-        self._residuals: dict[int, Residual] = {}  # fragment -> the residual of the means that this replica encoded
         self._in_flight: dict[int, _InFlight] = {}
         self._agreed_buffers, _ = collect_buffers(model)  # the floating-point buffers that all replicas held last
 
@@ -137,15 +135,11 @@ class FragmentRounds:
         measures: dict[str, float | None] = {}
         try:
             average = entry.pending.wait()
-            if average.residual is not None:
-                self._residuals[index] = average.residual
             if average.donor is not None:
                 reason = self.recovery.round_missed(average, average.donor)
                 average = None
         except DivergedError as error:
             reason = f"{error} {self.recovery.resync(index, error)}"
-            if self._residuals.pop(index, None) is not None:  # it may be in a mean whose commit this replica missed
-                reason += " It drops the residual of its earlier means."
         except RoundVoidError as error:
             reason = str(error)
         round_id, me = entry.contribution.round, self._transport.replica
@@ -187,13 +181,8 @@ class FragmentRounds:
 
     def forget_residuals(self) -> None:
         """Drop all error-feedback residuals. No fragment may be in flight."""
-        self.forget_mean_residuals()
         for feedback in self._feedback.values():
             feedback.load_state_dict({"residual": torch.zeros_like(feedback.residual)})
-
-    def forget_mean_residuals(self) -> None:
-        """Drop the residuals of encoded means, since this replica may not know which of these means were committed."""
-        self._residuals.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `DiLoCo.state_dict` contains, except the position in the schedule."""
@@ -202,10 +191,6 @@ class FragmentRounds:
             "rounds_void": self.void,
             "fragments": [self._loop.fragment_state(fragment.index) for fragment in self._loop.fragments],
             "codecs": [self._feedback[p].state_dict() if self._feedback else None for p in range(len(self.codecs))],
-            "mean_residuals": [
-                {"start": held.start, "values": held.values} if (held := self._residuals.get(p)) else None
-                for p in range(len(self.codecs))
-            ],
             "in_flight": [
                 {
                     "fragment": entry.contribution.round.fragment,
@@ -238,8 +223,6 @@ class FragmentRounds:
             self._loop.load_fragment_state(fragment.index, saved)
         for index, feedback in self._feedback.items():
             feedback.load_state_dict(state["codecs"][index])
-        residuals = enumerate(state.get("mean_residuals") or ())
-        self._residuals = {p: Residual(int(e["start"]), e["values"].clone()) for p, e in residuals if e is not None}
         self.shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
         self._agreed_buffers, _ = collect_buffers(self._model)
         for entry in state["in_flight"]:
@@ -256,8 +239,6 @@ class FragmentRounds:
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
         notes = []
-        if self._mean.keeps_residual and state.get("mean_residuals") is None:
-            notes.append("The saved state has no residuals of encoded means. Their error feedback restarts at zero.")
         if lacking := ", ".join(map(str, state.get("lacking", ()))):
             notes.append(f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again.")
         return notes
@@ -270,12 +251,11 @@ class FragmentRounds:
             replica=self._transport.replica,
             codec=self.codecs[fragment.index],
             numel=fragment.numel,
-            clipping=arguments.clipping,
+            max_norm=arguments.max_norm,
             average_rule=arguments.average,
             tensors=fragment.sizes,
             telemetry=arguments.telemetry,
             mean=self._mean,
-            residual=self._residuals.get(fragment.index),
             **given,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from diloco.algorithm import Contribution, Exchange, Mean, RoundId, ValueRange, Verdict
+from diloco.algorithm import Contribution, Exchange, Mean, RoundId, Verdict
 from diloco.errors import TransportError
 from diloco.membership import NextView, View
 from diloco.protocol.registry import Entry
@@ -103,8 +103,6 @@ class GiveVerdict:
     round: RoundId
     verdict: Verdict
     weights: Mapping[int, float]  # replica -> weight, for all contributors
-    # for every member: replica -> the range of values for which it holds the residual of earlier means
-    residuals: Mapping[int, ValueRange]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -213,13 +213,6 @@ class Fields:
             values = [_integer(name, value, least, greatest) for value in values]  # which says what is wrong
         return tuple(values)
 
-    def value_range(self, name: str, greatest: int) -> tuple[int, int]:
-        """Return the start and the end of a range within 0 to ``greatest``."""
-        ends = self.integers(name, 0, greatest)
-        if len(ends) != 2 or ends[0] > ends[1]:
-            raise _wrong(name, list(ends), f"the start and the end of a range within 0 to {greatest}")
-        return ends[0], ends[1]
-
     def round(self, name: str) -> tuple[int, int]:
         """Return a fragment and an outer step."""
         return _pair(name, self._of(name), LEAST_FRAGMENT)

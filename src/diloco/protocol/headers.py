@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, ValueRange, Verdict, judge
+from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, Verdict, judge
 from diloco.errors import CodecError
 from diloco.membership import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
@@ -34,8 +34,6 @@ class Header:
     withdrawn: str  # why the sender withdraws the contribution, or ""
     # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
     taking_over: bool
-    # the range of values for which the sender holds the residual of earlier means; empty: none
-    residual: ValueRange = (0, 0)
     key: str = ""  # the public key of the sender's vote on the round
     uplink: Uplink = UNKNOWN_UPLINK  # for the plan of the fragment's next round
 
@@ -43,7 +41,6 @@ class Header:
         """Convert to JSON; weights are sent as strings, since they may be NaN or infinite."""
         weights = {"weight": repr(self.weight), "base_weight": repr(self.base_weight)}
         fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step]} | weights
-        fields["residual"] = list(self.residual)
         uplink = fields.pop("uplink")
         fields |= {"uplink_bits_per_s": uplink.bits_per_s, "uplink_full": uplink.full}
         return {"kind": "header", "view": view_id, **fields}
@@ -52,10 +49,9 @@ class Header:
     def from_message(cls, message: Mapping[str, Any]) -> Header:
         """Convert from JSON; `ValueError` names a malformed field."""
         fields = Fields(message)
-        numel = fields.integer("numel")
         return cls(
             RoundId(*fields.round("round")),
-            numel,
+            fields.integer("numel"),
             fields.number_in_text("weight"),
             fields.number_in_text("base_weight"),
             fields.text("digest", MOST_DIGEST),
@@ -63,7 +59,6 @@ class Header:
             fields.optional_integer("integers", _MOST_VALUES),
             fields.words("withdrawn"),
             fields.flag("taking_over"),
-            fields.value_range("residual", numel),
             fields.text("key", KEY_CHARACTERS),
             Uplink(fields.integer("uplink_bits_per_s"), fields.flag("uplink_full")),
         )
@@ -88,7 +83,6 @@ def header_of(contribution: Contribution) -> Header:
         None if integers is None else integers.numel(),
         withdrawn,
         taking_over=False,
-        residual=(0, 0) if contribution.residual is None else contribution.residual.value_range,
     )
 
 

@@ -34,7 +34,7 @@ __all__ = [
     "vote_text",
 ]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_QUORUMS = 32  # a member adds one only if others are lost after it was ready and before any has adopted the view

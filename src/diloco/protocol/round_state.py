@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights, lost_residual_note
+from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership import Commits, Lateness, Rounds, SignedVote, Vote
 from diloco.protocol.events import Submitted
@@ -180,14 +180,6 @@ class RoundState:
         """Return replica -> the header of its rank at this rank's position, with which payloads are exchanged."""
         size = rules.ranks_per_replica
         return {member: self.headers[member * size + rules.position] for member in members}
-
-    def lost_residual(self, members: Sequence[int], rules: Rules) -> str:
-        """Describe the residuals that owners of earlier means took with them when they left, or return ""."""
-        assert self.plan is not None
-        here = self.headers_here(members, rules)
-        if not self.plan.keeps_residual:  # each owner keeps its residual of earlier means
-            return ""
-        return lost_residual_note((header.residual for header in here.values()), here[rules.replica].numel)
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
         """Return why this rank gets no average, or None. ``instead`` replaces the error of a void round."""

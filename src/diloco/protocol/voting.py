@@ -113,9 +113,7 @@ class Voting:
         state.verdict = verdict
         if state.exchanging:
             weights = state.weights(verdict.contributors, self._rules)
-            here = {} if verdict.void else state.headers_here(self.view.members, self._rules)
-            residuals = {member: header.residual for member, header in here.items()}
-            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
+            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
         """Sign and send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
@@ -191,7 +189,7 @@ class Voting:
             assert state.mean is not None
             assert state.plan is not None
             assert state.verdict is not None
-            lost, me = state.lost_residual(self.view.members, self._rules), self.view.members.index(self._rules.replica)
+            me = self.view.members.index(self._rules.replica)
             average = Average(
                 **vars(state.mean),
                 round=state.id,
@@ -199,7 +197,7 @@ class Voting:
                 sent_bytes=state.plan.sent_bytes(me),
                 received_bytes=state.plan.received_bytes(me),
                 wait_s=0.0,
-                note="; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused]),
+                note="; ".join(filter(None, [state.verdict.reason, *self._refused])),
                 donor=state.donor,
                 held=state.held(self._rules),
                 late_s=state.late_s(state.mean.contributors, self._rules),

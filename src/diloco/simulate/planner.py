@@ -22,7 +22,7 @@ INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 3
 
 OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)  # the values of tau to try, up to the largest in the paper
 
-CODECS = ("float32", "bfloat16", "int8", "fp4")  # int2 and topk2 also need error feedback and another outer optimizer
+CODECS = ("float32", "bfloat16", "int8", "fp4")  # topk2 also needs error feedback and another average
 GRADIENT_CODECS = ("float32", "bfloat16")
 
 

@@ -10,7 +10,6 @@ from diloco.algorithm import (
     Adam,
     AlphaMerge,
     AverageRule,
-    Clipping,
     Codec,
     CodecSettings,
     Fragment,
@@ -21,7 +20,6 @@ from diloco.algorithm import (
     Nesterov,
     OuterOptimizer,
     OuterSettings,
-    Rda,
     RebaseMerge,
     ScalarSchedule,
     SendersMean,
@@ -43,7 +41,6 @@ from diloco.transport import InProcessTransport, Link, TransportSettings, Virtua
 __all__ = [
     "check_own_code",
     "make_average_rule",
-    "make_clipping",
     "make_configured_codec",
     "make_fragments",
     "make_links",
@@ -91,7 +88,7 @@ def make_configured_codec(settings: CodecSettings) -> Codec:
 
 def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
     """Return the encoding in which resolved settings send means."""
-    return MeanEncoding.of(_mean_codec(settings), float(settings.transport.mean_error_feedback))
+    return MeanEncoding.of(_mean_codec(settings))
 
 
 def _mean_codec(settings: RunSettings) -> Codec | str:
@@ -158,12 +155,7 @@ def make_average_rule(settings: OuterSettings) -> AverageRule | None:
             "sync.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
         )
         return rule
-    return {"mean": None, "rda": Rda(), "senders": SendersMean()}[settings.average]
-
-
-def make_clipping(settings: OuterSettings) -> Clipping:
-    """Return the clipping bounds for contributions."""
-    return Clipping(max_norm=settings.max_norm, median_norm_factor=settings.median_norm_factor)
+    return {"mean": None, "senders": SendersMean()}[settings.average]
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
@@ -176,9 +168,8 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
         "merge": make_merge_rule(settings.merge),
         "codec": make_configured_codec(settings.codec),
         "error_feedback": settings.codec.kept_loss,
-        "clipping": make_clipping(settings.outer),
+        "max_norm": settings.outer.max_norm,
         "mean_codec": _mean_codec(settings),
-        "mean_error_feedback": float(settings.transport.mean_error_feedback),
         "average": make_average_rule(settings.outer),
     }
 

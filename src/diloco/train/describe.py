@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from diloco.algorithm import (
-    Clipping,
     Exchange,
     OuterSettings,
     Send,
@@ -28,7 +27,6 @@ from diloco.outer import described
 from diloco.plugins import is_own
 from diloco.train.components import (
     make_average_rule,
-    make_clipping,
     make_configured_codec,
     make_fragments,
     make_mean_encoding,
@@ -107,8 +105,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
-    clipping, whole = make_clipping(settings.outer), settings.outer.whole_contributions
-    mean = make_mean_encoding(settings)
+    mean, whole = make_mean_encoding(settings), settings.outer.whole_contributions
     exchanges = [plan_exchange(codec, size, replicas, mean=mean, whole=whole) for size in fragment_sizes]
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
@@ -140,8 +137,8 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     }
     if settings.sync.average != "mean":
         facts["average"] = described(make_average_rule(settings.outer))
-    if clipping.active:
-        facts["clipping"] = _bounds_in_words(clipping)
+    if (bound := settings.outer.max_norm) is not None:
+        facts["clipping"] = f"contributions are scaled down to the norm {bound:g}"
     if settings.swarm.dynamic_steps:
         facts["dynamic steps"] = "a replica slower than the fastest skips steps, so that no replica waits for it"
     if settings.network.straggler == "grace":
@@ -173,20 +170,6 @@ def _exchange_in_words(exchanges: Sequence[Exchange]) -> str:
     words = {"all-gather": "all-gather", "reduce-scatter": f"reduce-scatter with means as {exchanges[0].mean}"}
     patterns = dict.fromkeys(words[exchange.pattern] for exchange in exchanges)
     return f"{', '.join(patterns)}: {', '.join(format_bytes(exchange.mean_bytes) for exchange in exchanges)}"
-
-
-def _bounds_in_words(clipping: Clipping) -> str:
-    """Describe the bounds to which contributions are scaled down.
-
-    >>> _bounds_in_words(Clipping(max_norm=0.5, median_norm_factor=3.0))
-    'contributions are scaled down to the norm 0.5, and to 3 times the median norm of a round'
-    """
-    bounds = []
-    if clipping.max_norm is not None:
-        bounds.append(f"to the norm {clipping.max_norm:g}")
-    if clipping.median_norm_factor is not None:
-        bounds.append(f"to {clipping.median_norm_factor:g} times the median norm of a round")
-    return f"contributions are scaled down {', and '.join(bounds)}"
 
 
 def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:
@@ -241,13 +224,9 @@ def bytes_per_frozen(settings: ModelSettings) -> float:
 def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
     each, replicas = bytes_per_trained(settings), settings.network.replicas
     total = each * trained + bytes_per_frozen(settings.model) * frozen
-    mean = make_mean_encoding(settings).among(replicas, make_configured_codec(settings.codec))
-    residuals = 4 * trained if mean.keeps_residual else 0
-    more = f"{format_bytes(residuals)} for the residuals of means, and activations" if residuals else "activations"
     parameter = f"trained and {bytes_per_frozen(settings.model):g} per frozen parameter" if frozen else "parameter"
-    return (
-        f"{format_bytes(round(total * replicas))} for {replicas} replicas at {each} bytes per {parameter}, plus {more}"
-    )
+    memory = format_bytes(round(total * replicas))
+    return f"{memory} for {replicas} replicas at {each} bytes per {parameter}, plus activations"
 
 
 def _lora(settings: RunSettings) -> str:

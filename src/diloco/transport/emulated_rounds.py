@@ -7,19 +7,17 @@ replica stalls for it, and injected faults determine what fails. Nothing in this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.algorithm import (
     Contribution,
     Exchange,
     Mean,
-    Residual,
     RoundId,
     Verdict,
-    encode_all_means,
+    encode_mean,
     judge,
-    lost_residual_note,
     plan_round,
     weighted_mean,
 )
@@ -41,8 +39,6 @@ class _Round:
     verdict: Verdict | None = None
     mean: Mean | None = None
     exchange: Exchange | None = None
-    residuals: Sequence[Residual] = ()  # in the order of the members
-    lost: str = ""
     commit_at_s: float = 0.0
     taken: set[int] = field(default_factory=set)
 
@@ -139,15 +135,14 @@ class EmulatedRounds:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
             raise RoundVoidError(f"{round_id}: no commit was received.", round=str(round_id), replicas=[replica])
-        residual = state.residuals[self.view.members.index(replica)] if state.residuals else None
         return Average(
-            **vars(replace(state.mean, residual=residual)),
+            **vars(state.mean),
             round=round_id,
             view=self.view,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
             wait_s=waited_s,
-            note="; ".join(filter(None, [verdict.reason, state.lost])),
+            note=verdict.reason,
         )
 
     def tick(self, replica: int) -> None:
@@ -180,15 +175,12 @@ class EmulatedRounds:
             verdict = Verdict((), f"it would take {taken_s:.3g} s, but the limit is {self.timeout_s:g} s")
         if not verdict.void:
             try:
-                state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
+                state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors])
             except CodecError as error:
                 verdict = Verdict((), str(error))
         state.verdict = verdict
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
-            held = [each.residual for each in state.contributions.values() if each.residual is not None]
-            if state.exchange.keeps_residual:
-                state.lost = lost_residual_note((each.value_range for each in held), sample.numel)
-            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, state.exchange.mean)
+            encode_mean(state.mean.values, state.exchange.mean.codec)  # ranges consist of whole blocks
 
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
         if self.network is None:

@@ -132,16 +132,13 @@ class _LeaderPending:
         self._pending = pending
 
     def wait(self, timeout_s: float | None = None) -> Average:
-        averages: list[Average] = []
-
         def taken(_: Transport) -> dict[str, Any]:
             assert self._pending is not None, "position 0 has the pending average"
-            averages.append(average := self._pending.wait(timeout_s))
-            return vars(average) | {"round": None, "view": (average.view.id, average.view.members), "residual": None}
+            average = self._pending.wait(timeout_s)
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
 
         fields = self._transport.shared_tree(taken)
-        residual = averages[0].residual if averages else None  # only position 0 sends means
-        return Average(**fields | {"round": self._round, "view": View(*fields["view"]), "residual": residual})
+        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:

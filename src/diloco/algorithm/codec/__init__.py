@@ -13,7 +13,7 @@ from typing import Any
 from diloco.algorithm.codec.base import Codec, codec_class, codec_names, register
 from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
 from diloco.algorithm.codec.fp4 import FP4
-from diloco.algorithm.codec.integers import Int2, Int8
+from diloco.algorithm.codec.integers import Int8
 from diloco.algorithm.codec.topk2 import TopK2
 from diloco.algorithm.numbers import check_type
 from diloco.errors import ConfigurationError, nearest
@@ -25,7 +25,6 @@ __all__ = [
     "Codec",
     "Float16",
     "Float32",
-    "Int2",
     "Int8",
     "TopK2",
     "codec_names",
@@ -41,8 +40,8 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     `Codec.implementation`.
 
     Args:
-        name: float32, float16, bfloat16, int8, fp4, int2, topk2, or a name added with `register`.
-        parameters: The parameters of the codec: ``block_size`` for int8, fp4 and int2, none for the others.
+        name: float32, float16, bfloat16, int8, fp4, topk2, or a name added with `register`.
+        parameters: The parameters of the codec: ``block_size`` for int8 and fp4, none for the others.
 
     Raises:
         ConfigurationError: if a name or value is invalid. The message gives the nearest known name or the valid values.

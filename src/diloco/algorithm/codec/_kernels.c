@@ -195,88 +195,6 @@ EXPORT FOR_EACH_CPU void diloco_fp4_accumulate(const uint8_t *exponents, const u
     }
 }
 
-/* ---- int2: a float32 scale per block, sign and one bit of magnitude per value --------------------------------------
- * Byte j of a block of n values holds values j, j + q, j + 2q and j + 3q, q = ceil(n / 4), from the low bits up. */
-
-#define INT2_LEVELS 16384.0f
-#define LEAST_MAXIMUM 0x0d800000u     /* 2^-100 */
-#define INT2_LARGEST_SCALE 0x7e800000u /* 2^126 */
-
-INLINE float int2_scale(const float *RESTRICT values, int64_t count) {
-    uint32_t bits = largest_magnitude(values, count);
-    if (bits < LEAST_MAXIMUM) return 0.0f;
-    float largest = float_of(bits), inverse = INT2_LEVELS / largest;
-    int32_t sum = 0; /* at most 65536 * 16384 */
-    for (int64_t i = 0; i < count; i++) sum += (int32_t)(float_of(bits_of(values[i]) & MAGNITUDE) * inverse);
-    float scale = (float)sum / (float)count * (largest / INT2_LEVELS) * 1.25f;
-    return scale > float_of(INT2_LARGEST_SCALE) ? float_of(INT2_LARGEST_SCALE) : scale;
-}
-
-INLINE uint32_t int2_code(float value, float scale) {
-    float magnitude = float_of(bits_of(value) & MAGNITUDE);
-    return (uint32_t)(magnitude >= scale) | (uint32_t)(value < 0.0f) << 1;
-}
-
-INLINE float int2_value(uint32_t code, float scale) {
-    float magnitude = ((float)(code & 1) + 0.5f) * scale;
-    return float_of(bits_of(magnitude) ^ (code & 2) << 30);
-}
-
-EXPORT FOR_EACH_CPU void diloco_int2_encode(const float *values, int64_t count, int64_t block_size, uint8_t *scales,
-                                            uint8_t *codes) {
-    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
-        const float *RESTRICT block = values + start;
-        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
-        prefetch(values, start + block_size, count, block_size);
-        float scale = int2_scale(block, length);
-        memcpy(scales, &scale, sizeof scale);
-        int64_t whole = length - 3 * quarter > 0 ? length - 3 * quarter : 0;
-        for (int64_t i = 0; i < whole; i++)
-            codes[i] = (uint8_t)(int2_code(block[i], scale) | int2_code(block[i + quarter], scale) << 2 |
-                                 int2_code(block[i + 2 * quarter], scale) << 4 |
-                                 int2_code(block[i + 3 * quarter], scale) << 6);
-        for (int64_t i = whole; i < quarter; i++) {
-            uint32_t byte = 0;
-            for (int64_t part = 0; part < 4; part++) {
-                int64_t at = i + part * quarter;
-                /* padding of the last byte is encoded as zero */
-                byte |= int2_code(at < length ? block[at] : 0.0f, scale) << (2 * part);
-            }
-            codes[i] = (uint8_t)byte;
-        }
-    }
-}
-
-EXPORT FOR_EACH_CPU void diloco_int2_decode(const uint8_t *scales, const uint8_t *codes, int64_t count,
-                                            int64_t block_size, float *out) {
-    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
-        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
-        const uint8_t *RESTRICT from = codes;
-        float scale;
-        memcpy(&scale, scales, sizeof scale);
-        for (int64_t part = 0; part < 4; part++) {
-            float *RESTRICT to = out + start + part * quarter;
-            int64_t here = smaller(quarter, length - part * quarter);
-            for (int64_t i = 0; i < here; i++) to[i] = int2_value((uint32_t)from[i] >> (2 * part), scale);
-        }
-    }
-}
-
-EXPORT FOR_EACH_CPU void diloco_int2_accumulate(const uint8_t *scales, const uint8_t *codes, int64_t count,
-                                                int64_t block_size, float weight, float *out) {
-    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
-        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
-        const uint8_t *RESTRICT from = codes;
-        float scale;
-        memcpy(&scale, scales, sizeof scale);
-        for (int64_t part = 0; part < 4; part++) {
-            float *RESTRICT to = out + start + part * quarter;
-            int64_t here = smaller(quarter, length - part * quarter);
-            for (int64_t i = 0; i < here; i++) to[i] += weight * int2_value((uint32_t)from[i] >> (2 * part), scale);
-        }
-    }
-}
-
 /* ---- topk2: of each tile of 4096 values the 64 largest: two bfloat16 levels, 12-bit positions, 2-bit codes --------- */
 
 #define TILE 4096
@@ -284,6 +202,7 @@ EXPORT FOR_EACH_CPU void diloco_int2_accumulate(const uint8_t *scales, const uin
 #define GROUPS 256 /* the number of groups of a tile; at most a quarter of them contain kept values */
 #define TOPK2_LEVELS 1048576.0f
 #define LARGEST_BFLOAT16 0x7f7f0000u
+#define LEAST_MAXIMUM 0x0d800000u /* 2^-100 */
 
 /* Move the ``kept`` largest keys to the front. */
 INLINE void select_largest(uint64_t *keys, int64_t count, int64_t kept) {

@@ -47,7 +47,7 @@ class BlockwiseCodec(Codec):
     """A codec with a scale for each block of values and a few bits for each value.
 
     Args:
-        block_size: The number of values that share a scale: even, 2 to 65536, and a multiple of `codes_per_byte`.
+        block_size: The number of values that share a scale: even, 2 to 65536.
         implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native if it was built.
 
     Raises:
@@ -60,11 +60,9 @@ class BlockwiseCodec(Codec):
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int):
             raise ConfigurationError(f"{self.name}: block_size must be a whole number, got {block_size!r}.")
-        multiple = max(2, self.codes_per_byte)
-        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % multiple:
-            kind = "an even number" if multiple == 2 else f"a multiple of {multiple}"
+        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % 2:
             raise ConfigurationError(
-                f"{self.name}: block_size must be {kind} from {multiple} to {_LARGEST_BLOCK}, got {block_size}."
+                f"{self.name}: block_size must be an even number from 2 to {_LARGEST_BLOCK}, got {block_size}."
             )
         if implementation not in (None, "torch", "native"):
             raise ConfigurationError(
@@ -97,8 +95,7 @@ class BlockwiseCodec(Codec):
             rows = values[blocks.start : blocks.stop]
             if blocks.padding:
                 rows = torch.nn.functional.pad(rows, (0, blocks.padding))
-            count = (blocks.stop - blocks.start) // len(blocks.scales)
-            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch, count)
+            self._encode_blocks(rows.view(-1, blocks.columns), blocks.scales, blocks.codes, scratch)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
@@ -162,7 +159,7 @@ class BlockwiseCodec(Codec):
         return scales.view(self.scale_type)
 
     @abc.abstractmethod
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
         """Write the scales and codes of some blocks.
 
         Args:
@@ -170,7 +167,6 @@ class BlockwiseCodec(Codec):
             scales: ``(blocks,)`` of ``scale_type``.
             codes: ``(blocks, columns / codes_per_byte)`` uint8.
             scratch: ``(2, at least blocks * columns)`` int32.
-            count: The number of values in a block, without those zeros.
         """
 
     @abc.abstractmethod

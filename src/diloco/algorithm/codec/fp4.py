@@ -49,7 +49,7 @@ class FP4(BlockwiseCodec):
     scale_type = torch.uint8
     codes_per_byte = 2
 
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
         blocks, columns = values.shape
         work = scratch[0, : values.numel()].view(blocks, columns)
         code, sign = scratch[1].view(torch.uint8)[: 2 * values.numel()].view(2, blocks, columns).unbind()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from diloco.algorithm import (
     Mean,
-    ValueRange,
     check_mean,
     combined,
     digest_tensors,
@@ -106,7 +105,7 @@ class PayloadExchange:
             if given.verdict.void:
                 self.drain()
             else:
-                mean = self.reduce(given.weights, given.verdict.contributors, given.residuals)
+                mean = self.reduce(given.weights, given.verdict.contributors)
                 yield Computed(self._view_id, round_id, mean, digest_of(mean))
             self._messages.finish()
             yield ExchangeEnded(self._view_id, round_id)
@@ -126,7 +125,7 @@ class PayloadExchange:
         ]
         # Peers take turns, piece by piece, so that all of them can start to sum. Each piece is cut once.
         for piece, row in enumerate(itertools.zip_longest(*plans)):
-            receivers: dict[ValueRange, list[int]] = {}
+            receivers: dict[tuple[int, int], list[int]] = {}
             for member, a, b in filter(None, row):
                 receivers.setdefault((a, b), []).append(member)
             for (a, b), members in receivers.items():
@@ -134,13 +133,8 @@ class PayloadExchange:
         if len(self._extras):
             messages.send(messages.links, self._extras, _EXTRAS)
 
-    def reduce(
-        self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, ValueRange]
-    ) -> Mean:
+    def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
         """Return the mean over ``contributors``, weighted by ``weights``.
-
-        Args:
-            residuals: replica -> the slice of values for which it holds the residual of earlier means.
 
         Raises:
             TransportError: A link ended; the error names the replica.
@@ -148,10 +142,9 @@ class PayloadExchange:
         """
         total = sum(weights[member] for member in contributors)
         try:
-            if self._means is not None:
-                self._means.send_residuals(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
-            left = None if self._means is None else self._means.receive()
+            if self._means is not None:
+                self._means.receive()
             buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         except CodecError:  # the round is void; the others wait for their payloads, and the links must be left clean
             self.drain()
@@ -165,7 +158,6 @@ class PayloadExchange:
             integers=integers,
             clipped=tuple(factors),
             spread=spread(*moments, total),
-            residual=left,
         )
 
     def _reduce_mine(
@@ -173,7 +165,7 @@ class PayloadExchange:
     ) -> tuple[dict[int, float], tuple[float, float]]:
         """Sum this rank's slice, and send its mean. Return the clipping factors and the terms of the spread."""
         codec, rule = self.contribution.codec, self.contribution.average_rule
-        factors = self._scale_factors(contributors) if self.contribution.clipping.active else {}
+        factors = self._scale_factors(contributors)
         if rule is not None:
             decoded = ((member, self._decoded(member)) for member in contributors)
             self.values[:] = combined(rule, decoded, weights, factors, self.contribution.tensors)
@@ -213,8 +205,10 @@ class PayloadExchange:
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """Return the clipping factors of contributions that are too large. Waits for all contributions."""
+        if self.contribution.max_norm is None:
+            return {}
         norms = {member: vector_norm(self._decoded(member)) for member in contributors}
-        return scale_factors(self.contribution.clipping, norms)
+        return scale_factors(self.contribution.max_norm, norms)
 
     def _decoded(self, member: int) -> Tensor:
         """Wait for a whole contribution, validate it, and return its values."""
