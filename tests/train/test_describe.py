@@ -26,7 +26,7 @@ def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
 
 
 def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Transformer) -> None:
-    facts = facts_of(model, schedule__inner_steps=10, train__steps=100, transport__replicas=3, codec__name="int8")
+    facts = facts_of(model, sync__inner_steps=10, train__steps=100, network__replicas=3, sync__codec="int8")
     # P=3: offsets 0, 3, 6; sends at 10..100, 13..93, 16..96
     assert facts["rounds"] == "28 in all (10, 9, 9 by fragment)"
     assert facts["schedule"] == "fragment 0 at step 10, 1 at 13, 2 at 16, then every 10 steps; merged 1 step later"
@@ -43,10 +43,10 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
 def test_the_exchange_and_its_bytes_are_those_of_the_plan(model: Transformer) -> None:
     """With sixteen replicas in fp4, means in fp4 take a sixth of the bytes."""
     codec, sizes = make_codec("fp4", block_size=64), [f.numel for f in partition(model, num_fragments=3)]
-    many = {"transport__replicas": 16, "codec__block_size": 64}
-    plain = facts_of(model, **many, transport__mean_codec="float32")
+    many = {"network__replicas": 16, "sync__arguments__codec__block_size": 64}
+    plain = facts_of(model, **many, sync__arguments__average__codec="float32")
     by_itself = facts_of(model, **many)
-    means = facts_of(model, **many, transport__mean_codec="fp4")
+    means = facts_of(model, **many, sync__arguments__average__codec="fp4")
     for facts, name, words in (
         (plain, "float32", "float32"),
         (by_itself, "int8", "int8 (block_size 256)"),
@@ -63,10 +63,10 @@ def test_a_shared_start_shifts_the_schedule_and_is_counted_apart(model: Transfor
     facts = facts_of(
         model,
         algorithm="diloco",
-        schedule__inner_steps=10,
+        sync__inner_steps=10,
         train__steps=35,
         train__data_parallel_steps=20,
-        inner__warmup_steps=0,
+        optimizer__warmup_steps=0,
     )
     assert facts["algorithm"] == "DiLoCo, after 20 shared data-parallel steps"
     assert facts["schedule"] == "the whole model at step 30, then every 10 steps; merged at once"
@@ -75,13 +75,13 @@ def test_a_shared_start_shifts_the_schedule_and_is_counted_apart(model: Transfor
 
 
 def test_a_run_of_nothing_but_a_shared_start_sends_no_fragment(model: Transformer) -> None:
-    facts = facts_of(model, train__steps=5, train__data_parallel_steps=5, inner__warmup_steps=0)
+    facts = facts_of(model, train__steps=5, train__data_parallel_steps=5, optimizer__warmup_steps=0)
     assert facts["rounds"] == "0 in all (0, 0, 0 by fragment)"
     assert facts["traffic"].startswith("0 B per replica and step each way")
 
 
 def test_every_fragment_is_named_up_to_four_and_the_last_beyond(model: Transformer) -> None:
-    many = facts_of(model, fragments__num_fragments=6, fragments__strategy="balanced", schedule__inner_steps=6)
+    many = facts_of(model, sync__num_fragments=6, sync__fragment_strategy="balanced", sync__inner_steps=6)
     assert many["schedule"] == "fragment 0 at step 6, 1 at 7, ..., 5 at 11, then every 6 steps; merged 1 step later"
 
 
@@ -89,9 +89,9 @@ def test_every_fragment_is_named_up_to_four_and_the_last_beyond(model: Transform
     ("values", "bytes_per_parameter"),
     [
         ({}, 24),
-        ({"codec__error_feedback": True}, 28),
-        ({"outer__name": "sgd"}, 20),
-        ({"outer__name": "adam"}, 28),
+        ({"sync__error_feedback": True}, 28),
+        ({"sync__outer": "sgd"}, 20),
+        ({"sync__outer": "adam"}, 28),
         ({"algorithm": "data-parallel"}, 16),
         ({"algorithm": "none"}, 16),
     ],
@@ -104,7 +104,7 @@ def test_memory(model: Transformer, values: dict[str, Any], bytes_per_parameter:
 
 def test_baselines_say_what_travels(model: Transformer) -> None:
     assert facts_of(model, algorithm="none")["traffic"] == "none"
-    facts = facts_of(model, algorithm="data-parallel", codec__name="bfloat16")
+    facts = facts_of(model, algorithm="data-parallel", sync__codec="bfloat16")
     assert facts["gradients"] == "averaged at every step, as bfloat16"
     assert "fragments" not in facts
 

@@ -52,7 +52,7 @@ def run(options: PlanOptions, target: float) -> int:
 def _preset(options: PlanOptions) -> Configuration:
     """Return the resolved settings of the preset, with its vocabulary size."""
     assert options.preset is not None
-    return _resolved(options.preset, {"transport.replicas": options.replicas}, options.steps)
+    return _resolved(options.preset, {"network.replicas": options.replicas}, options.steps)
 
 
 def _resolved(preset: str, values: Values, steps: int | None) -> Configuration:
@@ -141,7 +141,7 @@ def _left_out(made: Plan, site: Site) -> list[str]:
     more = clipped_bytes(site, chosen) / max(1.0, chosen.sent_bytes_per_step)
     if more > 1:
         words.append(
-            "Contributions are not clipped. With outer.max_norm or an outer.average other "
+            "Contributions are not clipped. With sync.arguments.average.max_norm or an sync.average other "
             f"than the mean, every payload goes to every replica, and {more:.1f} times as many bytes are sent."
         )
     return words
@@ -263,24 +263,24 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> Va
         "preset": get_preset(preset).name,
         "algorithm": choice.algorithm,
         "train.steps": steps,
-        "codec.name": choice.codec,
-        "transport.replicas": len(site.links),
+        "sync.codec": choice.codec,
+        "network.replicas": len(site.links),
     }
     if choice.algorithm != "data-parallel":
         # a shared start exchanges gradients at every step, for which such links are too slow
         values["train.data_parallel_steps"] = 0
-        values["schedule.inner_steps"] = choice.inner_steps
-        values["transport.mean_codec"] = site.mean_codec
+        values["sync.inner_steps"] = choice.inner_steps
+        values["sync.arguments.average.codec"] = site.mean_codec
     if choice.algorithm == "streaming":
-        values["fragments.num_fragments"] = choice.num_fragments
-        values["schedule.overlap_steps"] = choice.overlap_steps
+        values["sync.num_fragments"] = choice.num_fragments
+        values["sync.overlap_steps"] = choice.overlap_steps
     if choice.longest_round_s > TransportSettings.round_timeout_s / TIMEOUT_MARGIN:
-        values["transport.round_timeout_s"] = float(math.ceil(TIMEOUT_MARGIN * choice.longest_round_s))
+        values["network.round_timeout"] = float(math.ceil(TIMEOUT_MARGIN * choice.longest_round_s))
     goodput = site.overheads.goodput
     emulated = {
-        "transport.bandwidth_bits_per_s": tuple(goodput * link.bandwidth_bits_per_s for link in site.links),
-        "transport.latency_s": tuple(link.latency_s for link in site.links),
-        "transport.step_time_s": site.step_time_s,
+        "emulate.bandwidth": tuple(goodput * link.bandwidth_bits_per_s for link in site.links),
+        "emulate.latency": tuple(link.latency_s for link in site.links),
+        "emulate.step_time": site.step_time_s,
     }
     return values | {name: each[:1] if len(set(each)) == 1 else each for name, each in emulated.items()}
 

@@ -34,8 +34,8 @@ Examples:
 
 
 _CLIPPING = (
-    "Send every payload to every replica, as when contributions are clipped (outer.max_norm) "
-    "or outer.average is not the mean."
+    "Send every payload to every replica, as when contributions are clipped (sync.arguments.average.max_norm) "
+    "or sync.average is not the mean."
 )
 _ASSUME = (
     "paper: nothing costs time except payload, and each layer may be sent during the backward pass; trainer: the "
@@ -59,7 +59,7 @@ class SimulateOptions(SiteOptions):
     dynamic_steps: bool = False
     """Replicas slower than the fastest skip inner steps instead of delaying the others (--swarm.dynamic-steps)."""
     grace: bool = False
-    """Late replicas skip the inner steps for which the others would wait (--swarm.straggler grace)."""
+    """Late replicas skip the inner steps for which the others would wait (--network.straggler grace)."""
     clipping: Annotated[bool, arg(help=_CLIPPING)] = False
     half_duplex: bool = False
     """A link sends or receives, but not both at once."""
