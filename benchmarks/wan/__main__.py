@@ -1,6 +1,7 @@
 """``python -m benchmarks.wan --wan SCRIPT``: make the missing runs one at a time, and write the tables.
 
-SCRIPT needs root and network namespaces. The rivals run with ``--rivals-python``, the interpreter of a virtual
+SCRIPT needs root and network namespaces; ``--wan loopback`` tries the methods between two processes of this machine and
+writes nothing. The rivals run with ``--rivals-python``, the interpreter of a virtual
 environment with ``requirements-rivals.txt``; without it they are skipped. A run whose result is in results.json (with
 ``--grid``: in grid.json) is not repeated unless ``--again`` is given. Without ``--wan`` only the tables are written.
 """
@@ -19,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.wan.counters import wait_for_quiet
-from benchmarks.wan.grid import grid_tables
-from benchmarks.wan.network import Network
-from benchmarks.wan.plan import GRID, LINKS, METHODS, Job, Link, Method, Work
-from benchmarks.wan.planned import planned
-from benchmarks.wan.report import baseline_s, disturbance, least_disturbed, write_report
+from benchmarks.wan.network import Loopback, Network
+from benchmarks.wan.plan import GRID, LINKS, LOOPBACK, METHODS, Job, Link, Method, Work
+from benchmarks.wan.report import disturbance, least_disturbed, write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -90,19 +89,10 @@ def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> 
     ]
 
 
-def run_one(
-    network: Network, link: Link, method: Method, work: Work, bare_s: float, given: argparse.Namespace
-) -> dict[str, Any]:
-    """Set up the network, make one run, and return its row.
-
-    Args:
-        bare_s: seconds of an inner step without communication.
-    """
-    prediction: dict[str, Any] = {}
-    if "target" in method.options:
-        method, work, prediction = planned(link, method, work, bare_s)
+def run_one(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> dict[str, Any]:
+    """Set up the network, make one run, and return its row."""
     addresses = tuple(network.address(node) for node in range(link.replicas))
-    job = Job(method, work, link.replicas, addresses, timeout_s=2 * given.limit_s, rate_bits_per_s=link.rate_bits_per_s)
+    job = Job(method, work, link.replicas, addresses, 2 * given.limit_s, link.rate_bits_per_s, device=network.device)
     python = given.rivals_python if method.rival else Path(sys.executable)
     name = f"{link.name} {method.name} {work.compute}"
     folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in name)
@@ -112,31 +102,31 @@ def run_one(
         measured = run_job(network, job, python, folder, given.limit_s)
         run_s = time.monotonic() - started_s
     print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
-    return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured} | (
-        {"planned": prediction} if prediction else {}
-    )
+    return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and network are removed
     links, path = (GRID, GRID_RESULTS) if given.grid else (LINKS, RESULTS)
+    if loopback := str(given.wan) == "loopback":
+        links, path = (LOOPBACK,), given.runs / "trial.json"
     methods = given.methods or ([METHODS[0].name, "Streaming fp4"] if given.grid else ["*"])
     results = _read(path)
     work = replace(Work(), compute=given.compute, cycles=given.cycles)
     if given.wan:
-        network = Network(given.wan, given.prefix)
+        network = Loopback() if loopback else Network(given.wan, given.prefix)
         for link, method in chosen(links, given.links, methods):
             same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
             if method.rival and not given.rivals_python:
                 print(f"skipped, because --rivals-python is not given: {method.name}")
             elif given.again or not same or max(map(disturbance, same)) > given.again_above:
-                made = run_one(network, link, method, work, baseline_s(results), given)
+                made = run_one(network, link, method, work, given)
                 kept = made if given.again else least_disturbed([*same, made])
                 results = [row for row in results if row not in same] + [kept]
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    rows, grid = _read(RESULTS), _read(GRID_RESULTS)
-    write_report(rows, HERE / "README.md", grid_tables(grid, baseline_s([*rows, *grid])))
+    if not loopback:
+        write_report(_read(RESULTS), _read(GRID_RESULTS), HERE / "README.md")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

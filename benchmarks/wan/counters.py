@@ -13,8 +13,8 @@ DEVICE = "wan0"
 """The network interface of every node."""
 
 
-def interface_bytes(table: str | None = None) -> tuple[int, int]:
-    """Return the bytes received and sent by `DEVICE`, headers included.
+def interface_bytes(table: str | None = None, device: str = DEVICE) -> tuple[int, int]:
+    """Return the bytes received and sent by an interface, headers included.
 
     Args:
         table: the content of /proc/net/dev; None: that of this process's network namespace.
@@ -29,10 +29,10 @@ def interface_bytes(table: str | None = None) -> tuple[int, int]:
         table = Path("/proc/net/dev").read_text(encoding="ascii")
     for line in table.splitlines():
         name, _, counters = line.partition(":")
-        if name.strip() == DEVICE:
+        if name.strip() == device:
             words = counters.split()
             return int(words[0]), int(words[8])
-    raise LookupError(f"There is no interface {DEVICE} here. Start the worker inside a node of the emulated network.")
+    raise LookupError(f"There is no interface {device} here. Start the worker inside a node of the emulated network.")
 
 
 def retransmitted_segments(table: str | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GRID", "LINKS", "METHODS", "Job", "Link", "Method", "Work"]
+__all__ = ["GRID", "LINKS", "LOOPBACK", "METHODS", "ROUND_VALUES", "Job", "Link", "Method", "Work"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ LINKS = (
     Link("300 Mbit/s, 80 ms, 0.5 % loss, bbr, 3 replicas", 3, 300e6, 0.08, 0.5, "bbr"),
 )
 
+LOOPBACK = Link("loopback, 2 replicas", 2, 10e9, 0.0)
+"""Not in the tables: processes of this machine, to try the benchmark without a network and without root."""
+
 GRID = tuple(
     Link(f"{rate} Mbit/s, {rtt} ms, {replicas} replicas", replicas, 1e6 * rate, rtt / 1e3)
     for rate in (100, 200, 300, 500)
@@ -139,7 +142,13 @@ class Method:
     rival: bool = False
 
 
-_ROUNDS = {"mean_codec": "float32", "values": [262_144, 2_097_152, 8_388_608], "repeats": 4, "pause_s": 1.5}
+ROUND_VALUES = (262_144, 2_097_152, 8_388_608)
+"""The numbers of values in the rounds of methods that only average."""
+
+
+def _rounds(name: str, codec: str, **options: Any) -> Method:
+    return Method(f"rounds {name}", "rounds", {"codec": codec, "mean_codec": "float32", **options})
+
 
 METHODS = (
     Method("no communication", "nothing"),
@@ -159,15 +168,30 @@ METHODS = (
     Method("Streaming fp4, 2 streams", "ours", {"codec": "fp4", "streaming": True, "streams": 2}),
     Method("Streaming fp4, 16 streams", "ours", {"codec": "fp4", "streaming": True, "streams": 16}),
     Method("Streaming fp4, swarm", "ours", {"codec": "fp4", "streaming": True, "swarm": True}),
-    Method("rounds fp4", "rounds", {"codec": "fp4", **_ROUNDS}),
-    Method("rounds fp4, no pace", "rounds", {"codec": "fp4", **_ROUNDS, "no_pace": True}),
-    Method("rounds fp4, 2 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 2}),
-    Method("rounds fp4, 4 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 4}),
-    Method("rounds fp4, 16 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 16}),
-    Method("rounds float32", "rounds", {"codec": "float32", **_ROUNDS}),
-    Method("rounds fp4, swarm", "rounds", {"codec": "fp4", **_ROUNDS, "swarm": True}),
-    Method("rounds float32, swarm", "rounds", {"codec": "float32", **_ROUNDS, "swarm": True}),
-    Method("planned for 95 %", "ours", {"target": 0.95}),
+    _rounds("fp4", "fp4"),
+    _rounds("fp4, no pace", "fp4", no_pace=True),
+    _rounds("fp4, 2 streams", "fp4", streams=2),
+    _rounds("fp4, 4 streams", "fp4", streams=4),
+    _rounds("fp4, 16 streams", "fp4", streams=16),
+    _rounds("float32", "float32"),
+    _rounds("fp4, swarm", "fp4", swarm=True),
+    _rounds("float32, swarm", "float32", swarm=True),
+    _rounds("float16, swarm", "float16", swarm=True),
+    _rounds("int8, swarm", "int8", swarm=True),
+    Method("rounds gloo float32", "rounds_gloo", {"dtype": "float32"}),
+    Method("rounds gloo float16", "rounds_gloo", {"dtype": "float16"}),
+    Method(
+        "rounds hivemind float16",
+        "rounds_hivemind",
+        {"compression": "Float16Compression", "bytes_per_value": 2},
+        rival=True,
+    ),
+    Method(
+        "rounds hivemind 8 bits",
+        "rounds_hivemind",
+        {"compression": "Uniform8BitQuantization", "bytes_per_value": 1},
+        rival=True,
+    ),
     Method("torchft DiLoCo", "torchft", rival=True),
     Method("torchft Streaming", "torchft", {"streaming": True}, rival=True),
     Method("hivemind float32", "hivemind", {"compression": "NoCompression", "bytes_per_value": 4}, rival=True),
@@ -185,6 +209,7 @@ class Job:
     addresses: tuple[str, ...]
     timeout_s: float
     rate_bits_per_s: float = 0.0
+    device: str = "wan0"
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)

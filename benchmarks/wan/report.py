@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import write_below
-from benchmarks.wan.plan import LINKS, METHODS, Link, Work
+from benchmarks.wan.plan import GRID, LINKS, METHODS, ROUND_VALUES, Link, Work
 
 __all__ = ["baseline_s", "disturbance", "least_disturbed", "round_times", "write_report"]
 
@@ -21,25 +21,24 @@ HEAD = (
 )
 
 
-def write_report(results: Sequence[Row], path: Path, more: str) -> None:
-    """Write the tables, and ``more``, below the mark in ``path``."""
-    write_below(MARK, tables(results) + "\n" + more, path)
-
-
-def tables(results: Sequence[Row]) -> str:
-    """Return one table per link, then the tables of rounds alone and of the cost of overlap."""
-    lines = []
+def write_report(results: Sequence[Row], grid: Sequence[Row], path: Path) -> None:
+    """Write the tables below the mark in ``path``: links, rounds alone, the cost of overlap, and the grid."""
     runs = [row for row in results if not _of_rounds(row) and row["work"]["compute"] == "pause"]
-    for link in LINKS:
-        rows = {row["method"]: row for row in runs if row["link"] == link.name}
-        if rows:
-            lines += [f"## {link.name}", "", f"| method {HEAD}", "|---" * HEAD.count("|") + "|"]
-            base_s = baseline_s(results)
-            lines += [
-                describe(method.name, rows[method.name], link, base_s) for method in METHODS if method.name in rows
-            ]
-            lines.append("")
-    return "\n".join(lines + rounds_table(results) + overlap_table(results))
+    lines = _by_link(runs, LINKS, baseline_s(results)) + rounds_table(results) + overlap_table(results)
+    write_below(MARK, "\n".join([*lines, *_by_link(grid, GRID, baseline_s([*results, *grid]), "Grid: ")]), path)
+
+
+def _by_link(rows: Sequence[Row], links: Sequence[Link], base_s: float, title: str = "") -> list[str]:
+    """Return a table with the methods of each link or, with a title, one with the links of each method."""
+    made: dict[str, list[str]] = {}
+    for link in links:
+        for method in METHODS[1:] if title else METHODS:
+            for row in rows:
+                if (row["link"], row["method"]) == (link.name, method.name):
+                    heading, cell = (title + method.name, link.name) if title else (link.name, method.name)
+                    made.setdefault(heading, []).append(describe(cell, row, link, base_s))
+    header = [f"| method {HEAD}", "|---" * HEAD.count("|") + "|"]
+    return [line for name, found in made.items() for line in (f"## {name}", "", *header, *found, "")]
 
 
 def baseline_s(results: Sequence[Row]) -> float:
@@ -116,9 +115,8 @@ def _of_rounds(row: Row) -> bool:
 
 def round_times(row: Mapping[str, Any]) -> dict[int, list[float]]:
     """Return, by the number of values in a round, the seconds of each such round (mean over replicas)."""
-    sizes: list[int] = next(method for method in METHODS if method.name == row["method"]).options["values"]
     every_s = [statistics.mean(each) for each in zip(*(rep["transfers_s"] for rep in row["replicas"]), strict=True)]
-    return {size: every_s[index :: len(sizes)] for index, size in enumerate(sizes)}
+    return {size: every_s[index :: len(ROUND_VALUES)] for index, size in enumerate(ROUND_VALUES)}
 
 
 def rounds_table(results: Sequence[Row]) -> list[str]:
@@ -129,8 +127,8 @@ def rounds_table(results: Sequence[Row]) -> list[str]:
     lines = [
         "## Rounds alone",
         "",
-        "| link | rounds | values: median, max (s) | CPU: workers, all |",
-        "|---" * 4 + "|",
+        "| link | rounds | values: median, max (s) | same bits | CPU: workers, all |",
+        "|---" * 5 + "|",
     ]
     order = [link.name for link in LINKS]
     for row in sorted(finished, key=lambda row: (order.index(row["link"]), row["method"])):
@@ -140,7 +138,7 @@ def rounds_table(results: Sequence[Row]) -> list[str]:
         ]
         lines.append(
             f"| {row['link']} | {row['method'].removeprefix('rounds ')} | {'; '.join(cells)} | "
-            f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
+            f"{_agreement(row['replicas'])} | {row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
         )
     return [*lines, ""]
 

@@ -9,25 +9,17 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.wan.counters import busy_s, sessions_s
 from benchmarks.wan.network import Network
+from benchmarks.wan.plan import Job
 from diloco.errors import TransportError
 
-__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "measure_cpu", "run_job"]
-
-
-class Runnable(Protocol):
-    """A job: the number of its workers and the record that they receive."""
-
-    @property
-    def num_replicas(self) -> int: ...
-
-    def to_record(self) -> dict[str, Any]: ...
+__all__ = ["run_job"]
 
 
 @dataclass(eq=False)
@@ -81,24 +73,13 @@ class Worker:
             pipe.close()
 
 
-def run_job(
-    network: Network,
-    job: Runnable,
-    python: Path,
-    folder: Path,
-    limit_s: float,
-    *,
-    module: str = "benchmarks.wan.worker",
-    conducted_by: Callable[[Sequence[Worker], float], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: float) -> dict[str, Any]:
     """Run ``job`` on a network that is up.
 
     Args:
         python: the interpreter of the workers.
         folder: the folder for their results and logs, which are overwritten.
         limit_s: the time from start to end after which a run is stopped and reported as unfinished.
-        module: the module that every worker runs.
-        conducted_by: conducts the workers until a deadline and returns their measurements; None: `conduct`.
 
     Returns:
         ``outcome`` ("finished", "unfinished" or "failed"). If finished: ``replicas`` (the measurements of each worker)
@@ -112,8 +93,8 @@ def run_job(
     workers: list[Worker] = []
     try:
         for replica in range(job.num_replicas):
-            workers.append(_start(network, module, replica, python, job_file, folder))
-        return (conducted_by or conduct)(workers, started_s + limit_s)
+            workers.append(_start(network, replica, python, job_file, folder))
+        return _conduct(workers, started_s + limit_s)
     except (TransportError, TimeoutError) as error:
         return {
             "outcome": "unfinished" if isinstance(error, TimeoutError) else "failed",
@@ -127,10 +108,10 @@ def run_job(
             worker.end()
 
 
-def _start(network: Network, module: str, replica: int, python: Path, job_file: Path, folder: Path) -> Worker:
+def _start(network: Network, replica: int, python: Path, job_file: Path, folder: Path) -> Worker:
     result, log = folder / f"{replica}.json", folder / f"{replica}.log"
     result.unlink(missing_ok=True)
-    arguments = [str(python), "-m", module, str(job_file), str(replica), str(result)]
+    arguments = [str(python), "-m", "benchmarks.wan.worker", str(job_file), str(replica), str(result)]
     environment = network.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": network.device}
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -144,50 +125,39 @@ def _start(network: Network, module: str, replica: int, python: Path, job_file: 
     return Worker(replica, process, result, log)
 
 
-def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
-    """Conduct workers that run `benchmarks.wan.worker`."""
-    await_phase(workers, "prepared", deadline_s)
-    answer_all(workers, [worker.reported["info"] for worker in workers])
-    await_phase(workers, "warm", deadline_s)
-    answer_all(workers, time.monotonic() + 0.5)
-    cpu_shares = measure_cpu(workers)
-    await_phase(workers, "measured", deadline_s)
-    shares = cpu_shares()
-    answer_all(workers, None)
-    await_phase(workers, "counted", deadline_s)
+def _conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
+    """Lead the workers through their phases, and return their measurements and the use of the CPU.
+
+    ``cpu_busy`` and ``cpu_workers`` are the shares of all cores' time in the measured part that everything and the
+    workers used.
+    """
+    _await(workers, "prepared", deadline_s)
+    _answer(workers, [worker.reported["info"] for worker in workers])
+    _await(workers, "warm", deadline_s)
+    _answer(workers, time.monotonic() + 0.5)
+    sessions = [worker.process.pid for worker in workers]
+    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+    _await(workers, "measured", deadline_s)
+    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
+    shares = {
+        "cpu_busy": (busy_s() - all_before_s) / cores_s,
+        "cpu_workers": (sessions_s(sessions) - ours_before_s) / cores_s,
+    }
+    _answer(workers, None)
+    _await(workers, "counted", deadline_s)
     replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
-    answer_all(workers, None)
+    _answer(workers, None)
     return {"outcome": "finished", "replicas": replicas, **shares}
 
 
-def measure_cpu(workers: Sequence[Worker]) -> Callable[[], dict[str, float]]:
-    """Start to measure the use of the CPU.
-
-    Returns:
-        A function that returns ``cpu_busy`` and ``cpu_workers``: the shares of all cores' time used since then by
-        everything, and by the workers.
-    """
-    sessions = [worker.process.pid for worker in workers]
-    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
-
-    def shares() -> dict[str, float]:
-        cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
-        return {
-            "cpu_busy": (busy_s() - all_before_s) / cores_s,
-            "cpu_workers": (sessions_s(sessions) - ours_before_s) / cores_s,
-        }
-
-    return shares
-
-
-def answer_all(workers: Sequence[Worker], value: Any) -> None:
+def _answer(workers: Sequence[Worker], value: Any) -> None:
     """Send all workers the value that they wait for."""
     for worker in workers:
         worker.answer(value)
 
 
-def await_phase(workers: Sequence[Worker], phase: str, deadline_s: float, *, or_phase: str = "") -> str:
-    """Wait until all workers have reported ``phase``, or all ``or_phase``, and return which.
+def _await(workers: Sequence[Worker], phase: str, deadline_s: float) -> None:
+    """Wait until all workers have reported ``phase``.
 
     Raises:
         TimeoutError: at ``deadline_s``.
@@ -197,10 +167,9 @@ def await_phase(workers: Sequence[Worker], phase: str, deadline_s: float, *, or_
         for worker in workers:
             assert worker.process.stdout is not None
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-        while (phases := {worker.reported.get("phase") for worker in workers}) not in ({phase}, {or_phase}):
+        while any(worker.reported.get("phase") != phase for worker in workers):
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"the time allowed ended before every replica was {phase}")
             for key, _ in selector.select(remaining_s):
                 key.data.read()
-    return or_phase if phases == {or_phase} else phase

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def measure(program: Program, parent: Parent) -> dict[str, Any]:
     """Run the measured part. Bytes are counted when every replica has finished, so that late replies are included."""
-    received_before, sent_before = interface_bytes()
+    received_before, sent_before = interface_bytes(device=program.job.device)
     retransmitted_before = retransmitted_segments()
     payload_before, syncs_before = program.payload_bytes, len(program.waits_s)
     transfers_before = len(program.transfers_s)
@@ -81,7 +81,7 @@ def measure(program: Program, parent: Parent) -> dict[str, Any]:
         parent.report("step", step=step)
     wall_s = time.perf_counter() - started_s
     parent.ask("measured")
-    received, sent = interface_bytes()
+    received, sent = interface_bytes(device=program.job.device)
     waits_s = program.waits_s[syncs_before:]
     transfers_s = program.transfers_s[transfers_before:]
     return {

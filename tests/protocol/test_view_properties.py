@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.chaos.histories import bridge, outcome
 from diloco.membership import Policy
 from diloco.protocol import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
+from tests.protocol.histories import bridge, outcome
 from tests.protocol.simulated import check_agreement, simulate, simulated
 from tests.protocol.simulated_rank import Rank
 
@@ -182,8 +182,5 @@ def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> Non
 
 @pytest.mark.parametrize(("replicas", "seed"), [(5, 179), (5, 332), (7, 18), (7, 128), (7, 167)])
 def test_two_sides_with_one_common_member_make_one_history(replicas: int, seed: int) -> None:
-    """The common member was ready for the view of one side, and then loses that side.
-
-    `benchmarks.chaos.histories` runs many more of them.
-    """
+    """The common member was ready for the view of one side, and then loses that side."""
     assert outcome(bridge(replicas, seed)) in ("one", "none")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.wan.plan import Job
-from benchmarks.wan.work import InnerLoop, Layers
+import torch
+from torch import Tensor
 
-__all__ = ["Program", "ring_bytes"]
+from benchmarks.wan.plan import ROUND_VALUES, Job
+from benchmarks.wan.work import InnerLoop, Layers, digest
+
+__all__ = ["Program", "Rounds", "ring_bytes"]
+
+REPEATS, PAUSE_S = 4, 1.5
 
 
 class Program(abc.ABC):
@@ -59,6 +65,37 @@ class Program(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - not every method has to
         """Release everything; all replicas have been measured."""
+
+
+class Rounds(Program):
+    """Only rounds: the sizes in turn, each after a pause, and all of them `REPEATS` times."""
+
+    def __init__(self, job: Job, replica: int) -> None:
+        super().__init__(job, replica)
+        generator = torch.Generator().manual_seed(1 + replica)
+        self.values = [1e-3 * torch.randn(size, generator=generator) for size in ROUND_VALUES]
+        self.warmup_steps = len(self.values)
+        self.measured_steps = REPEATS * len(self.values)
+        self._mean = torch.empty(0)
+
+    def before(self, index: int) -> None:
+        """Prepare a round of ``values[index]``, in the pause before it."""
+
+    @abc.abstractmethod
+    def average(self, index: int, number: int, values: Tensor) -> Tensor:
+        """Return the mean of all replicas' values, in round ``number`` of their size."""
+
+    def step(self, step: int) -> None:
+        number, index = divmod(step - 1, len(self.values))
+        time.sleep(PAUSE_S)
+        self.before(index)
+        started_s = time.perf_counter()
+        self._mean = self.average(index, number, self.values[index])
+        self.transfers_s.append(time.perf_counter() - started_s)
+        self.waits_s.append(self.transfers_s[-1])
+
+    def digest(self) -> str:
+        return digest([self._mean])
 
 
 def ring_bytes(values: int, num_replicas: int, bytes_per_value: int = 4) -> int:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.wan.connector import Connector
 from benchmarks.wan.methods import base
-from benchmarks.wan.methods.make_transport import Connector
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule

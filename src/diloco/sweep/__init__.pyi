@@ -1,7 +1,7 @@
-from .execute import Ended as Ended
-from .execute import places as places
-from .execute import run_all as run_all
-from .outcomes import Outcomes as Outcomes
-from .outcomes import table as table
+from .results import places as places
+from .results import results as results
+from .results import run_all as run_all
+from .results import summary_of as summary_of
+from .results import table as table
 from .study import Run as Run
 from .study import read_study as read_study

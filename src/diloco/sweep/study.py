@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from diloco import __version__
+import diloco
 from diloco.config import (
     CommandLine,
     Configuration,
@@ -24,7 +24,6 @@ from diloco.config import (
     Values,
     flatten,
     in_toml,
-    keys_of,
     parse_toml,
     plan_run,
     read_tables,
@@ -35,21 +34,15 @@ from diloco.plugins import code_digest, find, is_own, names_in, own_code
 
 __all__ = ["Run", "read_study"]
 
-_LONGEST_NAME = 100
-_NOT_VARIED = ("out", "checkpoint.resume")
-
 
 @dataclass(frozen=True)
 class Run:
     """One run of a study."""
 
     name: str  # the values in which it differs from the other runs
-    settings: Values  # key -> value of everything that the study sets
-    varied: Values  # key -> value of the axes alone
-
-    def to_toml(self) -> str:
-        """Return the settings as TOML for `diloco train`."""
-        return "".join(f"{key} = {in_toml(value)}\n" for key, value in self.settings.items())
+    text: str  # its settings as TOML for `diloco train`
+    settings: Values  # the same as key -> value
+    varied: Mapping[str, Any]  # key -> value of the axes alone
 
     @cached_property
     def plan(self) -> RunPlan | None:
@@ -62,134 +55,79 @@ class Run:
     def identity(self) -> str:
         """Return a digest of what decides the result: every setting, the files that they name, and this version."""
         settings = json_ready(flatten(self.plan.configuration) if self.plan else self.settings)
-        files = {text: _content(text) for text in _texts(settings)}
-        code = [_code(key, name) for key, value in own_code(self.settings).items() for name in names_in(value)]
-        about = json.dumps([__version__, settings, files, code], sort_keys=True)
+        own = ((key, name) for key, value in own_code(self.settings).items() for name in names_in(value))
+        code = [code_digest(find(key, name, object)) for key, name in own if self.plan and is_own(name)]
+        about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
         return xxhash.xxh3_64_hexdigest(about.encode())
 
     def folder(self) -> str:
         """Return the name of its folder. A run with other settings or other data has another one."""
-        return f"{self.name[:_LONGEST_NAME]}-{self.identity()}"
+        return f"{self.name[:100]}-{self.identity()}"
 
 
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, list | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _texts(value)
-
-
-def _content(text: str) -> list[str]:
-    """Return digests of the files that the value of a setting names, without hidden ones."""
-    place = text.removeprefix("hf:")
-    for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
-        pattern = glob.escape(each) if os.path.exists(each) else each
-        if os.path.isabs(each) and (paths := glob.glob(pattern)):
-            return [_digest(path) for path in sorted({*paths, *glob.glob(f"{pattern}/**", recursive=True)})]
-    return []
-
-
-def _digest(path: str) -> str:
-    try:
-        status = os.stat(path)
-        return _digest_once(path, status.st_size, status.st_mtime_ns, status.st_ino) if os.path.isfile(path) else path
-    except OSError as error:  # the run says so
-        return str(error)
-
-
-@cache  # by what changes with the content, since the runs of a study share their data
-def _digest_once(path: str, *_: int) -> str:
-    with open(path, "rb") as file:
-        return f"{path} {hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
-
-
-def _code(key: str, name: str) -> str:
-    """Return a digest of the user's own code that a setting names; "" if it can't be used, as the run will say."""
-    try:
-        return code_digest(find(key, name, object)) if is_own(name) else ""
-    except ConfigurationError:
-        return ""
-
-
-def read_study(path: Path) -> tuple[Run, ...]:
+def read_study(path: Path) -> list[Run]:
     """Return the runs of the study in a TOML file: every combination of the axes' points, the last axis fastest.
-
-    ``[base]`` holds keys of a run, and ``[axes]`` holds a list of values for each key that is varied. Keys separated by
-    commas are varied together: ``"sync.inner_steps, sync.overlap_steps" = [[10, 1], [30, 3]]`` has two points,
-    not four.
 
     Raises:
         ConfigurationError: if the file can't be read, or a key or value is not valid for a run.
     """
     tables = read_tables(path, "the study")
-    if unknown := sorted(tables.keys() - {"base", "axes"}):
+    if tables.keys() - {"base", "axes"} or not tables.get("axes"):
         raise ConfigurationError(
-            f"{path} has an unknown table [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a "
-            "list of values for each key that is varied."
+            f"{path} must have a table [axes], with a list of values for each key that is varied, and may have [base], "
+            f"with keys of a run, got {', '.join(f'[{name}]' for name in tables) or 'nothing'}."
         )
-    base = _checked(_flat(tables.get("base", {})), f"{path}, [base]")
-    axes: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {}  # keys varied together -> their points
-    for names, points in _flat(tables.get("axes", {})).items():
-        keys = tuple(name.strip() for name in names.split(","))
-        if not isinstance(points, list) or not points:
-            raise ConfigurationError(f"{path}, [axes]: {names} must be a list of at least one value, got {points!r}.")
-        if len({repr(point) for point in points}) < len(points):
-            raise ConfigurationError(f"{path}, [axes]: {names} has the same value twice.")
-        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in points)
-    varied_keys = [*itertools.chain(*axes)]
-    for key in varied_keys:
-        if varied_keys.count(key) > 1:
-            raise ConfigurationError(f"{path}: {key} is on two axes. Keep it on one of them.")
-    if not axes:
-        raise ConfigurationError(f"{path} has no [axes]. Add at least one key with a list of values.")
-    runs = []
-    for chosen in itertools.product(*axes.values()):
-        pairs = zip(axes, chosen, strict=True)
-        varied = {key: value for keys, values in pairs for key, value in zip(keys, values, strict=True)}
-        runs.append(Run(_name(varied), base | varied, varied))
-    return tuple(runs)
+    base, axes = dict(_leaves(tables.get("base", {}))), dict(_leaves(tables["axes"]))
+    for names, points in axes.items():
+        if not isinstance(points, list) or not points or len({*map(repr, points)}) < len(points):
+            raise ConfigurationError(f"{path}, [axes]: {names} must be a list of different values, got {points!r}.")
+    return [_run(path, base, dict(zip(axes, point, strict=True))) for point in itertools.product(*axes.values())]
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as dotted keys. A table that is the value of a key, such as ``optimizer.arguments``, is kept."""
-    flat: dict[str, Any] = {}
-    known = keys_of(Configuration)
+def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
+    varied: dict[str, Any] = {}
+    for names, value in point.items():
+        keys = [name.strip() for name in names.split(",")]
+        values = [value] if len(keys) == 1 else value
+        if not isinstance(values, list) or len(values) != len(keys):
+            raise ConfigurationError(f"{path}, [axes]: a point of {names} must have {len(keys)} values, got {value!r}.")
+        if both := varied.keys() & keys:
+            raise ConfigurationError(f"{path}: {min(both)} is on two axes. Keep it on one of them.")
+        varied |= zip(keys, values, strict=True)
+    shared = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{each}.") for each in varied)}
+    if given := {"out", "checkpoint.resume"} & {*shared, *varied}:
+        raise ConfigurationError(f"{path}: {min(given)} can't be given, since the study sets it for each run.")
+    text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
+    words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", words)
+    return Run(name, text, parse_toml(text, Configuration, where=str(path)), varied)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with dotted keys."""
     for word, value in table.items():
-        name = f"{prefix}{word}"
-        if isinstance(value, dict) and name not in known:
-            flat |= _flat(value, f"{name}.")
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{word}.")
         else:
-            flat[name] = value
-    return flat
+            yield f"{prefix}{word}", value
 
 
-def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
-    values = [point] if len(keys) == 1 else point
-    if not isinstance(values, list) or len(values) != len(keys):
-        raise ConfigurationError(
-            f"{where}: {', '.join(keys)} are varied together, so each point must be a list of {len(keys)} values, got "
-            f"{point!r}."
-        )
-    checked = _checked(dict(zip(keys, values, strict=True)), where)
-    if inside := [key for key in keys if key not in checked]:
-        table = next(key for key in checked if inside[0].startswith(f"{key}."))
-        raise ConfigurationError(
-            f"{where}: {inside[0]} is part of {table}, which can only be varied as a whole: "
-            f'"{table}" = [{{ {inside[0].removeprefix(f"{table}.")} = ... }}, ...].'
-        )
-    return tuple(checked[key] for key in keys)
+def _files(value: Any) -> Iterator[str]:
+    """Yield digests of the files that settings name, without hidden ones."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _files(each)
+    elif isinstance(value, str):
+        place = value.removeprefix("hf:")
+        for each in (place, place.rpartition(":")[0]):  # without the split of a data set or the name in a file
+            pattern = glob.escape(each) if os.path.exists(each) else each
+            if os.path.isabs(each) and (paths := {*glob.glob(pattern), *glob.glob(f"{pattern}/**", recursive=True)}):
+                stated = ((path, os.stat(path)) for path in sorted(paths) if os.path.isfile(path))
+                yield from (_digest(path, at.st_size, at.st_mtime_ns, at.st_ino) for path, at in stated)
+                return
 
 
-def _checked(values: Mapping[str, Any], where: str) -> Values:
-    """Return the values converted to the types of a run's settings."""
-    for key in _NOT_VARIED:
-        if key in values:
-            raise ConfigurationError(f"{where}: {key} can't be given, since the study sets it for each run.")
-    text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
-    return parse_toml(text, Configuration, where=where)
-
-
-def _name(varied: Values) -> str:
-    words = [f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()]
-    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", ",".join(words).replace(",", "_"))
+@cache  # by what changes with the content, since the runs of a study share their data
+def _digest(path: str, *_: int) -> str:
+    with open(path, "rb") as file:
+        return f"{path} {hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"

@@ -1,1 +1,0 @@
-"""Speed of the data path: ``python -m benchmarks.data``."""

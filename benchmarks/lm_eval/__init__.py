@@ -1,1 +1,0 @@
-"""An exported model in the LM Evaluation Harness, compared with this project's own evaluation."""

@@ -1,1 +1,0 @@
-"""The outer step in short runs: a delay of a whole round, other average rules, coarse codecs, momentum restarts."""

@@ -1,0 +1,39 @@
+"""Only rounds: torch's all-reduce of one flat tensor over gloo, unencrypted and with a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.wan.methods import base
+
+__all__ = ["Program"]
+
+PORT = 29500
+
+
+class Program(base.Rounds):
+    """The option ``dtype`` is that in which values are sent and summed; casting to it and back is part of a round."""
+
+    def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{self.job.addresses[0]}:{PORT}",
+            rank=self.replica,
+            world_size=self.job.num_replicas,
+            timeout=timedelta(seconds=self.job.timeout_s),
+        )
+
+    def average(self, index: int, number: int, values: Tensor) -> Tensor:
+        summed = values.to(getattr(torch, self.options["dtype"]), copy=True)
+        dist.all_reduce(summed)
+        self.payload_bytes += base.ring_bytes(values.numel(), self.job.num_replicas, summed.element_size())
+        return summed.to(torch.float32).div_(self.job.num_replicas)
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,1 +1,0 @@
-"""The time that `diloco watch` takes to show a large run, and the memory that it needs."""

@@ -1,0 +1,50 @@
+"""Histories: a network of state machines is cut in two groups with one common member, and how such a run ends."""
+
+from __future__ import annotations
+
+import random
+
+from tests.membership.network import Limits, Network, explore, wander
+from tests.protocol.simulated import check_agreement, rank, simulated
+from tests.protocol.simulated_rank import Rank
+
+
+def bridge(replicas: int, seed: int) -> Network:
+    """Cut all links between two groups that share one member, and later those between this member and the first group.
+
+    Each group may continue with that member, which can thus take part in two agreements. The larger group stays whole.
+    """
+    chance, middle = random.Random(seed), (replicas - 1) // 2
+    network = simulated(replicas, Limits(cuts=replicas * replicas))
+    for one in range(middle):
+        for other in range(middle + 1, replicas):
+            network.happen("cuts", one, other, 0)
+    wander(network, (chance.randrange(1 << 16) for _ in range(chance.randrange(10, 80 * replicas))), trouble=False)
+    for one in range(middle):
+        network.happen("cuts", one, middle, chance.randrange(1 << 16))
+    return network
+
+
+def outcome(network: Network) -> str:
+    """Let everything under way finish, also with time, and return how the run has ended."""
+    for _ in range(6):
+        explore(network, [], 3000)
+        nodes = [rank(network, number) for number in sorted(network.alive)]
+        waiting = [(node, settling) for node in nodes if (settling := _settling(node)) is not None and not node.left]
+        if not waiting:
+            break
+        for node, number in waiting:
+            node.suffer("timers", number)
+    going_on = [node for node in nodes if not node.left and node.machine.views.is_member]
+    if not going_on:
+        return "none"
+    try:
+        check_agreement(going_on)
+    except AssertionError as error:
+        return str(error).partition("\n")[0] or "other"
+    return "one"
+
+
+def _settling(node: Rank) -> int | None:
+    kinds = [timer.kind for _, timer in node.timers]
+    return kinds.index("settle") if "settle" in kinds else None
