@@ -147,7 +147,7 @@ def test_same_settings_in_other_words_are_the_same_run(changes: Mapping[str, str
 def test_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"seed = [0]": "seed = [0]\nschedule.overlap_steps = [1, 9]"}
     for _ in range(2):
-        rows = {row["varied"]["schedule.overlap_steps"]: row["error"] for row in sweeps.sweep(changes)}
+        rows = {row["varied"]["sync.overlap_steps"]: row["error"] for row in sweeps.sweep(changes)}
         assert rows[1] == ""
         assert rows[9].startswith("exit code 2: ")
     assert len(sweeps.commands) == 3
@@ -217,7 +217,7 @@ def test_folder_is_one_sweeps_until_its_last_process_has_ended(
 
 def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
-    path.write_text('[base]\nseed = 3\ncodec.name = "int8"\n[axes]\n"train.steps, schedule.overlap_steps" = '
+    path.write_text('[base]\nseed = 3\ncodec.name = "int8"\n[axes]\n"train.steps, sync.overlap_steps" = '
                     '[[10, 1], [30, 3]]\ncodec.name = ["fp4", "float32"]\n')  # fmt: skip
     runs = read_study(path)
     assert [run.name for run in runs] == [
@@ -246,6 +246,6 @@ def test_study_that_can_not_be_run_is_refused(tmp_path: Path, text: str, words: 
 
 
 def test_failed_run_is_part_of_its_row_in_the_table() -> None:
-    rows = [{"varied": {"codec.name": "fp4", "seed": seed}, "error": error, "heldout_loss": 2.0,
+    rows = [{"varied": {"sync.codec": "fp4", "seed": seed}, "error": error, "heldout_loss": 2.0,
              "sent_bytes_per_replica": 1000} for seed, error in enumerate(["", "exit code 1: a | b"])]  # fmt: skip
     assert "| fp4 | 2.0000 | 2.0000, 2.0000 | 1, 1 failed: exit code 1: a / b | 1.0 kB |" in table(rows)
