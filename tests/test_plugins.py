@@ -164,7 +164,13 @@ def facts(own: Path, **values: Any) -> Mapping[str, str]:
 @pytest.mark.parametrize(
     ("fact", "file", "setting", "arguments", "other"),
     [
-        ("codec", "largest", "sync__codec", {"sync__arguments__codec": {"kept": 8}}, {"sync__arguments__codec": {"kept": 9}}),
+        (
+            "codec",
+            "largest",
+            "sync__codec",
+            {"sync__arguments__codec": {"kept": 8}},
+            {"sync__arguments__codec": {"kept": 9}},
+        ),
         ("outer optimizer", "signs", "sync__outer", {}, {"sync__outer_momentum": 0.8}),
         ("merge", "share", "sync__merge", {}, {"sync__arguments__merge": {"share": 0.25}}),
     ],
@@ -258,7 +264,10 @@ def no_rate(params): return torch.optim.SGD(params)
             "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
         ({"sync__codec": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
-        ({"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}}, r"sync\.arguments\.codec can't be used with sync\.codec="),
+        (
+            {"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}},
+            r"sync\.arguments\.codec can't be used with sync\.codec=",
+        ),
         (
             {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
@@ -299,7 +308,9 @@ def test_a_function_may_take_the_whole_model(own: Path) -> None:
     (own / "whole.py").write_text(
         "from diloco import muon\ndef make(model, lr, **more): return muon(model, lr, **more)"
     )
-    settings = load_configuration(["run.toml", "--optimizer.name", "whole.py:make", "--optimizer.arguments", "{momentum=0.8}"])
+    settings = load_configuration(
+        ["run.toml", "--optimizer.name", "whole.py:make", "--optimizer.arguments", "{momentum=0.8}"]
+    )
     model = outline(settings, 257).to_empty(device="cpu")
     groups = make_inner_optimizer(settings.inner, model).param_groups
     assert [group["momentum"] for group in groups if group["orthogonalise"]] == [0.8]

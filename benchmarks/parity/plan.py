@@ -94,7 +94,9 @@ TUNING = (
 ABLATIONS = (
     Variant("independent replicas, mean of their losses", "--algorithm none"),
     streaming("Streaming fp4, outer Nesterov lr 0.7", more="--sync.outer-momentum 0.9 --sync.outer-learning-rate 0.7"),
-    streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--sync.outer-momentum 0.5 --sync.outer-learning-rate 0.7"),
+    streaming(
+        "Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--sync.outer-momentum 0.5 --sync.outer-learning-rate 0.7"
+    ),
     streaming("Streaming fp4, outer SGD lr 1", more="--sync.outer-momentum 0 --sync.outer-learning-rate 1.0"),
     streaming("Streaming fp4, H=30", more="--inner-steps 30"),
     streaming("Streaming fp4, tau 0", more="--overlap-steps 0"),

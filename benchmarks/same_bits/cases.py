@@ -20,7 +20,9 @@ COMMON = """
 --checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard
 """
 SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --optimizer.learning-rate 1e-2 --optimizer.warmup-steps 2"
-DECODER = "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2"
+DECODER = (
+    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2"
+)
 STREAMING = "--fragments 3 --overlap-steps 2"
 FEEDBACK = f"{STREAMING} --sync.error-feedback"
 NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
@@ -123,7 +125,11 @@ CASES = (
     small("byte-pair encoding", "--data.tokenizer bpe --data.bpe-vocab-size 270 --optimizer.schedule wsd"),
     small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
     small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
-    small("torch fp4, buffers, clipped", f"{NORMED} --fragments 2 --codec fp4 --sync.arguments.average.max-norm 0.01", "torch"),
+    small(
+        "torch fp4, buffers, clipped",
+        f"{NORMED} --fragments 2 --codec fp4 --sync.arguments.average.max-norm 0.01",
+        "torch",
+    ),
     small("torch data-parallel", "--algorithm data-parallel --steps 6", "torch"),
     small("torch, two ranks, fsdp", f"{STREAMING} --replica-size 2", "torch", IN_FLIGHT),
     small("torch, two ranks, ddp", f"{STREAMING} --replica-size 2 --train.parallelism ddp", "torch", IN_FLIGHT),

@@ -20,9 +20,11 @@ from diloco.config import (
 )
 from diloco.errors import ConfigurationError
 
-PEER = "--network.behind-nat --out x --train.device cpu --train.threads 1 --network.secret-file s --swarm.direct-port 7 \
+PEER = (
+    "--network.behind-nat --out x --train.device cpu --train.threads 1 --network.secret-file s --swarm.direct-port 7 \
     --network.join /ip4/1/p2p/Qm --swarm.identity k --network.listen /a --network.announce /b --monitor.console quiet \
     --swarm.no-map-ports --checkpoint.keep 9 --swarm.direct never --train.global-device cpu"
+)
 RUNS = (
     "",
     "--algorithm diloco --codec int8 --inner-steps 7 --steps 40",
@@ -183,7 +185,9 @@ def test_a_setting_is_taken_out_by_none_as_in_a_file(value: str) -> None:
     assert parse_arguments(["--run", "none"]).values == {"network.run": "none"}
 
 
-@pytest.mark.parametrize(("flag", "works"), [("--fragments", "a whole number or none"), ("--sync.merge-alpha", "a number")])
+@pytest.mark.parametrize(
+    ("flag", "works"), [("--fragments", "a whole number or none"), ("--sync.merge-alpha", "a number")]
+)
 def test_a_word_for_an_optional_number_is_refused_in_a_sentence(flag: str, works: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"{flag} takes {works}( or none)?, not many\. See"):
         parse_arguments([flag, "many"])

@@ -156,7 +156,9 @@ def test_an_older_way_to_write_the_rotary_base_is_understood(stock: Path) -> Non
 def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     chosen = native_settings(stock)
     deeper = ModelSettings(**{**vars(chosen), "layers": 3})
-    with pytest.raises(CheckpointError, match=r"lack model\.arguments\.layers\.2\.input_layernorm\.weight, .* and others"):
+    with pytest.raises(
+        CheckpointError, match=r"lack model\.arguments\.layers\.2\.input_layernorm\.weight, .* and others"
+    ):
         native_weights(stock, deeper)
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
     with pytest.raises(CheckpointError, match=r"unknown to .* decoder: model\.arguments\.layers\.1\.input_layernorm"):

@@ -166,7 +166,9 @@ def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"])
+    configuration = load_configuration(
+        [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]
+    )
     settings: RunSettings = resolve(configuration, num_layers=2)
     fleet = InProcessFleet(make_transport(settings.transport))
     corpus = build_corpus(settings.data)

@@ -62,7 +62,12 @@ def test_muon_takes_the_hidden_matrices_of_every_architecture(name: str, tmp_pat
 @pytest.mark.parametrize("algorithm", ["data-parallel", "streaming"])
 def test_muon_trains_a_model_of_transformers_and_goes_on(algorithm: str, data: Path, tmp_path: Path) -> None:
     source = f"hf:{write_config(tmp_path, 'GPT-2')}"
-    muon = {"algorithm": algorithm, "optimizer__name": "Muon", "optimizer__learning_rate": 2e-3, "optimizer__arguments": {}}
+    muon = {
+        "algorithm": algorithm,
+        "optimizer__name": "Muon",
+        "optimizer__learning_rate": 2e-3,
+        "optimizer__arguments": {},
+    }
     whole = trained(tmp_path / "whole", plan_of(source, data, **muon))
     trained(tmp_path / "part", plan_of(source, data, train__stop_after=7, **muon))
     part = trained(tmp_path / "part", plan_run(command_line(checkpoint__resume=tmp_path / "part")))

@@ -60,15 +60,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sync.arguments.codec.block_size": 7}, "block_size must be an even number from 2 to 65536, got 7"),
     ({"sync.arguments.codec.block_size": 65538}, "block_size must be an even number from 2 to 65536, got 65538"),
     ({"sync.codec": "float32", "sync.error_feedback": True}, "error_feedback.* no loss to feed back"),
-    ({"sync.arguments.average.codec": "fp4", "algorithm": "data-parallel"}, "mean_codec='fp4'.*only the means of streaming"),
+    (
+        {"sync.arguments.average.codec": "fp4", "algorithm": "data-parallel"},
+        "mean_codec='fp4'.*only the means of streaming",
+    ),
     ({"sync.arguments.average.codec": "int8", "algorithm": "none"}, "mean_codec='int8'.*only the means of streaming"),
     (
         {"algorithm": "data-parallel", "sync.codec": "float16", "sync.error_feedback": True},
         "error_feedback.* no loss to feed back",
     ),
     # clipping and averaging
-    ({"sync.arguments.average.max_norm": 1.0, "algorithm": "data-parallel"}, "only streaming and diloco send contributions"),
-    ({"sync.arguments.average.max_norm": 1.0, "network.transport": "torch", "network.replica_size": 2}, "Use --train.parallelism ddp"),
+    (
+        {"sync.arguments.average.max_norm": 1.0, "algorithm": "data-parallel"},
+        "only streaming and diloco send contributions",
+    ),
+    (
+        {"sync.arguments.average.max_norm": 1.0, "network.transport": "torch", "network.replica_size": 2},
+        "Use --train.parallelism ddp",
+    ),
     ({"sync.average": "senders", "algorithm": "data-parallel"}, "only streaming and diloco send contributions"),
     ({"sync.average": "rds"}, "sync.average='rds' is unknown; .*senders"),
     ({"sync.arguments.average": {"a": 1}}, "sync.arguments.average can't be used with sync.average='mean'"),
@@ -236,4 +245,6 @@ def test_block_sizes_are_refused_here_exactly_where_the_codecs_refuse_them(block
         return False
 
     by_codec = {refused(functools.partial(make_codec, name, block_size=block_size)) for name in ("int8", "fp4")}
-    assert by_codec == {refused(lambda: resolve(build(RunSettings, {"sync.arguments.codec.block_size": block_size}), num_layers=4))}
+    assert by_codec == {
+        refused(lambda: resolve(build(RunSettings, {"sync.arguments.codec.block_size": block_size}), num_layers=4))
+    }

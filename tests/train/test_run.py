@@ -242,7 +242,9 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
-    arguments = "--optimizer.name SGD --optimizer.learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
+    arguments = (
+        "--optimizer.name SGD --optimizer.learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
+    )
     with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
         train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
     checkpoint = open_checkpoint(tmp_path / "run")

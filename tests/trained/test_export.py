@@ -95,7 +95,16 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
     assert begun.model.described() == before | {"max_sequence_length": 16, "z_loss": 0.0}
     assert (begun.data.tokenizer, begun.schedule.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
-    flags = ["--init-from", str(exported), "--model.arguments.layers", "3", "--model.arguments.rope-theta", "5", "--data", "absent"]
+    flags = [
+        "--init-from",
+        str(exported),
+        "--model.arguments.layers",
+        "3",
+        "--model.arguments.rope-theta",
+        "5",
+        "--data",
+        "absent",
+    ]
     changed = load_configuration(flags)
     with pytest.raises(
         ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 can't be combined with .* layers 2"
@@ -119,7 +128,9 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
     """At a learning rate near 0, it ends with the weights with which it began."""
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
-    tiny = "--train.sequence-length 8 --optimizer.warmup-steps 0 --optimizer.learning-rate 1e-30 --monitor.console quiet"
+    tiny = (
+        "--train.sequence-length 8 --optimizer.warmup-steps 0 --optimizer.learning-rate 1e-30 --monitor.console quiet"
+    )
     places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0 --monitor.no-tensorboard"
     assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
     assert same(read_weights(tmp_path / "on"), read_weights(exported))

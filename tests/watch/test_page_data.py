@@ -89,7 +89,9 @@ def test_the_summary_counts_once_a_run_is_over() -> None:
 def test_settings_in_which_runs_differ() -> None:
     runs = [
         Watched("a", "a", settings={"seed": "0", "sync.codec": "fp4", "out": "a"}),
-        Watched("b", "b", settings={"seed": "0", "sync.codec": "int8", "out": "b", "sync.arguments.average.max_norm": "1"}),
+        Watched(
+            "b", "b", settings={"seed": "0", "sync.codec": "int8", "out": "b", "sync.arguments.average.max_norm": "1"}
+        ),
     ]
     assert shown(*runs)["settings"] == [["sync.codec", ["fp4", "int8"]], ["sync.arguments.average.max_norm", ["", "1"]]]
     assert shown(runs[0])["settings"] == []

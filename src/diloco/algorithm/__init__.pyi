@@ -92,11 +92,7 @@ from .pace import trains_at as trains_at
 from .schedule import Merge as Merge
 from .schedule import Send as Send
 from .schedule import SyncSchedule as SyncSchedule
-from .settings import CodecSettings as CodecSettings
-from .settings import FragmentSettings as FragmentSettings
-from .settings import MergeSettings as MergeSettings
-from .settings import OuterSettings as OuterSettings
-from .settings import ScheduleSettings as ScheduleSettings
+from .settings import SyncSettings as SyncSettings
 from .shards import MOST_SHARE as MOST_SHARE
 from .shards import UNKNOWN_UPLINK as UNKNOWN_UPLINK
 from .shards import Uplink as Uplink

@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica, source=given.model)
     settings = _settings_of(trained, given)
     length = trained.length(given.sequence_length, "--sequence-length")
-    if given.questions or settings.data.format == "chat":
+    if given.questions or settings.data.chat:
         return _evaluate_answers(trained, settings, given, length)
     tokens = _tokens(settings.data, given, trained.tokenizer)
     evaluation = _evaluate(trained, settings, given, tokens, length)
@@ -204,7 +204,7 @@ def _evaluate(
 
     model, tokenizer = trained.model, trained.tokenizer
     batch_size, sequences = _amounts(settings, given)
-    masks = settings.train.document_masks
+    masks = settings.data.document_masks
     with _reported_progress() as progress:
         if given.stride is None and not given.by_document:
             return evaluate(

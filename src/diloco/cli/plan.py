@@ -147,7 +147,7 @@ def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dic
         "rank": rank,
         "frozen_weights": base_dtype if rank else None,
         "trained": trained,
-        "frozen_bytes": round(bytes_per_frozen(settings.model) * (total - trained)),
+        "frozen_bytes": round(bytes_per_frozen(settings.model.settings) * (total - trained)),
         "trained_bytes": bytes_per_trained(settings) * trained,
         "payload_bytes": {name: make_codec(name).payload_bytes(trained) for name in CODECS},
     }

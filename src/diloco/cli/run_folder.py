@@ -67,7 +67,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
     base = settings.out or plan.source
     if base is None and torchrun is not None and role.rendezvous is None:
         claimed = str(_claim_numbered(plan)) if role.is_first else None
-        timeout_s = settings.transport.rendezvous_timeout_s
+        timeout_s = settings.network.start_timeout_s
         base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
     if base is None:
         raise ConfigurationError(

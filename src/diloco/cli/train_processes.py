@@ -97,20 +97,16 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
     """Start every rank on this machine with the arguments of this command, and wait for them."""
     from diloco.train import launch
 
-    def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
-        added = ["--replica", str(replica), "--transport.position", str(position), "--join", str(address)]
-        if inner is not None:
-            added += ["--transport.inner-store", str(inner)]
-        if not has_out and plan.source is None:
-            added += ["--out", str(folder)]
-        return [*typed, *added]
+    def command(replica: int, position: int, address: Address) -> list[str]:
+        out = [] if has_out or plan.source is not None else ["--out", str(folder)]
+        return [*typed, "--replica", str(replica), "--join", str(address), *out]
 
     def show(words: str) -> None:
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
     settings = plan.configuration
     talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(settings.transport, command, show, talking_ranks=talking_ranks, lock=lock)
+    return launch(settings.network, command, show, talking_ranks=talking_ranks, lock=lock)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:

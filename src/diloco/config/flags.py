@@ -56,6 +56,7 @@ def parse_flags(
     shown: Mapping[str, Any],
     place: tuple[str, str] = ("[run.toml]", "TOML file with any of the keys below."),
     common: Collection[str] | None = None,
+    helps: Mapping[str, str] = {},
 ) -> CommandLine:
     """Parse a command line that has a flag for every key of ``settings_type``.
 
@@ -65,6 +66,7 @@ def parse_flags(
     Args:
         shown: the values that the help shows as defaults.
         place: the name of the positional argument in the help, and its description.
+        helps: key -> its help text, if it is not the docstring.
         common: the keys that --help shows, in this order; --help-all shows all. None: those with a short flag.
 
     Raises:
@@ -79,7 +81,8 @@ def parse_flags(
         if "--help-all" not in arguments:
             keys = [key for key in keys if key.aliases] if common is None else [known[name] for name in common]
         words = ["--help" if word == "--help-all" else word for word in arguments]
-        _tyro(_kind(keys, shown, place, everything=len(keys) == len(known)), command, description, words)
+        kind = _kind(keys, shown, helps, place, everything=len(keys) == len(known))
+        _tyro(kind, command, description, words)
     values = _parse(own | known, command, arguments)
     typed = {name: value for name, value in values.items() if name not in own}
     typed = layered(settings_type, {}, typed)
@@ -169,8 +172,10 @@ class _Words:
                 values[key.name] = self._value(key, flag, self._taken(key, flag, after))
             elif table := next((key for key in self._keys.values() if flag.startswith(f"{key.flag}.")), None):
                 entry = flag.removeprefix(table.flag).replace("-", "_")
-                [word] = self._taken(_option(flag, str), flag, after)
-                values[f"{table.name}{entry}"] = _of_table(word)
+                alone = not after and (not self._words or self._is_flag(self._words[0]))
+                values[f"{table.name}{entry}"] = (
+                    True if alone else _of_table(self._taken(_option(flag, str), flag, after)[0])
+                )
             elif word == "--debug":
                 DEBUG.set(True)
             else:
@@ -179,6 +184,8 @@ class _Words:
 
     def _is_flag(self, word: str) -> bool:
         flag = word.partition("=")[0].replace("_", "-")
+        if word.startswith("--") and any(flag.startswith(f"{key.flag}.") for key in self._keys.values()):
+            return True
         return flag in self._flags or flag in self._negations or _shows(flag)
 
     def _unknown(self, word: str) -> _MisuseError:
@@ -254,12 +261,17 @@ def _negation(flag: str) -> str:
     return f"--{section}{dot}no-{name}"
 
 
-def _kind(keys: Iterable[Key], shown: Mapping[str, Any], place: tuple[str, str], *, everything: bool) -> Any:
+def _kind(
+    keys: Iterable[Key],
+    shown: Mapping[str, Any],
+    helps: Mapping[str, str],
+    place: tuple[str, str],
+    *,
+    everything: bool,
+) -> Any:
     """Return a `TypedDict` from which tyro prints the help of these keys and of the arguments of every such command."""
     fields: dict[str, Any] = {
-        "file": NotRequired[
-            Annotated[Positional[Path], arg(metavar=place[0], help=place[1], help_behavior_hint="")]
-        ],
+        "file": NotRequired[Annotated[Positional[Path], arg(metavar=place[0], help=place[1], help_behavior_hint="")]],
     }
     sections: dict[str, dict[str, Any]] = {}
     for key in keys:
@@ -267,26 +279,26 @@ def _kind(keys: Iterable[Key], shown: Mapping[str, Any], place: tuple[str, str],
         target = sections.setdefault(key.section, {}) if whole else fields
         annotation = str if key.is_table else key.annotation
         target[key.leaf if whole else key.name] = NotRequired[
-            Annotated[annotation, _argument(key, shown.get(key.name), whole=bool(whole))]
+            Annotated[annotation, _argument(key, shown.get(key.name), helps.get(key.name, key.help), whole=bool(whole))]
         ]
     for section, contents in sections.items():
         # without a help text, tyro would spend a long time on looking for one
         fields[section] = Annotated[_make_typed_dict(section, contents), arg(help="")]
-    helps = {"print_config": "Print the resolved settings as TOML and the facts that follow, and exit."}
-    helps |= {} if everything else {"help_all": "Show all settings."}
-    for name, text in helps.items():
+    more = {"print_config": "Print the resolved settings as TOML and the facts that follow, and exit."}
+    more |= {} if everything else {"help_all": "Show all settings."}
+    for name, text in more.items():
         fields[name] = Annotated[UseCounterAction[int], arg(help=text, help_behavior_hint="")]
     return _make_typed_dict("Flags", fields)
 
 
-def _argument(key: Key, default: Any, *, whole: bool) -> Any:
+def _argument(key: Key, default: Any, text: str, *, whole: bool) -> Any:
     """Return the flag of one key: short alias first, no type, and the default unless the help text states it."""
-    silent = default is None or default == () or default == {} or "efault:" in key.help
+    silent = default is None or default == () or default == {} or "efault:" in text
     hint = "" if silent else f"(default: {_show(default)})"
     long = [alias for alias in key.aliases if alias.startswith("--")]
     if whole or not long:
-        return arg(help=key.help, aliases=key.aliases, metavar=_metavar(key), help_behavior_hint=hint)
-    return arg(help=key.help, name=long[0].removeprefix("--"), metavar=_metavar(key), help_behavior_hint=hint)
+        return arg(help=text, aliases=key.aliases, metavar=_metavar(key), help_behavior_hint=hint)
+    return arg(help=text, name=long[0].removeprefix("--"), metavar=_metavar(key), help_behavior_hint=hint)
 
 
 def _show(value: Any) -> str:

@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress
 
@@ -21,7 +21,7 @@ from diloco.units import Duration, Rate
 __all__ = ["Key", "Values", "build", "flatten", "keys_of", "layered", "leaf_type"]
 
 Values = dict[str, Any]
-T = TypeVar("T", bound=Any)
+T = TypeVar("T")
 
 _POSITIONAL, _SINGLE, _NO_PREFIX, _HIDDEN = (
     get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, OmitArgPrefixes, Suppress)
@@ -89,7 +89,6 @@ def leaf_type(annotation: Any) -> Any:
     return annotation
 
 
-@functools.lru_cache(maxsize=64)
 def keys_of(settings_type: Any) -> dict[str, Key]:
     """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
 
@@ -97,11 +96,21 @@ def keys_of(settings_type: Any) -> dict[str, Key]:
     >>> keys_of(RunSettings)["train.stop_after"].aliases
     ('--stop-after',)
     """
+    if settings_type not in _KEYS:
+        _KEYS[settings_type] = _collect(settings_type)
+    return _KEYS[settings_type]
+
+
+_KEYS: dict[Any, dict[str, Key]] = {}
+
+
+def _collect(settings_type: Any) -> dict[str, Key]:
     top: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
     for field in dataclasses.fields(settings_type):
-        annotation, marks = hints[field.name], ()
+        annotation: Any = hints[field.name]
+        marks: tuple[Any, ...] = ()
         while get_origin(annotation) is Annotated:
             annotation, *more = get_args(annotation)
             marks = (*marks, *more)
@@ -160,7 +169,7 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
     arguments: dict[str, Any] = {}
     sections: dict[str, Values] = {}
     hints = get_type_hints(settings_type)
-    fields = {field.name for field in dataclasses.fields(settings_type)}
+    fields = {field.name for field in dataclasses.fields(settings_type)}  # type: ignore[arg-type]  # a dataclass
     unprefixed = {name: hints[name] for name in fields if dataclasses.is_dataclass(hints[name])}
     for name, value in values.items():
         section, _, rest = name.partition(".")
@@ -171,7 +180,8 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
         else:
             owner = next(each for each, kind in unprefixed.items() if name in keys_of(kind))
             sections.setdefault(owner, {})[name] = value
-    return settings_type(**arguments, **{name: build(hints[name], rest) for name, rest in sections.items()})
+    nested = {name: build(hints[name], rest) for name, rest in sections.items()}
+    return settings_type(**arguments, **nested)
 
 
 def layered(settings_type: Any, below: Mapping[str, Any], above: Mapping[str, Any]) -> Values:

@@ -110,19 +110,18 @@ class ModelSection:
                 if name not in known - {*_OF_TRANSFORMERS}:
                     hint = nearest(name, known - {*_OF_TRANSFORMERS})
                     raise ConfigurationError(f"model.arguments.{name} is not a setting of the native decoder; {hint}")
-        own = {None: known, "hf": {"z_loss", *_OF_TRANSFORMERS}, "module": {"z_loss"}}[kind]
+        own = {None: known, "hf": {"z_loss", *_OF_TRANSFORMERS}, "module": {*_OF_MODULES}}[kind]
         given = {name: tuple(value) if name == "lora_targets" else value for name, value in self.arguments.items()}
-        return ModelSettings(
-            **{name: value for name, value in given.items() if name in own},
-            **{name: getattr(self, name) for name in _SECTION},
-            arguments={name: value for name, value in given.items() if name not in own},
-        )
+        values: dict[str, Any] = {name: value for name, value in given.items() if name in own}
+        values |= {name: getattr(self, name) for name in _SECTION}
+        return ModelSettings(**values, arguments={name: value for name, value in given.items() if name not in own})
 
     def __post_init__(self) -> None:
         _ = self.settings  # checked here
 
 
 _SECTION = ("source", "lora_rank", "quantization")  # the keys of the section besides its table
+_OF_MODULES = ("z_loss", "vocab_size", "max_sequence_length")  # the last two are offered to the function
 _OF_TRANSFORMERS = ("weights", "lora_alpha", "lora_dropout", "lora_targets", "base_dtype")
 
 
@@ -232,10 +231,6 @@ class ModelSettings:
                     )
             return
         source = parse_source(self.source)
-        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
-        for name in native_keys(self.source):
-            if getattr(self, name) != defaults[name]:
-                raise native_only_error(name, source)
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
                 f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose function makes "
@@ -271,12 +266,3 @@ def native_keys(source: str | None) -> tuple[str, ...]:
     if source is None:
         return ()
     return (*NATIVE_ONLY, *(("max_sequence_length",) if parse_source(source).kind == "hf" else ()))
-
-
-def native_only_error(name: str, source: Source) -> ConfigurationError:
-    """Return the error for a setting of the native decoder that was given together with a source."""
-    example = f", such as '{{{name} = ...}}'" if source.kind == "module" else ""
-    return ConfigurationError(
-        f"model.{name} is a setting of the native decoder and can't be combined with model.source={source}. Use "
-        f"model.arguments{example} to set what that model has instead."
-    )

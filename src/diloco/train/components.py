@@ -11,19 +11,16 @@ from diloco.algorithm import (
     AlphaMerge,
     AverageRule,
     Codec,
-    CodecSettings,
     Fragment,
-    FragmentSettings,
     MeanEncoding,
     MergeRule,
-    MergeSettings,
     Nesterov,
     OuterOptimizer,
-    OuterSettings,
     RebaseMerge,
     ScalarSchedule,
     SendersMean,
     Sgd,
+    SyncSettings,
     ValueSchedule,
     make_codec,
     partition,
@@ -36,7 +33,7 @@ from diloco.testing import check_average_rule, check_codec, check_merge_rule, ch
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
-from diloco.transport import InProcessTransport, Link, TransportSettings, VirtualNetwork, parse_fault
+from diloco.transport import InProcessTransport, Link, VirtualNetwork
 
 __all__ = [
     "check_own_code",
@@ -54,7 +51,7 @@ __all__ = [
 ]
 
 
-def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
+def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[Fragment, ...]:
     """Partition ``model`` into fragments as resolved ``settings`` say.
 
     Raises:
@@ -63,9 +60,9 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
     """
     number = settings.num_fragments or 1
     try:
-        return partition(model, num_fragments=number, strategy=settings.strategy, patterns=settings.patterns)
+        return partition(model, num_fragments=number, strategy=settings.fragment_strategy)
     except FragmentError as error:
-        if settings.strategy in ("balanced", "patterns"):
+        if settings.fragment_strategy == "balanced":
             raise
         raise FragmentError(
             f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
@@ -73,56 +70,56 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
         ) from error
 
 
-def make_merge_rule(settings: MergeSettings) -> MergeRule:
+def make_merge_rule(settings: SyncSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
-    if is_own(settings.rule):
-        rule: MergeRule = call("sync.merge", settings.rule, kind=MergeRule, arguments=settings.arguments)
+    if is_own(settings.merge):
+        arguments = settings.arguments_of("merge")
+        rule: MergeRule = call("sync.merge", settings.merge, kind=MergeRule, arguments=arguments)
         return rule
-    return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
+    return RebaseMerge() if settings.merge == "rebase" else AlphaMerge(settings.merge_alpha or 0.0)
 
 
-def make_configured_codec(settings: CodecSettings) -> Codec:
+def make_configured_codec(settings: SyncSettings) -> Codec:
     """Return the codec of resolved settings."""
-    return make_codec(settings.name or "float32", **settings.parameters())
+    return make_codec(settings.codec or "float32", **settings.arguments_of("codec"))
 
 
-def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
+def make_mean_encoding(settings: SyncSettings) -> MeanEncoding:
     """Return the encoding in which resolved settings send means."""
     return MeanEncoding.of(_mean_codec(settings))
 
 
-def _mean_codec(settings: RunSettings) -> Codec | str:
-    name = settings.transport.mean_codec
-    return make_codec(name, block_size=settings.codec.block_size) if name in ("int8", "fp4") else name
+def _mean_codec(settings: SyncSettings) -> Codec | str:
+    name, block_size = settings.mean_codec, settings.arguments_of("codec").get("block_size", 256)
+    return make_codec(name, block_size=block_size) if name in ("int8", "fp4") else name
 
 
-def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
+def make_outer_optimizer(settings: SyncSettings, outer_steps: int) -> OuterOptimizer:
     """Return the outer optimizer of resolved settings.
 
     Args:
         outer_steps: rounds of one fragment in the whole run, which the schedules span.
     """
-    learning_rate: ScalarSchedule = settings.learning_rate if settings.learning_rate is not None else 0.7
-    if settings.learning_rate_schedule != "constant" and not callable(learning_rate):
-        learning_rate = ValueSchedule(
-            peak=learning_rate,
-            kind=settings.learning_rate_schedule,
-            total_steps=max(1, outer_steps),
-            final_ratio=settings.learning_rate_final_ratio,
-        )
-    if settings.name == "sgd":
-        return Sgd(learning_rate=learning_rate)
-    if settings.name == "adam":
-        return Adam(learning_rate=learning_rate, betas=settings.betas, epsilon=settings.epsilon)
-    momentum: ScalarSchedule = settings.momentum
-    if settings.momentum_warmup_outer_steps:
-        momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
-    if is_own(settings.name):
+    arguments = dict(settings.arguments_of("outer"))
+    rate = 0.7 if settings.outer_learning_rate is None else settings.outer_learning_rate
+    learning_rate: ScalarSchedule = rate
+    momentum: ScalarSchedule = settings.outer_momentum
+    if is_own(settings.outer):
         offered = {"learning_rate": learning_rate, "momentum": momentum}
         outer: OuterOptimizer = call(
-            "sync.outer", settings.name, kind=OuterOptimizer, arguments=settings.arguments, offered=offered
+            "sync.outer", settings.outer, kind=OuterOptimizer, arguments=arguments, offered=offered
         )
         return outer
+    kind, final_ratio = arguments.pop("schedule", "constant"), arguments.pop("final_ratio", 0.0)
+    warmup = arguments.pop("momentum_warmup", 0)
+    if kind != "constant":
+        learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=max(1, outer_steps), final_ratio=final_ratio)
+    if settings.outer == "sgd":
+        return Sgd(learning_rate=learning_rate)
+    if settings.outer == "adam":
+        return Adam(learning_rate=learning_rate, **arguments)
+    if warmup:
+        momentum = ValueSchedule(peak=settings.outer_momentum, warmup_steps=warmup)
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
 
 
@@ -132,13 +129,13 @@ def check_own_code(settings: RunSettings) -> None:
     Raises:
         ConfigurationError: if a component can't be constructed or violates its contract.
     """
-    codec, outer, merge = settings.codec, settings.outer, settings.merge
+    sync, optimizer = settings.sync, settings.optimizer
     checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
-        ("sync.codec", codec.name, lambda: check_codec(lambda: make_configured_codec(codec))),
-        ("sync.outer", outer.name, lambda: check_outer_optimizer(make_outer_optimizer(outer, 100))),
-        ("sync.average", outer.average, lambda: check_average_rule(make_average_rule(outer))),
-        ("sync.merge", merge.rule, lambda: check_merge_rule(make_merge_rule(merge))),
-        ("optimizer.name", settings.optimizer.name, lambda: check_inner_arguments(settings.inner)),
+        ("sync.codec", sync.codec, lambda: check_codec(lambda: make_configured_codec(sync))),
+        ("sync.outer", sync.outer, lambda: check_outer_optimizer(make_outer_optimizer(sync, 100))),
+        ("sync.average", sync.average, lambda: check_average_rule(make_average_rule(sync))),
+        ("sync.merge", sync.merge, lambda: check_merge_rule(make_merge_rule(sync))),
+        ("optimizer.name", optimizer.name, lambda: check_inner_arguments(optimizer)),
     )
     for key, name, check in checks:
         try:
@@ -148,52 +145,47 @@ def check_own_code(settings: RunSettings) -> None:
             raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
 
 
-def make_average_rule(settings: OuterSettings) -> AverageRule | None:
+def make_average_rule(settings: SyncSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
     if is_own(settings.average):
-        rule: AverageRule = call(
-            "sync.average", settings.average, kind=AverageRule, arguments=settings.average_arguments
-        )
+        arguments = {
+            name: value for name, value in settings.arguments_of("average").items() if name not in ("max_norm", "codec")
+        }
+        rule: AverageRule = call("sync.average", settings.average, kind=AverageRule, arguments=arguments)
         return rule
     return {"mean": None, "senders": SendersMean()}[settings.average]
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
     """Return the arguments of `DiLoCo` that are the same on all replicas, by name."""
-    steps = settings.train.steps - settings.train.data_parallel_steps
+    sync, steps = settings.sync, settings.train.steps - settings.train.data_parallel_steps
     return {
         "schedule": make_schedule(settings),
-        "fragments": make_fragments(settings.fragments, model),
-        "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.sync.inner_steps),
-        "merge": make_merge_rule(settings.merge),
-        "codec": make_configured_codec(settings.codec),
-        "error_feedback": settings.codec.kept_loss,
-        "max_norm": settings.outer.max_norm,
-        "mean_codec": _mean_codec(settings),
-        "average": make_average_rule(settings.outer),
+        "fragments": make_fragments(sync, model),
+        "outer_optimizer": make_outer_optimizer(sync, steps // sync.inner_steps),
+        "merge": make_merge_rule(sync),
+        "codec": make_configured_codec(sync),
+        "error_feedback": sync.error_feedback,
+        "max_norm": sync.max_norm,
+        "mean_codec": _mean_codec(sync),
+        "average": make_average_rule(sync),
     }
 
 
-def make_links(settings: TransportSettings) -> list[Link]:
+def make_links(settings: RunSettings) -> list[Link]:
     """Return the emulated link of each replica. Without settings, bandwidth is infinite and latency is 0."""
-    bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
-    latencies = _each(settings.latency_s or (0.0,), settings.replicas)
+    emulate, replicas = settings.emulate, settings.network.replicas
+    bandwidths = _each(emulate.bandwidth or (math.inf,), replicas)
+    latencies = _each(emulate.latency or (0.0,), replicas)
     return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
 
 
-def make_transport(settings: TransportSettings) -> InProcessTransport:
-    """Return the in-process transport with its emulated links and faults."""
-    network = None
-    if settings.step_time_s:
-        links = make_links(settings)
-        network = VirtualNetwork(links, _each(settings.step_time_s, settings.replicas))
-    return InProcessTransport(
-        settings.replicas,
-        min_contributors=settings.min_contributors,
-        round_timeout_s=settings.round_timeout_s,
-        network=network,
-        faults=[parse_fault(text) for text in settings.faults],
-    )
+def make_transport(settings: RunSettings) -> InProcessTransport:
+    """Return the in-process transport with its emulated links."""
+    network, replicas = None, settings.network.replicas
+    if settings.emulate.step_time:
+        network = VirtualNetwork(make_links(settings), _each(settings.emulate.step_time, replicas))
+    return InProcessTransport(replicas, round_timeout_s=settings.network.round_timeout, network=network)
 
 
 def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
@@ -207,7 +199,7 @@ def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     Args:
         vocab_size: the vocabulary size if neither the settings nor the model's source give one.
     """
-    model = with_vocabulary(settings.model, vocab_size)
+    model = with_vocabulary(settings.model.settings, vocab_size)
     return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
 
 

@@ -15,9 +15,9 @@ import torch
 
 from diloco.algorithm import (
     Exchange,
-    OuterSettings,
     Send,
     SyncSchedule,
+    SyncSettings,
     data_parallel_bytes,
     make_codec,
     plan_exchange,
@@ -54,7 +54,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     if parameters != total:
         facts["trained"] = f"{format_count(parameters)} parameters, {parameters / total:.2%} of them{_lora(settings)}"
     facts["algorithm"] = _algorithm(settings)
-    if optimizer := inner_optimizer_in_words(settings.inner, model):
+    if optimizer := inner_optimizer_in_words(settings.optimizer, model):
         facts["inner optimizer"] = optimizer
     train, replicas = settings.train, settings.network.replicas
     tokens = replicas * train.batch_size * train.sequence_length
@@ -63,7 +63,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
         f"({replicas} replicas x {train.batch_size} sequences x {train.sequence_length})"
     )
     if settings.algorithm in ("streaming", "diloco"):
-        facts |= _synchronisation(settings, [fragment.numel for fragment in make_fragments(settings.fragments, model)])
+        facts |= _synchronisation(settings, [fragment.numel for fragment in make_fragments(settings.sync, model)])
     elif settings.algorithm == "data-parallel":
         facts |= _gradients(settings, parameters)
     else:
@@ -103,18 +103,18 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     """Return the facts of an algorithm with an outer loop: schedule, codec, merge, outer optimizer and traffic."""
     replicas, start = settings.network.replicas, settings.train.data_parallel_steps
     local_steps = settings.train.steps - start
-    schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
+    schedule, codec = make_schedule(settings), make_configured_codec(settings.sync)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
-    mean, whole = make_mean_encoding(settings), settings.outer.whole_contributions
+    mean, whole = make_mean_encoding(settings.sync), settings.sync.whole_contributions
     exchanges = [plan_exchange(codec, size, replicas, mean=mean, whole=whole) for size in fragment_sizes]
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
     per_gradient = data_parallel_bytes(parameters, replicas, 1)
     ratio = f", {format_ratio(per_gradient * local_steps / sent)} as much" if sent else ""
-    merge = settings.merge
-    mixed = f"alpha = {merge.alpha:g}" if merge.rule == "alpha" else "rebase"
-    mixed = described(make_merge_rule(merge)) if is_own(merge.rule) else mixed
+    sync = settings.sync
+    mixed = f"alpha = {sync.merge_alpha:g}" if sync.merge == "alpha" else "rebase"
+    mixed = described(make_merge_rule(sync)) if is_own(sync.merge) else mixed
     feedback = " with error feedback" if settings.sync.error_feedback else ""
     facts = {
         "fragments": ", ".join(format_count(size) for size in fragment_sizes) + " parameters",
@@ -124,9 +124,9 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "weights": "by the steps that a replica trained since its last committed contribution",
         "merge": mixed,
         "outer optimizer": (
-            described(make_outer_optimizer(settings.outer, max(rounds)))
+            described(make_outer_optimizer(settings.sync, max(rounds)))
             if is_own(settings.sync.outer)
-            else _outer_in_words(settings.outer, rounds)
+            else _outer_in_words(settings.sync, rounds)
         ),
         "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",
         "exchange": f"{_exchange_in_words(exchanges)} per replica and round each way",
@@ -136,28 +136,26 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         ),
     }
     if settings.sync.average != "mean":
-        facts["average"] = described(make_average_rule(settings.outer))
-    if (bound := settings.outer.max_norm) is not None:
+        facts["average"] = described(make_average_rule(settings.sync))
+    if (bound := settings.sync.max_norm) is not None:
         facts["clipping"] = f"contributions are scaled down to the norm {bound:g}"
-    if settings.swarm.dynamic_steps:
+    if settings.network.straggler == "dynamic":
         facts["dynamic steps"] = "a replica slower than the fastest skips steps, so that no replica waits for it"
-    if settings.network.straggler == "grace":
-        facts["stragglers"] = "skip the steps for which other replicas would have to wait"
     if start:
         facts["traffic"] += f" (plus {format_bytes(per_gradient * start)} for the shared start)"
     return facts
 
 
-def _outer_in_words(outer: OuterSettings, rounds: Sequence[int]) -> str:
+def _outer_in_words(sync: SyncSettings, rounds: Sequence[int]) -> str:
     """Describe the outer optimizer, its gain and its number of rounds per fragment.
 
-    >>> _outer_in_words(OuterSettings(learning_rate=0.4), [40, 39, 39])
+    >>> _outer_in_words(SyncSettings(outer_learning_rate=0.4), [40, 39, 39])
     'nesterov, learning rate 0.4, momentum 0.9: gain 4, 39 to 40 rounds per fragment'
     """
-    momentum = f", momentum {outer.momentum:g}" if outer.name == "nesterov" else ""
-    gain = "" if outer.lasting_gain is None else f": gain {outer.lasting_gain:.3g}"
+    momentum = f", momentum {sync.outer_momentum:g}" if sync.outer == "nesterov" else ""
+    gain = "" if sync.lasting_gain is None else f": gain {sync.lasting_gain:.3g}"
     each = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
-    return f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}{gain}, {each} rounds per fragment"
+    return f"{sync.outer}, learning rate {sync.outer_learning_rate:g}{momentum}{gain}, {each} rounds per fragment"
 
 
 def _exchange_in_words(exchanges: Sequence[Exchange]) -> str:
@@ -209,7 +207,7 @@ def bytes_per_trained(settings: RunSettings) -> int:
     each = 16
     if settings.algorithm in ("streaming", "diloco"):
         value = torch.zeros(1, dtype=torch.float32, device="cpu")
-        each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(value).slots)
+        each += 4 + 4 * len(make_outer_optimizer(settings.sync, 1).init(value).slots)
         each += 4 if settings.sync.error_feedback else 0
     return each
 
@@ -223,14 +221,16 @@ def bytes_per_frozen(settings: ModelSettings) -> float:
 
 def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
     each, replicas = bytes_per_trained(settings), settings.network.replicas
-    total = each * trained + bytes_per_frozen(settings.model) * frozen
-    parameter = f"trained and {bytes_per_frozen(settings.model):g} per frozen parameter" if frozen else "parameter"
+    total = each * trained + bytes_per_frozen(settings.model.settings) * frozen
+    parameter = (
+        f"trained and {bytes_per_frozen(settings.model.settings):g} per frozen parameter" if frozen else "parameter"
+    )
     memory = format_bytes(round(total * replicas))
     return f"{memory} for {replicas} replicas at {each} bytes per {parameter}, plus activations"
 
 
 def _lora(settings: RunSettings) -> str:
-    model = settings.model
+    model = settings.model.settings
     if not model.lora_rank:
         return ""
     targets, frozen = ", ".join(model.lora_targets), model.quantization or model.base_dtype

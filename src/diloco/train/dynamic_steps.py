@@ -17,17 +17,9 @@ __all__ = ["DynamicSteps", "make_pace"]
 
 def make_pace(settings: RunSettings, replica: int, others: PeerFleet) -> DynamicSteps | None:
     """Return the pace of a replica, or None if it trains all steps."""
-    swarm, schedule = settings.swarm, settings.schedule
-    grace = swarm.straggler == "grace"
-    if not swarm.dynamic_steps and not grace:
+    if settings.network.straggler != "dynamic":
         return None
-    return DynamicSteps(
-        replica,
-        schedule.inner_steps,
-        others,
-        shares=swarm.dynamic_steps,
-        grace_steps=(schedule.overlap_steps or 0) if grace else None,
-    )
+    return DynamicSteps(replica, settings.sync.inner_steps, others)
 
 
 class DynamicSteps:

@@ -13,7 +13,7 @@ from torch import nn
 from diloco.algorithm import Muon, hidden_matrices, muon, trainable_parameters
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import check_arguments, find, is_own, split, takes
-from diloco.train.settings import InnerSettings
+from diloco.train.settings import OptimizerSettings
 
 __all__ = ["check_inner_arguments", "inner_optimizer_in_words", "make_inner_optimizer"]
 
@@ -26,7 +26,7 @@ FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim with a fused kerne
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
+def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     """Construct the optimizer that ``settings`` names, for the parameters of ``model``.
 
     A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
@@ -70,7 +70,7 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     return optimizer
 
 
-def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
+def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """Return the optimizer's constructor and the arguments it accepts besides parameters and learning rate.
 
     Raises:
@@ -92,7 +92,7 @@ def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.
     return make, accepted
 
 
-def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
+def inner_optimizer_in_words(settings: OptimizerSettings, model: nn.Module) -> str:
     """Describe which optimizer trains which parameters, if there are two or it is the user's own; else return ""."""
     if is_own(settings.name):
         place, name = split(settings.name)

@@ -97,7 +97,6 @@ class ReplicaMaker:
             transport=self.fleet.endpoint(replica.number),
             **outer_arguments(settings, replica.model),
             global_device="cpu" if on_host else None,
-            telemetry=settings.outer.telemetry,
             on_event=on_event,
             compare_arguments=False,  # the replicas compared their settings when they met
         )
@@ -106,15 +105,17 @@ class ReplicaMaker:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         place = "cpu" if strategy == "fsdp" else self.device
-        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self.definition)
+        model = build_language_model(
+            settings.model.settings, seed=settings.seed, device=place, definition=self.definition
+        )
         if initial is not None:
             load_parameters(model, initial)
         prepare_model(model, train)
-        end = self.corpus.tokenizer.eos_id if train.document_masks else None
+        end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
             parallelise(model, strategy, group, self.device),
-            make_inner_optimizer(settings.inner, model),
-            learning_rate=inner_learning_rate(settings.inner, train.steps),
+            make_inner_optimizer(settings.optimizer, model),
+            learning_rate=inner_learning_rate(settings.optimizer, train.steps),
             clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
             accumulation=train.gradient_accumulation,

@@ -12,6 +12,7 @@ from diloco.train.settings import RunSettings
 
 __all__ = ["check_averaging", "check_lengths", "check_name", "check_network", "refuse_if"]
 
+
 def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
@@ -44,7 +45,9 @@ def check_lengths(settings: RunSettings, longest: int | None) -> None:
     train, model, steps = settings.train, settings.model.settings, settings.train.steps
     if longest is None and model.source is None:
         longest = model.max_sequence_length
-    limit = f"the {longest} tokens of {model.source}" if model.source else f"model.arguments.max_sequence_length={longest}"
+    limit = (
+        f"the {longest} tokens of {model.source}" if model.source else f"model.arguments.max_sequence_length={longest}"
+    )
     refuse_if(
         longest is not None and train.sequence_length > longest,
         f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that "

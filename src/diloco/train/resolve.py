@@ -105,7 +105,9 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
     found = []
     if settings.algorithm in ("streaming", "diloco"):
         if settings.sync.merge_alpha == 1:
-            found.append("sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone.")
+            found.append(
+                "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
+            )
         found += _notes_on_rounds(settings)
     alone = settings.network.replicas == 1 and settings.network.transport != "hivemind"
     if alone and settings.algorithm != "none":

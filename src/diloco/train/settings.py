@@ -74,16 +74,15 @@ class TrainSettings:
     parallelism: Literal["fsdp", "ddp"] = "fsdp"
     """How the ranks of one replica hold its state. fsdp: each holds a shard; ddp: each holds a full copy."""
     compile: Annotated[bool, arg(aliases=["--compile"])] = False
-    """Compile the model's blocks, and the parts of the loss between its matrix products, with torch.compile."""
+    """Compile the model's blocks and parts of the loss with torch.compile."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations of a block in the backward pass instead of keeping them. full: all of them; selective: all
     except the outputs of matrix products and attention. The results are the same bits."""
     data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
     """Start with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
-    """Start from the global parameters of this checkpoint, run folder or .safetensors file, or from a transformers
-    model folder (Llama, Qwen3, Arcee, Apertus). Such a folder also sets model.* and data.tokenizer if nothing else
-    does."""
+    """Start from the global parameters of this checkpoint, run folder or .safetensors file, or from a folder of
+    transformers (Llama, Qwen3, Arcee, Apertus) with its sizes and tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ class OptimizerSettings:
     """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, the
     head and vectors use AdamW."""
     learning_rate: Annotated[float, arg(aliases=["--learning-rate"])] = 4e-4
-    """Peak learning rate. Muon: the rate of AdamW; hidden matrices use `arguments.matrix_lr_ratio` (10) times it."""
+    """Peak learning rate; with Muon that of AdamW, and hidden matrices use `matrix_lr_ratio` (10) times it."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
     """Further arguments for the optimizer's class, as a table."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -141,8 +140,7 @@ class RunSettings:
     """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Run folder. Default: runs/RUN in a swarm (--run), otherwise runs/ALGORITHM-PRESET, with a number appended if
-    that folder exists."""
+    """Run folder. Default: runs/RUN in a swarm, otherwise runs/ALGORITHM-PRESET; with a number if that exists."""
     seed: int = 0
     """Seed of the initial weights, the data order and every replica's random generators."""
     algorithm: Algorithm = "streaming"

@@ -61,7 +61,6 @@ from .hivemind.peer_config import same_port as same_port
 from .hivemind.peer_streams import PeerAddress as PeerAddress
 from .hivemind.peer_streams import PeerStreams as PeerStreams
 from .hivemind.search import Search as Search
-from .hivemind.settings import SwarmSettings as SwarmSettings
 from .hivemind.status import PeerStatus as PeerStatus
 from .hivemind.status_client import PeerReport as PeerReport
 from .hivemind.status_client import StatusClient as StatusClient
@@ -118,7 +117,9 @@ from .secret import is_proof as is_proof
 from .secret import new_secret as new_secret
 from .secret import proof as proof
 from .secret import read_secret as read_secret
-from .settings import TransportSettings as TransportSettings
+from .settings import EmulateSettings as EmulateSettings
+from .settings import NetworkSettings as NetworkSettings
+from .settings import multiaddress as multiaddress
 from .shaping import Pacer as Pacer
 from .shaping import TokenBucket as TokenBucket
 from .tcp import KEEPING_THEIR_RATE as KEEPING_THEIR_RATE

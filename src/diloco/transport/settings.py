@@ -28,20 +28,19 @@ class NetworkSettings:
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). hivemind: training begins when this many have joined."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """torch: start only this replica here; the others are started elsewhere with the same --join. hivemind: the
-    number of this replica. Default: it follows from the peer's key."""
+    """torch: start only this replica here, and the others elsewhere with the same --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
     """torch: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
-    """When replicas are lost. torch: all save their state and stop, or the others continue and the lost one may rejoin.
-    hivemind: when the network splits, only the larger side continues (stop), or each side does (continue)."""
+    """torch: when a replica is lost, all save their state and stop, or the others continue and it may rejoin. hivemind:
+    when the network splits, the smaller side stops, or both continue."""
     min_replicas: int = 1
     """After a loss, training continues only if at least this many replicas are left."""
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """hivemind: name of the run; peers that give the same name train together."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
-    """torch: HOST:PORT at which all replicas meet, where replica 0 listens; the address of any replica to join a running
-    training. hivemind: addresses of any peers, as they print them (/ip4/.../p2p/...). Default: this is the first."""
+    """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers, as they
+    print them. Default: this is the first."""
     listen: str | None = None
     """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. hivemind uses FIRST for
     libp2p and LAST for direct connections. Default: any free port."""
@@ -50,8 +49,7 @@ class NetworkSettings:
     behind_nat: bool = False
     """hivemind: do not listen. Others are reached over connections that this peer opens, and through relays."""
     secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
-    """A file with a secret that all replicas share, as `diloco secret FILE` writes it, readable by its owner only. A
-    process without it is rejected before it can send anything."""
+    """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
     allow: tuple[str, ...] = ()
     """hivemind: identities of the peers that may take part. Empty: all that know the run's name and secret."""
     round_timeout: Duration = 600.0
@@ -59,9 +57,9 @@ class NetworkSettings:
     silence: Duration = 15.0
     """A replica from which nothing is received for this long counts as lost."""
     straggler: Literal["wait", "skip", "dynamic"] = "wait"
-    """hivemind: what happens if a contribution is late. wait: the others wait until the round times out; skip: for twice
-    `silence`. Then they continue without that replica, and it rejoins. dynamic: a replica slower than the fastest takes
-    only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
+    """hivemind: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
+    twice `silence`. Then they continue without that replica, and it rejoins. dynamic: a replica slower than the fastest
+    takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
     """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
 
@@ -102,12 +100,12 @@ class NetworkSettings:
 
     def _listen_parts(self) -> tuple[str, int, int]:
         match = _LISTEN.fullmatch(self.listen or ":0")
-        ports = () if match is None else (int(match["first"]), int(match["last"] or match["first"]))
-        if match is None or not ports[0] <= ports[1] <= 65535:
+        first, last = (1, 0) if match is None else (int(match["first"]), int(match["last"] or match["first"]))
+        if match is None or not first <= last <= 65535:
             raise ConfigurationError(
                 f"network.listen must be HOST:PORT or HOST:FIRST-LAST, such as 0.0.0.0:31330, got {self.listen!r}."
             )
-        return (match["host"].strip("[]"), *ports)
+        return match["host"].strip("[]"), first, last
 
     def __post_init__(self) -> None:
         most = None if self.transport == "hivemind" else self.replicas
