@@ -34,7 +34,7 @@ ORDER = (
     "train",
     "monitor",
     "watch",
-    "simulate",
+    "plan",
     "integrations",
     "config",
     "sweep",

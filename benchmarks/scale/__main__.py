@@ -18,7 +18,7 @@ from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import sweep
 from diloco.algorithm import make_codec
-from diloco.simulate import Workload
+from diloco.plan import Workload
 
 HERE = Path(__file__).parent
 MARKER = "<!-- what follows is written by python -m benchmarks.scale -->"

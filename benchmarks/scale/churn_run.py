@@ -1,6 +1,6 @@
 """One simulated run of replicas that fail and return; a round has the replicas that are members when it begins.
 
-Schedule, sizes and links are those of `diloco.simulate.utilization`. Membership follows the torch transport: a loss or
+Schedule, sizes and links are those of `diloco.plan.simulate`. Membership follows the torch transport: a loss or
 a join ends the view and voids the rounds in flight, whose work travels with the next round of their fragment.
 `benchmarks.scale.churn` draws the losses and joins.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from benchmarks.scale.churn import Churn, Membership, ViewChange
 from diloco.algorithm import Codec, SyncSchedule
-from diloco.simulate import Cluster, Traffic, Workload, equivalent_send_s
+from diloco.plan import Cluster, Traffic, Workload
 from diloco.transport import LinkArrays, round_times
 
 __all__ = ["ChurnRun"]
@@ -39,14 +39,20 @@ class ChurnRun:
     """Clocks, links and membership of M replicas, ``(M,)``; by fragment ``(M, P)``."""
 
     def __init__(
-        self, workload: Workload, schedule: SyncSchedule, codec: Codec, cluster: Cluster, churn: Churn, steps: int
+        self,
+        workload: Workload,
+        schedule: SyncSchedule,
+        codec: Codec,
+        cluster: Cluster,
+        churn: Churn,
+        steps: int,
+        jitter: float = 0.0,
     ) -> None:
         self.workload, self.schedule, self.codec, self.cluster, self.churn = workload, schedule, codec, cluster, churn
         number, fragments = cluster.num_replicas, schedule.num_fragments
         links, shape = cluster.links, (number,)
         self.bandwidth: Floats = np.broadcast_to(links.bandwidth_bits_per_s, shape)
         self.latency: Floats = np.broadcast_to(links.latency_s, shape)
-        self.half: NDArray[np.bool_] = np.broadcast_to(links.half_duplex, shape)
         self.sizes = np.array(workload.fragment_sizes(fragments), dtype=float)
         self.state_bytes = STATE_BYTES_PER_VALUE * self.sizes
         self.membership = Membership(churn, self.bandwidth, float(self.state_bytes.sum()))
@@ -66,6 +72,9 @@ class ChurnRun:
         self.sums = dict.fromkeys(("kept", "carried", "stale", "round_s", "committed", "handed_in"), 0.0)
         self._traffic: dict[int, Traffic] = {}
         self.computed_s = cluster.computed_s(steps)
+        if jitter:  # step times from a gamma distribution with this standard deviation relative to their mean
+            drawn = np.random.default_rng(churn.seed).gamma(jitter**-2, jitter**2, (steps, number))
+            self.computed_s[1:] = np.cumsum(drawn * cluster.step_time_s, axis=0)
 
     def now_s(self, step: int) -> Floats:
         """Return each replica's clock when it has computed ``step`` steps, with its waits so far."""
@@ -93,17 +102,14 @@ class ChurnRun:
             self._apply(heapq.heappop(pending), step, first_s)
 
     def send(self, fragment: int, step: int) -> None:
-        """Send between the members as `diloco.simulate.utilization` does; all payloads leave at the end of the step."""
+        """Send between the members as `diloco.plan.simulate` does; all payloads leave at the end of the step."""
         members = np.flatnonzero(self.present)
         parcel, overheads = self._traffic_between(len(members)).parcels[fragment], self.cluster.overheads
         self.spent_s[members] += overheads.send_s_per_value * parcel.numel
-        began_s = (self.computed_s[step - 1] + self.waited_s + self.spent_s)[members]
-        lasted_s = (self.computed_s[step] - self.computed_s[step - 1])[members]
-        ready_s = equivalent_send_s(parcel, began_s, lasted_s, self.bandwidth[members]) + self.shift_s[members]
-        ready_s = np.maximum(ready_s, self.links_from_s)
+        ready_s = np.maximum(self.now_s(step)[members], self.links_from_s)
         first_s = float(ready_s.min())
         left = np.where(self.membership.serves_at(first_s), 1 - self.churn.state_share, 1.0)
-        links = LinkArrays((left * self.bandwidth)[members], self.latency[members], self.half[members])
+        links = LinkArrays((left * self.bandwidth)[members], self.latency[members])
         up_s, down_s = self.up_free_s[members], self.down_free_s[members]
         times = round_times(links, ready_s, parcel.sent_bytes, parcel.received_bytes, up_s, down_s)
         overhead_s = float(self.cluster.overhead_s(parcel, links).max())
@@ -211,5 +217,5 @@ class ChurnRun:
 
     def _traffic_between(self, members: int) -> Traffic:
         if members not in self._traffic:
-            self._traffic[members] = self.workload.traffic(self.schedule, [self.codec], members)
+            self._traffic[members] = self.workload.traffic(self.schedule, self.codec, members)
         return self._traffic[members]

@@ -1,6 +1,6 @@
 """Simulates many replicas that fail and return: what losses and joiners cost, by the number of replicas.
 
-Without losses it agrees with `diloco.simulate.utilization`: the same rounds and bytes, and up to rounding the same
+Without losses it agrees with `diloco.plan.simulate`: the same rounds and bytes, and up to rounding the same
 compute utilisation.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.scale.churn import Churn
 from benchmarks.scale.churn_run import ChurnRun
 from diloco.algorithm import Codec, Send, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate import Cluster, Workload
+from diloco.plan import Cluster, Workload
 from diloco.transport import Link
 
 __all__ = ["Scaled", "simulate_churn", "sweep"]
@@ -70,6 +70,7 @@ def simulate_churn(
     *,
     cycles: int = 10,
     warm_up: int = 2,
+    jitter: float = 0.0,
 ) -> Scaled:
     """Simulate ``(warm_up + 1 + cycles) * H`` steps that all M replicas begin, and measure the last ``cycles * H``.
 
@@ -95,7 +96,7 @@ def simulate_churn(
             f"cycles must be at least 1 and warm_up at least 0, got cycles={cycles} and warm_up={warm_up}. Nothing was "
             "computed."
         )
-    run = ChurnRun(workload, schedule, codec, cluster, churn, steps)
+    run = ChurnRun(workload, schedule, codec, cluster, churn, steps, jitter)
     before = None
     for step in schedule.busy_steps(steps):
         if before is None and step > begin:
@@ -166,8 +167,8 @@ def sweep(
         )
         for bandwidth, jitter, number in itertools.product(bandwidths_bits_per_s, jitters, replicas):
             links = [Link(bandwidth, latency_s)] * number
-            cluster = Cluster.of(links, workload.step_time_s, jitter=jitter, seed=churn.seed)
-            done = simulate_churn(workload, schedule, codec, cluster, churn, cycles=cycles)
+            cluster = Cluster.of(links, workload.step_time_s)
+            done = simulate_churn(workload, schedule, codec, cluster, churn, cycles=cycles, jitter=jitter)
             yield {
                 "model": name,
                 "codec": codec.name,

@@ -1,4 +1,4 @@
-"""Training runs in one process on emulated links, and their predictions."""
+"""Training runs in one process on emulated links, and what `diloco plan` predicts for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from diloco.config import Configuration, load_configuration
 from diloco.data import build_corpus
 from diloco.model import build_model
-from diloco.simulate import Cluster, outer_traffic, simulate
+from diloco.plan import Cluster, outer_traffic, simulate
 from diloco.train import (
     InProcessFleet,
     Session,
@@ -55,24 +55,17 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield one row for each method on each link; the training text is written to ``folder``."""
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
-    for method in RUNS:
-        for link in LINKS:
-            yield _row(f"{method} {link}", text)
-
-
-def _row(arguments: str, text: Path) -> dict[str, Any]:
-    given = load_configuration([*MODEL.split(), *arguments.split(), "--steps", str(STEPS), "--data", str(text)])
-    settings = resolve(given, num_layers=given.model.layers)
-    measured = _train(settings)
-    predicted = _predict(settings)
-    return {"run": arguments, "measured": measured, "predicted": predicted}
+    for run in (f"{method} {link}" for method in RUNS for link in LINKS):
+        given = load_configuration([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)])
+        given = replace(given, model=replace(given.model, vocab_size=257))
+        settings = resolve(given, num_layers=given.model.layers)
+        yield {"kind": "virtual", "run": run, "measured": _train(settings), "predicted": _predict(settings)}
 
 
 def _train(settings: Configuration) -> dict[str, float]:
-    corpus = build_corpus(settings.data)
-    settings = _with_vocabulary(settings, corpus.tokenizer.vocab_size)
     transport = make_transport(settings.transport)
-    session = Session(settings, corpus, InProcessFleet(transport), torch.device("cpu"), lambda event: None)
+    fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
+    session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):
         session.step()
     session.drain()
@@ -82,16 +75,9 @@ def _train(settings: Configuration) -> dict[str, float]:
 
 
 def _predict(settings: Configuration) -> dict[str, float]:
-    settings = _with_vocabulary(settings, 257)
-    model = build_model(settings.model, seed=0, device="meta")
+    model, transport = build_model(settings.model, seed=0, device="meta"), settings.transport
     sizes = [fragment.numel for fragment in make_fragments(settings.fragments, model)]
     codec = make_configured_codec(settings.codec)
-    transport = settings.transport
-    traffic = outer_traffic(make_schedule(settings), sizes, [codec], transport.replicas)
-    cluster = Cluster.of(make_links(transport), transport.step_time_s[0])
-    result = simulate(traffic, cluster, steps=STEPS, drain=True)
+    traffic = outer_traffic(make_schedule(settings), sizes, codec, transport.replicas)
+    result = simulate(traffic, Cluster.of(make_links(transport), transport.step_time_s[0]), steps=STEPS, drain=True)
     return {"compute_utilization": float(result.compute_utilization), "wall_s": float(result.wall_s)}
-
-
-def _with_vocabulary(settings: Configuration, vocab_size: int) -> Configuration:
-    return replace(settings, model=replace(settings.model, vocab_size=vocab_size))

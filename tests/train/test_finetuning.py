@@ -12,7 +12,6 @@ import torch
 from diloco.algorithm import Sgd, SyncSchedule, make_codec
 from diloco.checkpoint import open_checkpoint
 from diloco.cli import main
-from diloco.cli.plan import finetune_memory
 from diloco.config import RunPlan, finetune_line, plan_run, with_steps
 from diloco.data import build_chat_corpus
 from diloco.errors import ConfigurationError
@@ -226,8 +225,13 @@ def test_what_can_not_be_meant_is_refused(
 
 
 @pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (4, "bfloat16")])
-def test_the_memory_that_is_planned_is_what_a_replica_holds(base: Path, rank: int, dtype: str) -> None:
-    planned = finetune_memory(base, rank, dtype)
+def test_the_memory_that_is_planned_is_what_a_replica_holds(
+    base: Path, rank: int, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--lora.rank", str(rank), "--model.base-dtype", dtype] if rank else []
+    link = "--replicas 2 --fragments 1 --outer.name sgd --bandwidth 1Gbit --step-time 1s --json"
+    assert main(["plan", "--model", f"hf:{base}", "--train.sequence-length", "8", *flags, *link.split()]) == 0
+    planned = json.loads(capsys.readouterr().out)
     lora: dict[str, Any] = {"lora_rank": rank, "base_dtype": dtype} if rank else {}
     model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -236,17 +240,12 @@ def test_the_memory_that_is_planned_is_what_a_replica_holds(base: Path, rank: in
     model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
     optimizer.step()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = [*trained, *(parameter.grad for parameter in trained), *loop.outer_loop.named_global_params().values()]
-    held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    assert sum(value.numel() * value.element_size() for value in held if value is not None) == planned["trained_bytes"]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    assert sum(value.numel() * value.element_size() for value in frozen) == planned["frozen_bytes"]
+    kept = [*model.parameters(), *(parameter.grad for parameter in trained)]
+    kept += loop.outer_loop.named_global_params().values()
+    kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    assert (
+        sum(value.numel() * value.element_size() for value in kept if value is not None)
+        == (planned["model"]["memory_bytes"])
+    )
     sent = sum(make_codec("fp4").payload_bytes(fragment.numel) for fragment in loop.fragments)
-    assert sent == planned["payload_bytes"]["fp4"]
-
-
-def test_the_plan_is_a_table(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--finetune", str(base)]) == 0
-    shown = capsys.readouterr().out
-    assert "LoRA 16" in shown
-    assert "all weights" in shown
+    assert sent == planned["prediction"]["fragments"][0]["sent_bytes"]

@@ -139,12 +139,6 @@ def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> No
         Link(bandwidth, latency)
 
 
-def test_half_duplex_takes_turns() -> None:
-    """Sending takes 1 s and receiving another second, which full duplex does at the same time."""
-    link = Link(MEGABYTE_PER_S, half_duplex=True)
-    assert transfer_times(equal(2, 1_000_000), [link] * 2, FREE)[0] == pytest.approx(2.0)
-
-
 def test_many_scenarios_at_once_are_each_alone() -> None:
     links = LinkArrays.of([Link(MEGABYTE_PER_S, 0.1), Link(2 * MEGABYTE_PER_S, 0.3), Link(MEGABYTE_PER_S)])
     at_s, sizes, free = np.array([[0.0, 1, 2], [5, 0, 1]]), np.array([1e6, 2e6, 3e6]), np.zeros(3)

@@ -33,8 +33,7 @@ COMMANDS = {
     "peers": "list the peers of a swarm (--transport hivemind) and what each is doing",
     "secret": "create the secret that keeps others out of a run",
     "dht": "run a peer that trains nothing, through which other peers find each other",
-    "simulate": "predict compute utilisation on a link, or the bandwidth that it needs",
-    "plan": "find settings with which a model trains at full speed over its links",
+    "plan": "predict what settings cost on a link, and which others fit it",
     "sweep": "run a study: the same run with settings varied along axes",
     "presets": "list the model presets and their dimensions",
 }

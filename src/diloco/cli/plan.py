@@ -1,177 +1,266 @@
-"""``diloco plan``: find the settings with which replicas reach a compute utilisation on given links."""
+"""``diloco plan``: what the settings of a run cost on its links, and which others fit them."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
-from diloco.cli.sites import SiteOptions
-from diloco.cli.tables import columns
-from diloco.config import CommandLine, compose, finetune_line, parse_options, with_steps
+from diloco.cli.tables import columns, facts_table
+from diloco.config import Configuration, compose, flatten, parse_flags, preset_values
+from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
-from diloco.train import resolve
-from diloco.units import format_bytes, format_count, parse_share
+from diloco.model import with_vocabulary
+from diloco.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    parse_count,
+    parse_duration_s,
+    parse_rate_bits_per_s,
+    parse_share,
+)
 
-__all__ = ["PlanOptions", "finetune_memory", "run"]
+if TYPE_CHECKING:
+    from diloco.plan import Site
 
-RANKS = (8, 16, 64, 0)
-TYPES = ("float32", "bfloat16")
-CODECS = ("float32", "fp4")
+__all__ = ["run"]
 
-DESCRIPTION = """Find the settings (method, H, P, tau and codec) with which replicas synchronise most often
-and still reach a compute utilisation on given links.
+DESCRIPTION = """Predict what the settings of `diloco train` cost on a link: compute utilisation, bytes and
+waiting, for each fragment; and the same for other H and codecs, to choose from.
+
+Takes the TOML file and the flags of `diloco train`; what does not touch the link has
+no effect. Nothing is trained or sent, and the loss is not predicted.
 
 Examples:
-  diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --device cuda
-  diloco plan --preset 35m --measure --peers 10.0.0.2:29400 --config run.toml
-  diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --device cuda --price-per-hour 24 --json
-  diloco plan --finetune llama
+  diloco plan run.toml --bandwidth 100Mbit --latency 50ms --step-time 250ms
+  diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s
+  diloco plan --parameters 7B --fragments 11 --inner-steps 200 --bandwidth 1Gbit --step-time 600ms
+  diloco plan --preset tiny --measure --replicas 2 --bandwidth 100Mbit 20Mbit --json"""
 
-The loss is not predicted. Everything else stays as the preset has it, and what differs
-from the preset is listed. If no setting reaches the target, the exit code is 1 and the
-command prints what would reach it."""
-
-
-_DEVICE = (
-    "Device of the replicas. With --measure: the device to time, cpu, cuda, cuda:N or auto. Without --measure, the "
-    "work of sends and merges is what was measured on a CPU; with cuda it is not counted, since it was not measured "
-    "there."
+SHOWN = (
+    *("preset", "algorithm", "train.steps", "train.data_parallel_steps", "train.device", "model.source"),
+    *("transport.name", "transport.replicas", "transport.mean_codec", "swarm.dynamic_steps", "model.lora_rank"),
+    *("schedule.inner_steps", "schedule.overlap_steps", "fragments.num_fragments", "fragments.strategy"),
+    *("codec.name", "codec.block_size", "codec.arguments", "outer.average", "outer.max_norm"),
 )
+"""The settings of a run that the help lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(SiteOptions):
-    """The options of `diloco plan`."""
+class Planning(Configuration):
+    """The settings of a run, and what is known about its machines and links."""
 
-    replicas: int = 4
-    """Number of replicas (M)."""
-    step_time: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    bandwidth: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    """Bandwidth in each direction, such as 500Mbit; one value for all replicas, or one for each."""
+    latency: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    """One-way latency, such as 80ms; one value for all replicas, or one for each. Default: 0ms."""
+    step_time: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
     measure: bool = False
-    """Measure what is not given: the preset's inner step on this machine, and the links to --peers."""
-    peers: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
-    """With --measure: replicas, or machines that run `diloco doctor --listen`. The plan is for the slowest link."""
-    device: Annotated[str, arg(help=_DEVICE)] = "auto"
-    target_utilization: str = "95%"
-    """Compute utilisation to reach, in per cent."""
-    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Inner steps of the run. Default: those of the preset, or 10,000 without a preset."""
-    price_per_hour: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Measure the inner step and the work of sends and merges on this machine (train.device)."""
+    parameters: str | None = None
+    """Number of parameters, such as 7B, of a model that is not there; its fragments have equal sizes."""
+    congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
+    """TCP congestion control of the senders; see `sysctl net.ipv4.tcp_congestion_control`."""
+    loss: str = "0%"
+    """Packet loss of the links, in per cent."""
+    price_per_hour: float = 0.0
     """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
     """Price of sending 10^9 bytes."""
-    config: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Write the settings to this file, for `diloco train FILE` in one process with emulated links."""
-    finetune: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Instead of a plan, print memory and payloads of fine-tuning the transformers model in FOLDER, by LoRA rank."""
     json: bool = False
     """Print JSON."""
 
 
+OWN = {field.name for field in fields(Planning)} - {field.name for field in fields(Configuration)}
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Make the plan and print it; return 1 if no setting reaches the target."""
-    options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
-    if options.finetune is not None:
-        if options != PlanOptions(finetune=options.finetune, json=options.json):
-            raise ConfigurationError("--finetune FOLDER can be combined only with --json.")
-        return _plan_finetune(options.finetune, as_json=options.json)
-    target = parse_share(options.target_utilization, "--target-utilization")
-    _check(options, target)
-    from diloco.cli import plan_model
-
-    return plan_model.run(options, target)
-
-
-def _check(options: PlanOptions, target: float) -> None:
-    """Raise `ConfigurationError` for options that can be rejected before anything is measured."""
-    if not 0 < target < 1:
-        raise ConfigurationError(
-            f"--target-utilization must be above 0 and below 100 %, got {options.target_utilization}."
-        )
-    if options.config is not None and options.preset is None:
-        raise ConfigurationError("--config needs --preset NAME: --parameters and --layers are not enough to train.")
-    if options.config is not None and not options.config.absolute().parent.is_dir():
-        raise ConfigurationError(f"--config {options.config}: there is no folder {options.config.absolute().parent}.")
-    if options.measure and options.preset is None and not options.step_time:
-        raise ConfigurationError(
-            "--measure needs --preset NAME or --step-time: --parameters and --layers are not enough to time a step."
-        )
-    if options.steps is not None and options.steps < 1:
-        raise ConfigurationError(f"--steps must be at least 1, got {options.steps}.")
-    if not all(0 <= price < math.inf for price in (options.price_per_hour or 0.0, options.price_per_gb)):
-        raise ConfigurationError(
-            f"--price-per-hour and --price-per-gb must be numbers of at least 0, got {options.price_per_hour} and "
-            f"{options.price_per_gb}."
-        )
-    if options.device.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ConfigurationError(f"--device must be cpu, cuda, cuda:N or auto, got {options.device!r}.")
-    if options.peers and (options.bandwidth or not options.measure):
-        raise ConfigurationError("--peers has an effect only with --measure, and without --bandwidth.")
-    if options.measure and options.step_time and not options.peers:
-        raise ConfigurationError(
-            "--measure has nothing to measure: leave out --step-time to time a step, or --bandwidth and give --peers."
-        )
-    if not options.step_time and not options.measure:
-        raise ConfigurationError("the time of an inner step is required: give --step-time 0.8s or --measure.")
-    if not options.bandwidth and not (options.measure and options.peers):
-        raise ConfigurationError(
-            "the bandwidth of the links is required: give --bandwidth 500Mbit or --measure --peers HOST:PORT."
-        )
+    """Print the cost of the settings, and the table of others."""
+    shown = flatten(Planning()) | preset_values(Planning.preset)
+    hidden = shown.keys() - OWN - set(SHOWN)
+    line = parse_flags(Planning, "plan", DESCRIPTION, arguments, shown=shown, hidden=hidden)
+    if line.print_config:
+        raise ConfigurationError("--print-config belongs to `diloco train`, which prints these settings.")
+    options = Planning(**{name: value for name, value in line.values.items() if name in OWN})
+    asked = compose(replace(line, values={name: value for name, value in line.values.items() if name not in OWN}))
+    record = _record(options, asked)
+    print(json.dumps(record, indent=2) if options.json else _report(record))
+    return 0
 
 
-def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dict[str, Any]:
-    """Return the memory of a replica without activations, and the payload of a round, in bytes.
+def _record(options: Planning, asked: Configuration) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    from diloco.plan import Exchange, accuracy, predict, table
 
-    Args:
-        rank: the rank of the adapters; 0: all weights are trained.
-    """
-    from diloco.algorithm import make_codec
-    from diloco.train import bytes_per_frozen, bytes_per_trained, outline
-
-    values: dict[str, Any] = {"data.paths": (Path("chat.jsonl"),), "data.tokenizer": "bytes"}
-    if rank:
-        values |= {"model.lora_rank": rank, "model.arguments.base_dtype": base_dtype}
-    typed = CommandLine(file=folder, print_config=False, values=values)
-    line, _ = with_steps(finetune_line(typed, full=not rank), rows=1, epochs=1, replicas=1)
-    asked = compose(line)
-    model = outline(asked, 1)
-    settings = resolve(asked, num_layers=model.num_layers, max_sequence_length=model.max_sequence_length)
-    trained, total = model.num_trained(), model.num_parameters()
+    settings, model, sizes = _model(options, asked)
+    site, work_is_known = _site(options, asked, settings)
+    exchange = Exchange.of(settings, sizes)
+    own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
+    start, steps = settings.train.data_parallel_steps, settings.train.steps
+    hours = (start * baseline.step_s + (steps - start) * own.step_s) / 3600
+    sent_bytes = start * baseline.sent_bytes_per_step + (steps - start) * own.sent_bytes_per_step
+    cost = options.price_per_hour * hours + options.price_per_gb * sent_bytes / 1e9
     return {
-        "rank": rank,
-        "frozen_weights": base_dtype if rank else None,
-        "trained": trained,
-        "frozen_bytes": round(bytes_per_frozen(settings.model.settings) * (total - trained)),
-        "trained_bytes": bytes_per_trained(settings) * trained,
-        "payload_bytes": {name: make_codec(name).payload_bytes(trained) for name in CODECS},
+        "model": model,
+        "site": asdict(site),
+        "work_is_known": work_is_known,
+        "algorithm": settings.algorithm,
+        "prediction": asdict(own),
+        "data_parallel": asdict(baseline),
+        "accuracy": accuracy(site.conditions.wire),
+        "round_timeout_s": settings.transport.round_timeout_s,
+        "steps": steps,
+        "data_parallel_steps": start,
+        "hours": hours,
+        "sent_bytes_per_replica": sent_bytes,
+        "cost": len(site.links) * cost,
+        "table": [asdict(row) for row in table(exchange, site, most_steps=steps - start)],
     }
 
 
-def _plan_finetune(folder: Path, *, as_json: bool) -> int:
-    """Print the memory that fine-tuning a model needs and the payload of its rounds, by rank."""
-    rows = [finetune_memory(folder, rank, dtype) for rank in RANKS for dtype in (TYPES if rank else TYPES[:1])]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    header = ["trained", "parameters", "frozen weights", "training state", *(f"round, {name}" for name in CODECS)]
-    cells = []
-    for row in rows:
-        frozen = f"{format_bytes(row['frozen_bytes'])} ({row['frozen_weights']})" if row["rank"] else "-"
-        cells.append(
-            [
-                f"LoRA {row['rank']}" if row["rank"] else "all weights",
-                format_count(row["trained"]),
-                frozen,
-                format_bytes(row["trained_bytes"]),
-                *(format_bytes(row["payload_bytes"][name]) for name in CODECS),
-            ]
-        )
-    print(f"{folder}: memory of a replica without activations, and the payload that it sends in a round")
-    print(columns(header, cells))
-    return 0
+def _model(options: Planning, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
+    """Return the resolved settings, facts about the model, and the number of values in each fragment."""
+    from diloco.plan import Workload
+    from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
+
+    # a plan emulates nothing, and needs no name for its swarm
+    transport = replace(asked.transport, bandwidth_bits_per_s=(), latency_s=(), step_time_s=())
+    swarm = replace(asked.swarm, run=asked.swarm.run or "plan") if transport.name == "hivemind" else asked.swarm
+    asked = replace(asked, transport=transport, swarm=swarm)
+    if asked.algorithm == "none":
+        raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
+    if options.parameters is not None:
+        total, facts = parse_count(options.parameters, "--parameters"), {}
+        settings = resolve(asked)
+        number = settings.fragments.num_fragments or 1
+        sizes = Workload(parameters=total, layers=number, step_time_s=1.0).fragment_sizes(number)
+    else:
+        here = tuple(path for path in asked.data.paths if path.expanduser().exists())
+        size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
+        built = outline(asked, size)
+        total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
+        asked = replace(asked, model=with_vocabulary(asked.model, size))
+        settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
+        sizes = tuple(fragment.numel for fragment in make_fragments(settings.fragments, built))
+    trained = sum(sizes)
+    memory = bytes_per_trained(settings) * trained + round(bytes_per_frozen(settings.model) * (total - trained))
+    return settings, {"parameters": total, "trained": trained, **facts, "memory_bytes": memory}, sizes
+
+
+def _site(options: Planning, asked: Configuration, settings: Configuration) -> tuple[Site, bool]:
+    """Return the machines and links, and whether the work of sends and merges is known."""
+    from diloco.plan import Conditions, Site, measure_step
+    from diloco.transport import Link
+
+    emulated, replicas = asked.transport, settings.transport.replicas
+    rates = [parse_rate_bits_per_s(text, "--bandwidth") for text in options.bandwidth]
+    latencies = [parse_duration_s(text, "--latency") for text in options.latency]
+    times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time_s
+    conditions = Conditions(
+        wire="hivemind" if settings.transport.name == "hivemind" else "torch",
+        congestion_control=options.congestion_control,
+        loss=parse_share(options.loss, "--loss"),
+    )
+    work_is_known = options.measure or not settings.train.device.startswith("cuda")
+    if options.measure:
+        if options.step_time or options.parameters is not None:
+            raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
+        step = measure_step(settings)
+        send_s, merge_s, times = step.send_s_per_value, step.merge_s_per_value, [step.median_s]
+        conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
+    elif not work_is_known:
+        conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+    rates = _per_replica(rates or emulated.bandwidth_bits_per_s, replicas, "--bandwidth 500Mbit")
+    latencies = _per_replica(latencies or emulated.latency_s or [0.0], replicas, "--latency 80ms")
+    times = _per_replica(times, replicas, "--step-time 250ms, or --measure")
+    links = tuple(Link(rate, latency_s) for rate, latency_s in zip(rates, latencies, strict=True))
+    return Site(links=links, step_time_s=tuple(times), conditions=conditions), work_is_known
+
+
+def _per_replica(values: Sequence[float], replicas: int, example: str) -> list[float]:
+    """Return one value for each replica, given one value for all or one for each."""
+    if len(values) in (1, replicas):
+        return [*values] * (replicas // len(values))
+    many = f"{len(values)} values for {replicas} replicas" if values else "no value"
+    raise ConfigurationError(
+        f"{example.partition(' ')[0]} has {many}: give one for all replicas or one for each, such as {example}."
+    )
+
+
+def _report(record: dict[str, Any]) -> str:
+    """Return the plan as text."""
+    own, model, site = record["prediction"], record["model"], record["site"]
+    conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
+    rates = sorted({link["bandwidth_bits_per_s"] for link in site["links"]})
+    latencies = sorted({link["latency_s"] for link in site["links"]})
+    work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
+    facts = {
+        "model": f"{format_count(model['parameters'])} parameters"
+        + (f", {model['layers']} layers, vocabulary of {model['vocabulary']:,}" if "layers" in model else ""),
+        "memory": f"{format_bytes(model['memory_bytes'])} per replica, plus activations",
+        "replicas": f"{len(site['links'])}, steps of {_list(format_duration, sorted(set(site['step_time_s'])))}",
+        "links": f"{_list(format_rate, rates)}, {_list(format_duration, latencies)} one way, "
+        f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}, over {conditions['wire']}",
+        "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
+        f"tau = {own['overlap_steps']}, {own['codec']}",
+        "utilisation": f"{own['compute_utilization']:.1%}; {own['p90_utilization']:.1%} at p90 round time; "
+        f"{own['ideal_utilization']:.1%} on emulated links",
+        "accuracy": record["accuracy"],
+        "work": ", ".join(work) if record["work_is_known"] else "not measured (--measure times it), counted as none",
+        "run": f"{record['steps']:,} steps in {format_duration(3600 * record['hours'])}"
+        + (f"; {start:,} of them data-parallel, {format_duration(data_parallel['step_s'])} each" if start else ""),
+        "sent": f"{format_bytes(record['sent_bytes_per_replica'])} per replica",
+        **({"cost": f"{record['cost']:,.2f}"} if record["cost"] else {}),
+    }
+    fragments, limit_s = own["fragments"], record["round_timeout_s"]
+    slowest_s = max(fragment["p90_round_s"] for fragment in fragments)
+    if slowest_s > limit_s:
+        facts["note"] = f"rounds of up to {format_duration(slowest_s)} exceed transport.round_timeout_s={limit_s:g}"
+    heads = ["fragment", "values", "first sent", "sent per round", "round", "at p90", "waiting per round"]
+    this = (own["inner_steps"], own["codec"])
+    rows = [
+        _row(f"H = {each['inner_steps']}, {each['codec']}", each, (each["inner_steps"], each["codec"]) == this)
+        for each in record["table"]
+    ]
+    others = ["other H and codecs, else the same", "utilisation", "at p90", "sent per step", "longest wait"]
+    return "\n\n".join(
+        [
+            facts_table(facts, indent=""),
+            columns(heads, _fragment_rows(fragments)),
+            columns(others, [*rows, _row("data-parallel, float32", data_parallel, False)]),
+            "A smaller H synchronises more often. The loss is not predicted.",
+        ]
+    )
+
+
+def _list(form: Any, values: Sequence[float]) -> str:
+    return ", ".join(map(form, values))
+
+
+def _row(name: str, row: dict[str, Any], own: bool) -> list[str]:
+    shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
+    costs = (format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"]))
+    return [f"{name} (as above)" if own else name, *shares, *costs]
+
+
+def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each fragment, or one for several in a row that are alike."""
+    cells = [
+        [format_count(each["values"]), format_bytes(each["sent_bytes"])]
+        + [format_duration(each[time]) for time in ("round_s", "p90_round_s", "waited_s")]
+        for each in fragments
+    ]
+    rows = []
+    for (values, *costs), alike in itertools.groupby(range(len(cells)), key=cells.__getitem__):
+        group = [*alike]
+        ends = dict.fromkeys((group[0], group[-1]))
+        steps = " to ".join(str(fragments[end]["first_step"]) for end in ends)
+        rows.append([" to ".join(map(str, ends)), values, f"step {steps}", *costs])
+    return rows

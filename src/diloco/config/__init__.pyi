@@ -25,4 +25,3 @@ from .toml import parse_toml as parse_toml
 from .toml import read_tables as read_tables
 from .toml import read_toml as read_toml
 from .toml import to_toml as to_toml
-from .toml import write_values as write_values

@@ -2,6 +2,7 @@ from .components import check_own_code as check_own_code
 from .components import make_configured_codec as make_configured_codec
 from .components import make_fragments as make_fragments
 from .components import make_links as make_links
+from .components import make_mean_encoding as make_mean_encoding
 from .components import make_merge_rule as make_merge_rule
 from .components import make_outer_optimizer as make_outer_optimizer
 from .components import make_transport as make_transport

@@ -1,8 +1,8 @@
 """Emulated links on a virtual clock, which compute how long a round would take without waiting for it.
 
-Each replica has one link with the same bandwidth in both directions, full duplex or half duplex, and a one-way latency.
-The link sends the payloads of a replica one after the other, in the order in which they were submitted, and receives
-them in the same way.
+Each replica has one full-duplex link with the same bandwidth in both directions, and a one-way latency. The link sends
+the payloads of a replica one after the other, in the order in which they were submitted, and receives them in the same
+way.
 """
 
 from __future__ import annotations
@@ -40,13 +40,10 @@ class Link:
     Attributes:
         bandwidth_bits_per_s: bandwidth in each direction; infinite by default.
         latency_s: one-way latency; a message from one replica to another takes the mean of their latencies.
-        half_duplex: whether sending and receiving take turns; the link then receives a round's payloads only after it
-            has sent those of the same round.
     """
 
     bandwidth_bits_per_s: float = math.inf
     latency_s: float = 0.0
-    half_duplex: bool = False
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bits_per_s > 0 or not 0 <= self.latency_s < math.inf:
@@ -85,14 +82,12 @@ class LinkArrays:
 
     bandwidth_bits_per_s: Floats
     latency_s: Floats
-    half_duplex: NDArray[np.bool_]
 
     @classmethod
     def of(cls, links: Sequence[Link]) -> LinkArrays:
         return cls(
             np.array([link.bandwidth_bits_per_s for link in links]),
             np.array([link.latency_s for link in links]),
-            np.array([link.half_duplex for link in links]),
         )
 
 
@@ -139,7 +134,6 @@ def round_times(
     first = half_s - _most_of_others(-(up_start + half_s))
     last = half_s + _most_of_others(up_end + half_s)
     down_start = np.maximum(first, down_free_s)
-    down_start = np.where(links.half_duplex, np.maximum(down_start, up_end), down_start)
     down_end = np.maximum(down_start + 8 * received_bytes / links.bandwidth_bits_per_s, last)
     votes = half_s + _most_of_others(down_end + half_s)
     return RoundTimes(up_start, up_end, down_start, down_end, votes.max(-1, keepdims=True))

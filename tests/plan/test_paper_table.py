@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.simulate import GRID_GBIT_PER_S, PUBLISHED, TARGETS, paper_cells
+from diloco.plan import GRID_GBIT_PER_S, PUBLISHED, TARGETS, paper_cells
 
 
 def test_nearly_all_cells_are_the_published_ones() -> None:

@@ -13,7 +13,6 @@ from diloco.errors import ConfigurationError
 from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Tcp, streams_to_each
 
 __all__ = [
-    "CAREFULLY",
     "FITTED",
     "IDEAL",
     "MERGE_S_PER_VALUE",
@@ -31,7 +30,7 @@ __all__ = [
 class Overheads:
     """The time that a run spends apart from computing and transferring bits at the link's rate.
 
-    The defaults are the ideal of the papers: no overhead.
+    The defaults are the ideal of the papers and of the virtual clock: no overhead.
     """
 
     # share of the connections' throughput that is payload; the rest is headers and retransmissions
@@ -65,9 +64,7 @@ SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
 """Time per value of the training loop on a CPU in one thread, with fp4. It was not measured on a GPU."""
 
 AVERAGE_S_PER_VALUE = 0.9e-8  # time per value of a round outside the training loop, on a CPU
-CAREFUL_WORK = 1.25  # factor for the work of sends and merges in a careful plan
-
-CAREFULLY = "if every round took as long as the slowest tenth"
+P90_WORK = 1.25  # factor for the work of sends and merges at p90
 
 Constants = tuple[float, float, float]  # goodput, round trips and queue trips of `Overheads`
 
@@ -77,7 +74,7 @@ class Fitted:
     """The fitted constants of rounds over one wire, and the errors of predictions with them."""
 
     typical: Constants  # half of all rounds take longer
-    careful: Constants  # one round in ten takes longer; plans use these
+    p90: Constants  # one round in ten takes longer
     rounds: int = 0  # number of rounds of real processes that were predicted
     rounds_error: float = 0.0  # median relative error of their predicted times
     runs: int = 0  # number of whole runs of real processes that were predicted, including the work of sends and merges
@@ -88,14 +85,14 @@ class Fitted:
 FITTED: dict[Wire, Fitted] = {
     "torch": Fitted(
         typical=(0.7, 0.5, 0.0),
-        careful=(0.7, 0.5, 4.0),
+        p90=(0.7, 0.5, 4.0),
         rounds=264,
         rounds_error=0.099,
         runs=29,
         median_error=0.0249,
         largest_error=0.1650,
     ),
-    "hivemind": Fitted(typical=(0.75, 0.0, 0.0), careful=(0.75, 1.25, 3.5), rounds=152, rounds_error=0.123),
+    "hivemind": Fitted(typical=(0.75, 0.0, 0.0), p90=(0.75, 1.25, 3.5), rounds=152, rounds_error=0.123),
 }
 """Fitted on emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
 
@@ -107,7 +104,7 @@ class Conditions:
     wire: Wire = "torch"  # transport of the payloads
     congestion_control: CongestionControl = "cubic"  # TCP congestion control of the senders
     loss: float = 0.0  # share of packets that are lost
-    streams: int | None = None  # connections to each other replica; None: the default of a run. 1 for libp2p streams.
+    streams: int | None = None  # connections to each other replica; None: the default of a run
     average_s_per_value: float = AVERAGE_S_PER_VALUE  # these three as in `Overheads`
     send_s_per_value: float = SEND_S_PER_VALUE
     merge_s_per_value: float = MERGE_S_PER_VALUE
@@ -117,16 +114,16 @@ class Conditions:
         """Whether replicas learn how fast they can send, so that slow ones sum less."""
         return self.congestion_control in KEEPING_THEIR_RATE
 
-    def overheads(self, others: int, *, careful: bool = False) -> Overheads:
+    def overheads(self, others: int, *, p90: bool = False) -> Overheads:
         """Return the overheads of a run under these conditions.
 
         Args:
             others: number of replicas to which a replica sends.
-            careful: return values that one round in ten exceeds, instead of every other round.
+            p90: return values that one round in ten exceeds, instead of every other round.
         """
         fitted = FITTED[self.wire]
-        slower = CAREFUL_WORK if careful else 1.0
-        goodput, round_trips, queue_trips = fitted.careful if careful else fitted.typical
+        slower = P90_WORK if p90 else 1.0
+        goodput, round_trips, queue_trips = fitted.p90 if p90 else fitted.typical
         return Overheads(
             goodput=goodput,
             round_trips=round_trips,
@@ -143,12 +140,9 @@ class Conditions:
 
 
 def accuracy(wire: Wire = "torch") -> str:
-    """Return a sentence about the errors of predictions."""
+    """Return the errors of predictions in words."""
     fitted = FITTED[wire]
-    rounds = f"the times of {fitted.rounds} rounds over {wire} by {fitted.rounds_error:.0%} in the median"
+    rounds = f"median error {fitted.rounds_error:.0%} in {fitted.rounds} rounds over {wire}"
     if not fitted.runs:
-        return f"predictions missed {rounds}; whole runs over {wire} were not measured"
-    return (
-        f"predictions missed the times of {fitted.runs} runs on a CPU by {fitted.median_error:.1%} in the median and "
-        f"{fitted.largest_error:.0%} at most, and {rounds}"
-    )
+        return f"{rounds}; whole runs were not measured"
+    return f"{rounds}, {fitted.median_error:.1%} in {fitted.runs} runs on a CPU (largest {fitted.largest_error:.0%})"

@@ -1,0 +1,180 @@
+"""What a run costs on its links: utilisation, bytes and waiting of its settings, and of others in their place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, make_codec
+from diloco.plan.cluster import Cluster
+from diloco.plan.overheads import IDEAL, Conditions, Overheads
+from diloco.plan.simulate import Simulated, simulate_cycles
+from diloco.plan.traffic import Traffic, outer_traffic
+from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
+from diloco.transport import Link
+
+__all__ = ["Exchange", "FragmentCost", "Prediction", "Site", "predict", "table"]
+
+INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
+CODECS = ("float32", "bfloat16", "int8", "fp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The replicas and links of a run."""
+
+    links: tuple[Link, ...]  # one for each replica
+    step_time_s: tuple[float, ...]  # compute time of an inner step, one for each replica
+    conditions: Conditions = field(default_factory=Conditions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What replicas send each other, and when."""
+
+    schedule: SyncSchedule
+    fragment_sizes: tuple[int, ...]  # number of values of each fragment
+    codec: Codec
+    mean: MeanEncoding = PLAIN_MEAN
+    whole: bool = False  # whether every replica needs whole contributions
+    dynamic_steps: bool = False  # whether slow replicas skip steps
+    gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
+
+    @classmethod
+    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
+        """Return the exchange of resolved ``settings`` for a model with these fragments."""
+        if settings.algorithm == "data-parallel":
+            return cls.of_gradients(sum(fragment_sizes), settings.codec.name or "float32")
+        return cls(
+            schedule=make_schedule(settings),
+            fragment_sizes=tuple(fragment_sizes),
+            codec=make_configured_codec(settings.codec),
+            mean=make_mean_encoding(settings),
+            whole=settings.outer.whole_contributions,
+            dynamic_steps=settings.swarm.dynamic_steps,
+        )
+
+    @classmethod
+    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
+        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
+        schedule = SyncSchedule(inner_steps=1)
+        return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentCost:
+    """The rounds of one fragment."""
+
+    fragment: int  # p
+    values: int
+    first_step: int  # inner step after which it is first sent
+    sent_bytes: float  # per round, of the replica that sends most
+    received_bytes: float  # per round, of the replica that receives most
+    round_s: float  # time from sending to the average, of the slowest replica
+    p90_round_s: float
+    waited_s: float  # time per round for which training stands still, mean over replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The cost of an exchange in the steady state."""
+
+    inner_steps: int  # H; 1 for data-parallel steps
+    num_fragments: int  # P
+    overlap_steps: int  # tau
+    codec: str
+    compute_utilization: float  # mean over replicas
+    p90_utilization: float  # the same if every round took as long as one in ten takes
+    ideal_utilization: float  # the same without overheads, as on emulated links
+    step_s: float  # wall time of an inner step of the slowest replica
+    sent_bytes_per_step: float  # of the replica that sends most
+    longest_wait_s: float
+    fragments: tuple[FragmentCost, ...]
+
+
+def predict(exchange: Exchange, site: Site) -> Prediction:
+    """Simulate a cycle of H steps with the typical overheads of ``site``, with those at p90, and without any."""
+    schedule, conditions, others = exchange.schedule, site.conditions, len(site.links) - 1
+    known = conditions.measures_uplinks
+    typical, traffic = _simulated(exchange, site, conditions.overheads(others), uplinks=known)
+    p90, _ = _simulated(exchange, site, conditions.overheads(others, p90=True), uplinks=known)
+    ideal, _ = _simulated(exchange, site, IDEAL, uplinks=True)
+    utilization = float(typical.compute_utilization)
+    return Prediction(
+        inner_steps=schedule.inner_steps,
+        num_fragments=schedule.num_fragments,
+        overlap_steps=schedule.overlap_steps,
+        codec=exchange.codec.name,
+        compute_utilization=utilization,
+        p90_utilization=min(float(p90.compute_utilization), utilization),  # guard against round-off
+        ideal_utilization=float(ideal.compute_utilization),
+        step_s=float(typical.wall_s) / typical.steps,
+        sent_bytes_per_step=float(typical.sent_bytes.max()) / typical.steps,
+        longest_wait_s=max(float(each.waited_s.max()) for each in typical.merged),
+        fragments=_fragments(exchange, traffic, typical, p90),
+    )
+
+
+def _simulated(exchange: Exchange, site: Site, overheads: Overheads, *, uplinks: bool) -> tuple[Simulated, Traffic]:
+    if exchange.gradients:
+        overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+    dynamic_of = exchange.schedule.inner_steps if exchange.dynamic_steps else None
+    cluster = Cluster.of(site.links, site.step_time_s, dynamic_of=dynamic_of, overheads=overheads)
+    traffic = outer_traffic(
+        exchange.schedule,
+        exchange.fragment_sizes,
+        exchange.codec,
+        len(site.links),
+        mean=exchange.mean,
+        whole=exchange.whole,
+        uplinks=[link.uplink for link in site.links] if uplinks else (),
+    )
+    return simulate_cycles(traffic, cluster, cycles=1), traffic
+
+
+def _fragments(exchange: Exchange, traffic: Traffic, typical: Simulated, p90: Simulated) -> tuple[FragmentCost, ...]:
+    schedule, rounds = exchange.schedule, {each.fragment: each for each in typical.merged}
+    slow = {each.fragment: each for each in p90.merged}
+    return tuple(
+        FragmentCost(
+            fragment=fragment,
+            values=parcel.numel,
+            first_step=schedule.inner_steps + schedule.fragment_offsets[fragment],
+            sent_bytes=float(parcel.sent_bytes.max()),
+            received_bytes=float(parcel.received_bytes.max()),
+            round_s=float(rounds[fragment].took_s.max()),
+            p90_round_s=float(slow[fragment].took_s.max()),
+            waited_s=float(rounds[fragment].waited_s.mean()),
+        )
+        for fragment, parcel in enumerate(traffic.parcels)
+    )
+
+
+def table(
+    exchange: Exchange,
+    site: Site,
+    *,
+    inner_steps: Sequence[int] = INNER_STEPS,
+    codecs: Sequence[str] = CODECS,
+    most_steps: float = math.inf,
+) -> tuple[Prediction, ...]:
+    """Predict ``exchange`` with every H and codec in place of its own, and with its own.
+
+    Args:
+        most_steps: an H above this is left out, and so is one below the number of fragments or of overlapped steps.
+
+    Returns:
+        The predictions, the highest utilisation (to 0.1 %) first, then the fewest bytes.
+    """
+    own = exchange.schedule
+    least = max(own.num_fragments, own.overlap_steps)
+    schedules = {H: replace(own, inner_steps=H, offsets=None) for H in inner_steps if least <= H <= most_steps}
+    schedules[own.inner_steps] = own
+    named = {codec.name: codec for codec in (*map(make_codec, codecs), exchange.codec)}
+    rows = [
+        predict(replace(exchange, schedule=schedule, codec=codec), site)
+        for schedule in schedules.values()
+        for codec in named.values()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-round(row.compute_utilization, 3), row.sent_bytes_per_step)))

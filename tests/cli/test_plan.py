@@ -1,0 +1,147 @@
+"""The command ``diloco plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli import main
+from diloco.config import load_configuration
+from diloco.train import describe, outline, resolve
+from tests.runs import SMALL, train, write_text
+
+LINK = "--bandwidth 500Mbit --latency 80ms --step-time 0.8s"
+SIZE = "--parameters 7B --fragments 4"
+
+
+def output_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["plan", *arguments.split()]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def read(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(output_of(f"{arguments} --json", capsys))
+
+
+def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = output_of(f"--preset 1b --replicas 4 {LINK} --train.device cpu", capsys)
+    facts, fragments, others, note = words.split("\n\n")
+    named = dict(line.split("  ", 1) for line in facts.splitlines())
+    assert named["settings"].strip() == "streaming, H = 125, P = 9, tau = 1, fp4"
+    assert "at p90 round time" in named["utilisation"]
+    assert [row.split("  ")[0] for row in fragments.splitlines()] == ["fragment", "0", "1 to 6", "7 to 8"]
+    assert "H = 125, fp4 (as above)" in others
+    assert others.splitlines()[-1].startswith("data-parallel, float32")
+    assert "loss is not predicted" in note
+
+
+def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixture[str]) -> None:
+    prices = "--price-per-hour 10 --price-per-gb 0.5"
+    plan = read(f"--preset 1b --replicas 4 {LINK} --steps 1000 --data-parallel-steps 10 {prices}", capsys)
+    own, start = plan["prediction"], plan["data_parallel"]
+    assert plan["hours"] == pytest.approx((990 * own["step_s"] + 10 * start["step_s"]) / 3600)
+    sent = 990 * own["sent_bytes_per_step"] + 10 * start["sent_bytes_per_step"]
+    assert plan["sent_bytes_per_replica"] == pytest.approx(sent)
+    assert plan["cost"] == pytest.approx(4 * (10 * plan["hours"] + 0.5 * sent / 1e9))
+    assert all(row["inner_steps"] <= 990 for row in plan["table"])
+
+
+def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[codec]\nname = "int8"\n[inner]\nlearning_rate = 1e-3\n')
+    plan = read(f"{file} --inner-steps 60 --replicas 2 --out runs/x {LINK}", capsys)
+    own, settings = plan["prediction"], load_configuration([str(file)])
+    assert (own["inner_steps"], own["codec"], own["num_fragments"], own["overlap_steps"]) == (60, "int8", 1, 0)
+    assert describe(resolve(settings, num_layers=6), outline(settings, 32_000))["payload"].startswith("35")
+    assert own["fragments"][0]["values"] == plan["model"]["trained"] == 35_265_792
+
+
+def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The utilisation "on emulated links" is that of the run, except for its first H steps and its end."""
+    emulated = "--transport.bandwidth-bits-per-s 1.5e5 --transport.latency-s 0.05 --transport.step-time-s 0.2"
+    run = f"{emulated} --steps 48 --codec float32"
+    summary = train(write_text(tmp_path), tmp_path / "run", run)
+    plan = read(f"{SMALL.removesuffix('--data')} {run} --model.vocab-size 257", capsys)
+    assert plan["site"]["links"] == [{"bandwidth_bits_per_s": 1.5e5, "latency_s": 0.05}] * 2
+    own = plan["prediction"]
+    assert own["compute_utilization"] < own["ideal_utilization"] < 0.9
+    assert own["ideal_utilization"] == pytest.approx(summary["compute_utilization"], abs=0.05)
+
+
+def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    equal, slower, swarm = (
+        read(f"--preset 35m --bandwidth 100Mbit --latency 80ms {more}", capsys)
+        for more in (
+            "--replicas 3 --step-time 0.1s",
+            "--replicas 3 --step-time 0.1s 0.1s 0.2s",
+            "--start-replicas 3 --step-time 0.1s --transport hivemind",
+        )
+    )
+    reached = [each["prediction"]["compute_utilization"] for each in (equal, slower, swarm)]
+    assert reached[1] < 0.9 * reached[0]
+    assert reached[2] != reached[0]
+    assert (equal["site"]["conditions"]["wire"], swarm["site"]["conditions"]["wire"]) == ("torch", "hivemind")
+    assert "over hivemind" in swarm["accuracy"]
+
+
+def test_work_that_was_not_measured_is_not_counted_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"{SIZE} --replicas 2 {LINK} --train.device"
+    cpu, cuda = (read(f"{arguments} {device}", capsys)["prediction"] for device in ("cpu", "cuda"))
+    assert cpu["compute_utilization"] < cuda["compute_utilization"]
+    assert "not measured" in output_of(f"{arguments} cuda", capsys)
+    assert "ns per value for sends" in output_of(f"{arguments} cpu", capsys)
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = read(f"{SIZE} --replicas 2 {LINK} --codec bfloat16", capsys)
+    assert [each["values"] for each in plan["prediction"]["fragments"]] == [1_750_000_000] * 4
+    assert [each["sent_bytes"] for each in plan["prediction"]["fragments"]] == [3.5e9] * 4
+
+
+def test_a_round_that_its_timeout_would_end_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "exceed transport.round_timeout_s=600" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
+    assert "round_timeout_s" not in output_of(f"{SIZE} --bandwidth 1Gbit --step-time 1s", capsys)
+
+
+def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = f"--preset tiny --data {tmp_path / 'elsewhere.jsonl'} {LINK}"
+    assert read(data, capsys)["model"]["vocabulary"] == 257
+    assert read(f"{data} --model.vocab-size 999", capsys)["model"]["vocabulary"] == 999
+
+
+def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--model.layers 1 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.batch-size 1"
+    plan = read(f"--measure {sizes} --replicas 2 --bandwidth 100Mbit --train.device cpu", capsys)
+    assert 0 < plan["site"]["step_time_s"][0] < 60
+    assert 0 < plan["site"]["conditions"]["send_s_per_value"] < 1e-2
+    assert plan["work_is_known"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--preset 1b --bandwidth 1Gbit", "--step-time has no value"),
+        ("--preset 1b --step-time 1s", "--bandwidth has no value"),
+        (f"{SIZE} --step-time 1s --bandwidth 500", "such as 500Mbit;"),
+        (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "--bandwidth has 3 values for 4 replicas"),
+        (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
+        (f"{SIZE} {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
+        (f"{SIZE} {LINK} --codec fp5", "codec.name='fp5' is unknown"),
+        (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),
+        (f"{SIZE} {LINK} --algorithm none", "sends nothing"),
+        (f"{SIZE} {LINK} --measure", "leave out --step-time and --parameters"),
+        (f"--parameters 7B {LINK}", "num_fragments must be set"),
+        (f"--preset 1b {LINK} --print-config", "belongs to `diloco train`"),
+    ],
+)
+def test_misuse_ends_with_2_and_says_what_would_work(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out

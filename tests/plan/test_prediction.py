@@ -1,0 +1,126 @@
+"""Predictions for an exchange at a site, and the table of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco.algorithm import MeanEncoding, SyncSchedule, make_codec
+from diloco.plan import Conditions, Exchange, Prediction, Site, predict, table
+from diloco.transport import Link
+
+NO_WORK = Conditions(average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+STREAMING = Exchange(
+    schedule=SyncSchedule(inner_steps=50, num_fragments=4, overlap_steps=5),
+    fragment_sizes=(2_000_000, 2_000_000, 2_000_000, 1_000_000),
+    codec=make_codec("fp4"),
+)
+
+
+def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 2, step_s: float = 0.25, **how: Any) -> Site:
+    links, times = (Link(bandwidth, latency),) * replicas, (step_s,) * replicas
+    return Site(links=links, step_time_s=times, conditions=replace(NO_WORK, **how))
+
+
+def test_the_cost_of_each_fragment_by_hand() -> None:
+    """Without overheads, 1 MB takes 1 s at 8 Mbit/s, and payload and vote one latency each."""
+    blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=50, num_fragments=4), codec=make_codec("float32"))
+    cost = predict(blocking, site(8e9, latency=0.0))
+    assert [each.values for each in cost.fragments] == list(blocking.fragment_sizes)
+    assert [each.first_step for each in cost.fragments] == [50, 62, 75, 87]
+    assert [each.sent_bytes for each in cost.fragments] == [8e6, 8e6, 8e6, 4e6]
+    assert cost.sent_bytes_per_step == 28e6 / 50
+    round_s = [each.round_s for each in cost.fragments]
+    assert round_s == pytest.approx([8 * each.sent_bytes / (0.7 * 8e9) for each in cost.fragments]), "70 % is payload"
+    assert [each.waited_s for each in cost.fragments] == pytest.approx(round_s), "nothing overlaps"
+    assert cost.longest_wait_s == pytest.approx(max(round_s))
+    assert cost.compute_utilization == pytest.approx(12.5 / (12.5 + sum(round_s)))
+    ideal_s = 8 * 28e6 / 8e9
+    assert cost.ideal_utilization == pytest.approx(12.5 / (12.5 + ideal_s))
+    assert cost.step_s == pytest.approx(0.25 / cost.compute_utilization)
+
+
+def test_rounds_that_end_within_the_overlap_cost_no_utilisation() -> None:
+    hidden, shown = predict(STREAMING, site(1e9)), predict(STREAMING, site(1e7))
+    assert hidden.compute_utilization == hidden.p90_utilization == 1
+    assert all(each.round_s < 5 * 0.25 and each.waited_s == 0 for each in hidden.fragments)
+    assert shown.p90_utilization < shown.compute_utilization < shown.ideal_utilization <= 1
+    assert all(each.round_s < each.p90_round_s for each in shown.fragments)
+
+
+def test_a_long_link_costs_round_trips_and_the_work_of_sends_and_merges() -> None:
+    """H = 5 and tau = 3, once predicted to reach 100 % at 500 ms, was measured at 67.1 %."""
+    once = Exchange(
+        schedule=SyncSchedule(inner_steps=5, num_fragments=3, overlap_steps=3),
+        fragment_sizes=(8_391_339, 8_391_339, 8_391_338),
+        codec=make_codec("fp4"),
+    )
+    conditions = Conditions(congestion_control="bbr")
+    cost = predict(once, Site(links=(Link(2e8, 0.25),) * 2, step_time_s=(0.254,) * 2, conditions=conditions))
+    assert cost.compute_utilization == pytest.approx(0.671, abs=0.05)
+
+
+def test_loss_and_slow_starts_cost_more_with_fewer_connections() -> None:
+    def reached(**how: Any) -> float:
+        return predict(STREAMING, site(3e8, latency=0.1, replicas=3, step_s=0.05, **how)).p90_utilization
+
+    keeping, cubic = reached(congestion_control="bbr"), reached(congestion_control="cubic")
+    losing = {streams: reached(congestion_control="cubic", loss=0.005, streams=streams) for streams in (1, 2, 8)}
+    assert reached(congestion_control="bbr", loss=0.005) <= keeping
+    assert losing[1] < losing[2] < losing[8] < cubic <= keeping
+
+
+def test_encoded_means_and_whole_contributions_change_the_bytes() -> None:
+    """64 replicas in fp4: means in fp4 need twice a payload, whole contributions a payload for each other replica."""
+    place, many = site(1e9, replicas=64), replace(STREAMING, fragment_sizes=(1_024_000,) * 4)
+    plain, means, whole = (
+        predict(replace(many, **how), place).sent_bytes_per_step
+        for how in ({}, {"mean": MeanEncoding.of("fp4")}, {"whole": True})
+    )
+    payload = 4 * make_codec("fp4").payload_bytes(1_024_000) / 50
+    assert means == pytest.approx(2 * 63 / 64 * payload, rel=0.01)
+    assert whole == pytest.approx(63 * payload)
+    assert means < plain < whole
+
+
+def test_slow_replicas_that_skip_steps_keep_the_others_busy() -> None:
+    place = replace(site(1e12, latency=0.0), step_time_s=(0.1, 0.2))
+    waiting, skipping = (predict(replace(STREAMING, dynamic_steps=dynamic), place) for dynamic in (False, True))
+    assert waiting.compute_utilization == pytest.approx(0.75, abs=0.01)
+    assert skipping.compute_utilization == pytest.approx(1, abs=0.01)
+
+
+def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
+    cost = predict(Exchange.of_gradients(1_000_000), site(8e6, latency=0.0))
+    (whole,) = cost.fragments
+    assert (cost.inner_steps, cost.codec, cost.sent_bytes_per_step) == (1, "float32", 4e6)
+    assert whole.waited_s == pytest.approx(4 / 0.7)
+
+
+def rows_of(exchange: Exchange = STREAMING, **how: Any) -> tuple[Prediction, ...]:
+    return table(exchange, site(1e7), inner_steps=(3, 10, 100), codecs=("float32", "int8"), **how)
+
+
+def test_the_table_has_every_h_and_codec_and_its_own() -> None:
+    rows = rows_of()
+    assert {(row.inner_steps, row.codec) for row in rows} == {
+        (inner_steps, codec) for inner_steps in (10, 50, 100) for codec in ("float32", "int8", "fp4")
+    }, "H = 3 is fewer steps than fragments"
+    assert predict(STREAMING, site(1e7)) in rows
+    assert all((row.num_fragments, row.overlap_steps) == (4, 5) for row in rows)
+    assert {row.inner_steps for row in rows_of(most_steps=99)} == {10, 50}
+
+
+def test_the_table_is_sorted_by_utilisation_and_then_by_bytes() -> None:
+    rows = table(STREAMING, site(1e9))
+    keys = [(-round(row.compute_utilization, 3), row.sent_bytes_per_step) for row in rows]
+    assert keys == sorted(keys)
+    assert len({utilization for utilization, _ in keys}) < len(keys), "some are equal but for their bytes"
+
+
+def test_an_own_codec_replaces_that_of_the_same_name() -> None:
+    blocks = replace(STREAMING, codec=make_codec("fp4", block_size=64))
+    (row,) = [row for row in table(blocks, site(1e7), inner_steps=(), codecs=("fp4",))]
+    assert row.fragments[0].sent_bytes == make_codec("fp4", block_size=64).payload_bytes(2_000_000)
