@@ -13,10 +13,10 @@ from diloco.events import Event
 from diloco.train import resolve, run_training
 
 SMALL = (
-    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 2 --optimizer.learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
+    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --sequence-length 16 "
+    "--batch-size 2 --learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
     "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
-    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --train.device cpu --data"
+    "--evaluation.sample-prompts --checkpoint.every-steps 0 --device cpu --data"
 )
 
 
@@ -54,6 +54,6 @@ def train(
     """Train as `diloco train` does, without console output, and return the summary."""
     given: Sequence[str] = [*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()]
     configuration = load_configuration(given)
-    settings = resolve(configuration, num_layers=configuration.model.layers)
+    settings = resolve(configuration, num_layers=configuration.model.settings.layers)
     summary = run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(configuration))
     return dict(summary)

@@ -115,11 +115,11 @@ def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
 
 
 OWN = [
-    *("--codec", "largest.py:Largest", "--sync.arguments.codec", "{kept = 8}", "--sync.error-feedback"),
-    *("--sync.outer", "signs.py:Signs", "--sync.outer-learning-rate", "0.001"),
+    *("--codec", "largest.py:Largest", "--sync.arguments.codec", "{kept = 8}", "--error-feedback 1"),
+    *("--sync.outer", "signs.py:Signs", "--outer-learning-rate", "0.001"),
     *("--sync.average", "median.py:Median"),
     *("--sync.merge", "share.py:Share", "--sync.arguments.merge", "{share = 0.25}"),
-    *("--optimizer.name", "lion.py:Lion", "--optimizer.learning-rate", "0.0003"),
+    *("--optimizer.name", "lion.py:Lion", "--learning-rate", "0.0003"),
 ]
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 __all__ = ["COMMON", "Settings", "write_text"]
 
 COMMON = (
-    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --train.sequence-length 64 "
-    "--train.batch-size 4 --optimizer.learning-rate 3e-3 --optimizer.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
+    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 64 "
+    "--batch-size 4 --learning-rate 3e-3 --optimizer.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
     "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
-    "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet --monitor.no-tensorboard"
+    "--evaluation.sample-prompts --device cpu --monitor.console quiet --monitor.no-tensorboard"
 )
 """Arguments of all runs, also of the undisturbed ones: 2 layers of width 32 on bytes; H = 15, P = 3, tau = 3."""
 
@@ -82,7 +82,7 @@ class Settings:
             f"--transport torch --replicas {self.peers} --on-loss continue"
             if self.transport == "torch"
             else f"--transport hivemind --run chaos --replicas {self.peers} "
-            f"--network.straggler {self.straggler} --swarm.join-window-s {self.join_window_s} --swarm.no-map-ports"
+            f"--network.straggler {self.straggler} --swarm.join-window-s {self.join_window_s}"
         )
         words = (
             f"{COMMON} --steps {self.steps} {where} "

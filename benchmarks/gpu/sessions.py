@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.sizes import Job
 from diloco.algorithm import ScheduleSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
-from diloco.train import InnerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport, resolve
+from diloco.train import OptimizerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import TransportSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
@@ -23,7 +23,7 @@ __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"
 NO_ROUNDS = 10**6
 """A number of inner steps between rounds that a run never reaches."""
 
-ADAMW = InnerSettings(warmup_steps=0)
+ADAMW = OptimizerSettings(warmup_steps=0)
 """The default inner optimizer, without a warm-up."""
 
 
@@ -66,7 +66,7 @@ def make_session(
     precision: str,
     replicas: int = 1,
     train: Mapping[str, Any] | None = None,
-    inner: InnerSettings = ADAMW,
+    inner: OptimizerSettings = ADAMW,
 ) -> Session:
     """Return a session of replicas of ``job``'s model that never exchange anything.
 
@@ -92,7 +92,7 @@ def make_session(
         model=job.model,
     )
     settings = resolve(settings, num_layers=job.model.layers)
-    fleet = InProcessFleet(make_transport(settings.transport))
+    fleet = InProcessFleet(make_transport(settings))
     return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 

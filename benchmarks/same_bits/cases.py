@@ -15,16 +15,16 @@ from diloco.model import get_preset, preset_names
 __all__ = ["CASES", "NORMED", "Case", "write_text"]
 
 COMMON = """
---train.threads 1 --train.device cpu --train.sequence-length 16 --train.batch-size 2 --train.gradient-accumulation 1
---inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8 --evaluation.sample-tokens 4
+ --device cpu --sequence-length 16 --batch-size 2 --train.gradient-accumulation 1
+--inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8
 --checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard
 """
-SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --optimizer.learning-rate 1e-2 --optimizer.warmup-steps 2"
+SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --learning-rate 1e-2 --optimizer.warmup-steps 2"
 DECODER = (
     "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2"
 )
 STREAMING = "--fragments 3 --overlap-steps 2"
-FEEDBACK = f"{STREAMING} --sync.error-feedback"
+FEEDBACK = f"{STREAMING} --error-feedback 1"
 NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
 """A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
@@ -115,14 +115,14 @@ CASES = (
         stop_after=IN_FLIGHT,
     ),
     *faults(),
-    small("float16", f"{STREAMING} --train.precision float16", stop_after=IN_FLIGHT),
+    small("float16", f"{STREAMING} --precision float16", stop_after=IN_FLIGHT),
     small(
         "bfloat16, accumulated, recomputed",
-        "--train.precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
+        "--precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
     ),
     small("documents apart, contiguous", "--train.document-masks --data.sharding contiguous"),
     small("read while training", f"{STREAMING} --data.streaming --data.streaming-block 4", stop_after=IN_FLIGHT),
-    small("byte-pair encoding", "--data.tokenizer bpe --data.bpe-vocab-size 270 --optimizer.schedule wsd"),
+    small("byte-pair encoding", "--tokenizer bpe --data.bpe-vocab-size 270 --optimizer.schedule wsd"),
     small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
     small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
     small(

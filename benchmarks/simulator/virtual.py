@@ -28,8 +28,8 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.arguments.layers 4 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --train.device cpu --train.threads 1"
+    "--model.arguments.layers 4 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 16 "
+    "--batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --device cpu"
 )
 
 RUNS = (
@@ -63,7 +63,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _train(settings: Configuration) -> dict[str, float]:
-    transport = make_transport(settings.transport)
+    transport = make_transport(settings)
     fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
     session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):

@@ -192,10 +192,8 @@ else:
         ('20ms', '90s', '10min', 2.5)
         """
 
-        units = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-
         def __str__(self) -> str:
-            return _with_unit(float(self), self.units)
+            return _with_unit(float(self), _TIME_UNITS)
 
     class Rate(float):
         """Bits per second, as `Duration`.
@@ -204,10 +202,12 @@ else:
         ('100Mbit', '1.5Gbit')
         """
 
-        units = {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
-
         def __str__(self) -> str:
-            return _with_unit(float(self), self.units)
+            return _with_unit(float(self), _RATE_UNITS)
+
+
+_TIME_UNITS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_RATE_UNITS = {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 
 
 def _with_unit(value: float, units: Mapping[str, float]) -> str:

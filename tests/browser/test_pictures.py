@@ -20,14 +20,14 @@ from tests.processes import Processes
 from tests.runs import write_text
 
 TINY = (
-    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --train.sequence-length 32 "
-    "--train.batch-size 4 --train.device cpu --train.threads 1 --optimizer.learning-rate 5e-3 --optimizer.warmup-steps 10 "
+    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 32 "
+    "--batch-size 4 --device cpu --learning-rate 5e-3 --optimizer.warmup-steps 10 "
     "--replicas 4 --evaluation.every-steps 50 "
-    "--evaluation.sequences 8 --evaluation.sample-tokens 30 --evaluation.sample-every-steps 100 "
+    "--evaluation.sequences 8 "
     "--checkpoint.every-steps 100 --monitor.console quiet --steps 300"
 )
 ROUNDS = "--data-parallel-steps 0 --fragments 3 --overlap-steps 2"
-SWARM = "--transport.heartbeat-s 0.5 --network.silence 8 --transport.rendezvous-timeout-s 120 --replicas 5"
+SWARM = " --network.silence 8s --replicas 5"
 
 
 CAME_BACK = """(() => { const told = [...document.querySelectorAll("#views li")].map((li) => li.textContent);

@@ -203,9 +203,9 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "sweep lama.toml --out x",
         "generate llama --prompt-file lama",
         "train --model hf:lama --data x",
-        "train --data.tokenizer lama",
+        "train --tokenizer lama",
         "peers --run a --join /ip4/1/p2p/Q --secret-file lama",
-        "train --transport hivemind --run a --network.secret-file lama",
+        "train --transport hivemind --run a --secret-file lama",
     ],
 )
 def test_a_path_that_does_not_exist_is_told_the_nearest_name(
@@ -292,11 +292,11 @@ def test_help_of_finetune_shows_what_finetune_does(
     assert "Folder of a transformers model." in shown
     for flag, default in (
         ("--data.format", "chat"),
-        ("--optimizer.learning-rate", "0.0002, or 2e-05 with --full"),
-        ("--train.steps", "from --epochs and the data"),
-        ("--data.tokenizer", "that of the model"),
+        ("--learning-rate", "0.0002, or 2e-05 with --full"),
+        ("--steps", "from --epochs and the data"),
+        ("--tokenizer", "that of the model"),
         ("--evaluation.sample-tokens", "0"),
-        ("--train.batch-size", "8"),
+        ("--batch-size", "8"),
     ):
         described = re.split(r" --[a-z.-]+ [A-Z{]", shown.partition(f"{flag} ")[2])[0]
         assert f"(default: {default})" in described, flag

@@ -32,8 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_records(folder / "known.jsonl", known)
     write_records(folder / "mixed.jsonl", [*known, asked("red?", "vert"), asked("blue?", "bleu")])
     words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora-rank 8 --steps 40
-        --inner-steps 5 --optimizer.learning-rate 1e-2 --train.batch-size 2 --train.sequence-length 96
-        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --train.device cpu"""
+        --inner-steps 5 --learning-rate 1e-2 --batch-size 2 --sequence-length 96
+        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
     assert main(words.split()) == 0
     return folder
 
@@ -73,7 +73,7 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    began = planned(f"finetune base --data data.jsonl --run 'a b' --train.batch-size 2 {flags}", monkeypatch)
+    began = planned(f"finetune base --data data.jsonl --run 'a b' --batch-size 2 {flags}", monkeypatch)
     (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
     resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
     for settings in (began, resumed):
@@ -123,9 +123,9 @@ def test_an_adapter_of_a_tied_projection_is_merged(
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     data = write_records(tmp_path / "data.jsonl", [asked(question, answer) for question, answer in ANSWERS.items()] * 9)
     words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2 --lora.targets lm_head q_proj
-        --steps 4 --inner-steps 2 --optimizer.learning-rate 3e-2 --data.heldout-fraction 0.2
-        --train.sequence-length 64 --train.batch-size 1
-        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --train.device cpu"""
+        --steps 4 --inner-steps 2 --learning-rate 3e-2 --data.heldout-fraction 0.2
+        --sequence-length 64 --batch-size 1
+        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
     assert main(words.split()) == 0
     tokens = torch.arange(20).unsqueeze(0) + 60
     with torch.no_grad():

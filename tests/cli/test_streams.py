@@ -19,8 +19,8 @@ SMALL = {
     "--model.arguments.layers": "1",
     "--model.arguments.width": "32",
     "--model.arguments.heads": "2",
-    "--train.batch-size": "2",
-    "--train.sequence-length": "32",
+    "--batch-size": "2",
+    "--sequence-length": "32",
     "--evaluation.sample-tokens": "0",
     "--out": "run",
 }

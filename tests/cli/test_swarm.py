@@ -21,8 +21,8 @@ from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
 
-QUICK = "--transport.heartbeat-s 0.5 --network.silence 20 --transport.rendezvous-timeout-s 120 --train.threads 1"
-LOOPBACK = "--network.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
+QUICK = " --network.silence 20s"
+LOOPBACK = "--network.listen 127.0.0.1:0"
 
 
 class Peer(Command):
@@ -83,7 +83,7 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
 def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
     data: Path, tmp_path: Path, new_peer: MakePeer
 ) -> None:
-    alone = train(data, tmp_path / "alone", "--train.threads 1")
+    alone = train(data, tmp_path / "alone", "")
     first = new_peer("a", "--replicas 2 --replica 0")
     for peer in (first, new_peer("b", "--replicas 2 --replica 1", first)):
         summary = peer.summary()
@@ -138,7 +138,7 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
 
 def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
     """The other replica is stalled, and would be declared lost only after hours."""
-    arguments = f"{ENDLESS} --network.silence 9000 --network.round-timeout 9001 --replicas 2"
+    arguments = f"{ENDLESS} --network.silence 9000s --network.round-timeout 9001s --replicas 2"
     first = new_peer("a", f"{arguments} --replica 0")
     second = new_peer("b", f"{arguments} --replica 1", first)
     first.wait_for("RoundCommitted", contributors=[0, 1])
@@ -259,8 +259,8 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
 def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
     first = new_peer("a", f"{ENDLESS} --replicas 2 --swarm.direct-port 0 --replica 0")
     join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
-    assert not {"--network.listen", "--swarm.no-map-ports", "--train.threads", "--replica", "--out"} & {*join.split()}
-    own = f"--out {tmp_path / 'b'} --monitor.console quiet --train.device cpu --train.threads 1 {LOOPBACK}"
+    assert not {"--network.listen", "", "--train.threads", "--replica", "--out"} & {*join.split()}
+    own = f"--out {tmp_path / 'b'} --monitor.console quiet --device cpu {LOOPBACK}"
     words = [*shlex.split(join)[1:], *own.split()]
     second = Command(first.processes, words, tmp_path / "second.txt")
     members = first.until(

@@ -22,7 +22,7 @@ from diloco.algorithm import CodecSettings, FragmentSettings, MergeSettings, Out
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
 from diloco.events import Event
 from diloco.model import LanguageModel, LossParts, ModelSettings
-from diloco.train import InnerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport
+from diloco.train import OptimizerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport
 from diloco.transport import TransportSettings
 
 __all__ = ["STEPS", "assert_equal", "example", "options", "schedule_of", "session_of", "trained_by_us"]
@@ -111,7 +111,7 @@ def session_of(
             sequence_length=first.sequence_length,
             device="cpu",
         ),
-        inner=InnerSettings(
+        inner=OptimizerSettings(
             learning_rate=first.learning_rate,
             arguments={"betas": (0.9, 0.95), "weight_decay": 0.1},
             schedule="cosine",
@@ -129,7 +129,7 @@ def session_of(
     )
     tokens = np.zeros(10_000, dtype=np.uint16)  # never sampled: the batches come from the example
     corpus = Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), 1, 1, 1, 1, "")
-    fleet = InProcessFleet(make_transport(settings.transport))
+    fleet = InProcessFleet(make_transport(settings))
 
     def build(*_: Any, **__: Any) -> LanguageModel:
         return Wrapped(copy.deepcopy(module), logits)

@@ -19,8 +19,8 @@ def test_a_run_says_what_is_clipped_and_whose(data: Path, tmp_path: Path) -> Non
 
 def test_a_run_says_how_it_averages_and_plans_whole_contributions(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    plain = train(data, tmp_path / "plain", "--codec topk2 --sync.error-feedback")
-    arguments = "--codec topk2 --sync.error-feedback --sync.average senders"
+    plain = train(data, tmp_path / "plain", "--codec topk2 --error-feedback 1")
+    arguments = "--codec topk2 --error-feedback 1 --sync.average senders"
     summary = train(data, tmp_path / "senders", arguments, sink=listener)
     assert listener.of(RunStarted)[-1].facts["average"] == "SendersMean()"
     assert summary["global_params_digest"] != plain["global_params_digest"]

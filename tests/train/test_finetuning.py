@@ -228,9 +228,9 @@ def test_what_can_not_be_meant_is_refused(
 def test_the_memory_that_is_planned_is_what_a_replica_holds(
     base: Path, rank: int, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--lora.rank", str(rank), "--model.base-dtype", dtype] if rank else []
-    link = "--replicas 2 --fragments 1 --outer.name sgd --bandwidth 1Gbit --step-time 1s --json"
-    assert main(["plan", "--model", f"hf:{base}", "--train.sequence-length", "8", *flags, *link.split()]) == 0
+    flags = ["--lora-rank", str(rank), "--model.arguments.base-dtype", dtype] if rank else []
+    link = "--replicas 2 --fragments 1 --sync.outer sgd --bandwidth 1Gbit --step-time 1s --json"
+    assert main(["plan", "--model", f"hf:{base}", "--sequence-length", "8", *flags, *link.split()]) == 0
     planned = json.loads(capsys.readouterr().out)
     lora: dict[str, Any] = {"lora_rank": rank, "base_dtype": dtype} if rank else {}
     model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)

@@ -17,7 +17,7 @@ from diloco.errors import ConfigurationError
 from diloco.model import build_model
 from diloco.train import (
     InnerLoop,
-    InnerSettings,
+    OptimizerSettings,
     ParallelModel,
     inner_learning_rate,
     inner_optimizer_in_words,
@@ -40,7 +40,7 @@ class TestLearningRate:
         """Property: for every length, warm-up and decay that settings allow."""
         warmup = min(warmup, steps)
         decay = None if decay is None else min(decay, steps - warmup)
-        settings = InnerSettings(
+        settings = OptimizerSettings(
             schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_ratio=ratio, learning_rate=2.0
         )
         rate = inner_learning_rate(settings, steps)
@@ -55,7 +55,7 @@ class TestLearningRate:
 
     def test_it_is_a_function_of_the_global_step_alone(self) -> None:
         """Invariant 7: a replica that joins at step 30 has the swarm's rate at once."""
-        settings = InnerSettings(learning_rate=1e-2, warmup_steps=10)
+        settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=10)
         rate = inner_learning_rate(settings, 50)
         joiner = make_loop(rate=inner_learning_rate(settings, 50))
         joiner.accumulate_gradients(*batch(0))
@@ -64,7 +64,7 @@ class TestLearningRate:
 
     def test_wsd_decays_over_a_fifth_unless_told_otherwise(self) -> None:
         def stays_for(decay_steps: int | None) -> int:
-            settings = InnerSettings(schedule="wsd", warmup_steps=0, decay_steps=decay_steps, learning_rate=1.0)
+            settings = OptimizerSettings(schedule="wsd", warmup_steps=0, decay_steps=decay_steps, learning_rate=1.0)
             rate = inner_learning_rate(settings, 100)
             return sum(rate(step) == 1.0 for step in range(100))
 
@@ -103,7 +103,9 @@ class TestOptimizer:
 
     def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule(self) -> None:
         model = build_model(MODEL, seed=0)
-        settings = InnerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
+        settings = OptimizerSettings(
+            name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2
+        )
         optimizer = make_inner_optimizer(settings, model)
         losses = train(InnerLoop(ParallelModel(model), optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]
@@ -131,7 +133,7 @@ class TestOptimizer:
     def test_groups_hold_what_is_trainable_once_and_none_is_empty(self) -> None:
         model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
         model[1].requires_grad_(False)
-        optimizer = make_inner_optimizer(InnerSettings(), model)
+        optimizer = make_inner_optimizer(OptimizerSettings(), model)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}
         assert [len(group["params"]) for group in optimizer.param_groups] == [4]
@@ -170,4 +172,4 @@ class TestOptimizer:
         self, name: str, arguments: dict[str, Any], words: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=words):
-            make_inner_optimizer(InnerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))
+            make_inner_optimizer(OptimizerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))

@@ -19,7 +19,7 @@ def held(tensors: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_eight_replicas_hold_once_what_they_agree_on(tmp_path: Path, precision: str) -> None:
     """While gradients are averaged they share everything, then the global parameters and their momentum."""
-    arguments = f"--replicas 8 --data-parallel-steps 2 --steps 8 --train.precision {precision}"
+    arguments = f"--replicas 8 --data-parallel-steps 2 --steps 8 --precision {precision}"
     session = make_session(write_text(tmp_path), arguments)
     session.step()
     models = {id(replica.model): replica.model for replica in session.replicas}

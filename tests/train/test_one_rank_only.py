@@ -85,11 +85,11 @@ def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, o
     """Train as one of the two ranks of a replica, on which ``event`` happens if it is rank ``at``."""
     words = f"train {SMALL} {data} --replicas 1 --transport torch --replica-size 2 --replica 0 --monitor.console quiet"
     ends = f"--join 127.0.0.1:{ports[0]} --transport.inner-store 127.0.0.1:{ports[1]}"
-    how = f"--transport.position {position} --train.parallelism {parallelism} --train.threads 1 --out {out}"
+    how = f"--transport.position {position} --train.parallelism {parallelism} --out {out}"
     with pytest.MonkeyPatch.context() as patch:
         if position == at:
             change(event, patch, out)
-        return main(f"{words} --evaluation.sample-tokens 4 {ends} {how}".split())
+        return main(f"{words} {ends} {how}".split())
 
 
 EVENTS = [  # and the rank on which it happens, and the exit codes of both

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.algorithm import Float32, digest_tensors, local_shard, make_codec
 from diloco.errors import ConfigurationError
 from diloco.model import build_model
-from diloco.train import GradientAverager, InnerSettings, make_inner_optimizer, parallelise
+from diloco.train import GradientAverager, OptimizerSettings, make_inner_optimizer, parallelise
 from diloco.transport import InProcessTransport, ReplicaGroup
 from tests.processes import Processes
 from tests.train.ranks import MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal
@@ -246,8 +246,8 @@ def rank_is_refused(setup: Setup, group: ReplicaGroup) -> list[str]:
     ]
     if setup.strategy == "fsdp":
         attempts += [
-            lambda: make_inner_optimizer(InnerSettings(name="Adafactor", arguments={}), rank.model),
-            lambda: make_inner_optimizer(InnerSettings(name="SGD", arguments={"fused": True}), rank.model),
+            lambda: make_inner_optimizer(OptimizerSettings(name="Adafactor", arguments={}), rank.model),
+            lambda: make_inner_optimizer(OptimizerSettings(name="SGD", arguments={"fused": True}), rank.model),
         ]
     words = []
     for attempt in attempts:

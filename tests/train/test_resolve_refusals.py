@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # codec
     ({"sync.codec": "int9"}, "sync.codec='int9'.*did you mean 'int8'"),
     ({"sync.codec": "zip"}, "sync.codec='zip'.*bfloat16, float16, float32, fp4, int8, topk2"),
-    ({"sync.codec": "topk2"}, "drops 98 % .* Add --sync.error-feedback"),
+    ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 1"),
     ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
     ({"sync.arguments.codec.block_size": 7}, "block_size must be an even number from 2 to 65536, got 7"),
     ({"sync.arguments.codec.block_size": 65538}, "block_size must be an even number from 2 to 65536, got 65538"),

@@ -99,9 +99,9 @@ def test_another_seed_gives_other_bits(data: Path, plain: Run, tmp_path: Path) -
 
 RESUMABLE = [
     "--codec fp4 --sync.merge rebase",
-    "--codec int8 --sync.error-feedback --merge-alpha 0.5",
-    "--train.precision bfloat16 --optimizer.name SGD --codec float16 --sync.outer adam",
-    "--train.precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
+    "--codec int8 --error-feedback 1 --merge-alpha 0.5",
+    "--precision bfloat16 --optimizer.name SGD --codec float16 --sync.outer adam",
+    "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
     "--emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
     "--algorithm none --fragments 1 --overlap-steps 0 --data-parallel-steps 2",
@@ -168,7 +168,7 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain
     trained = load_trained(plain.folder)
     assert trained.step == 12
     assert trained.model.num_parameters() == plain.summary["parameters"]
-    started = train(data, tmp_path, f"--steps 2 --optimizer.learning-rate 1e-9 --init-from {plain.folder}")
+    started = train(data, tmp_path, f"--steps 2 --learning-rate 1e-9 --init-from {plain.folder}")
     assert started["heldout_loss"] == pytest.approx(plain.summary["heldout_loss"], abs=1e-4)
 
 
@@ -190,8 +190,8 @@ def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_l
     data: Path, tmp_path: Path
 ) -> None:
     arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --optimizer.name SGD"
-    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --train.batch-size 1")
-    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --train.batch-size 4")
+    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --batch-size 1")
+    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --batch-size 4")
     assert many["heldout_loss"] == pytest.approx(one["heldout_loss"], abs=1e-5)
     assert many["sent_bytes_per_replica"] == pytest.approx(many["data_parallel_bytes_per_replica"], rel=1e-3)
     assert one["sent_bytes_per_replica"] == one["data_parallel_bytes_per_replica"] == 0
@@ -242,9 +242,7 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
-    arguments = (
-        "--optimizer.name SGD --optimizer.learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
-    )
+    arguments = "--optimizer.name SGD --learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
     with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
         train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -263,17 +261,17 @@ def test_a_gpu_named_by_its_number_is_made_the_current_one(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(Reached, match="1"):
-        train(data, tmp_path / "run", "--train.device cuda:1")
+        train(data, tmp_path / "run", "--device cuda:1")
 
 
 def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="torch sees"):
-        train(data, tmp_path / "run", f"--train.device cuda:{torch.cuda.device_count()}")
+        train(data, tmp_path / "run", f"--device cuda:{torch.cuda.device_count()}")
     assert not (tmp_path / "run").exists()
 
 
 def test_bpe_and_contiguous_shards_train_and_come_back(data: Path, tmp_path: Path) -> None:
-    arguments = "--data.tokenizer bpe --data.bpe-vocab-size 270 --data.sharding contiguous"
+    arguments = "--tokenizer bpe --data.bpe-vocab-size 270 --data.sharding contiguous"
     summary = train(data, tmp_path / "run", arguments)
     assert 0 < summary["bits_per_byte"] < 20
     assert load_trained(tmp_path / "run").tokenizer.vocab_size == 270

@@ -9,7 +9,7 @@ import pytest
 from diloco.events import SampleGenerated
 from tests.runs import Listener, train, write_text
 
-EVERY = "--evaluation.sample-tokens 9 --evaluation.sample-every-steps"
+EVERY = " --evaluation.sample-every-steps"
 
 
 @pytest.mark.parametrize("algorithm", ["streaming", "none"])
@@ -37,7 +37,7 @@ def test_samples_are_drawn_when_due_and_leave_every_bit_of_training(tmp_path: Pa
 
 def test_none_are_drawn_where_they_have_no_length_or_the_run_was_stopped(tmp_path: Path) -> None:
     data = write_text(tmp_path)
-    for flags, steps in (("--evaluation.sample-every-steps 4", []), (f"{EVERY} 4 --stop-after 6", [4])):
+    for flags, steps in (("", []), (f"{EVERY} 4 --stop-after 6", [4])):
         listener = Listener()
         train(data, tmp_path / str(len(steps)), flags, sink=listener)
         assert [sample.step for sample in listener.of(SampleGenerated)] == steps

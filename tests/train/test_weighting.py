@@ -219,7 +219,7 @@ def test_a_step_that_the_gradient_scaler_skipped_was_not_trained(
 
     monkeypatch.setattr(InnerLoop, "unscale", spoilt)
     listener = Listener()
-    arguments = "--algorithm diloco --fragments 1 --overlap-steps 0 --train.precision float16 --steps 8"
+    arguments = "--algorithm diloco --fragments 1 --overlap-steps 0 --precision float16 --steps 8"
     train(write_text(tmp_path), tmp_path / "run", arguments, sink=listener)
     sent = [(event.replica, event.outer_step, event.weight) for event in listener.of(RoundSent)]
     assert sent == [(0, 0, 1.0), (1, 0, 0.75), (0, 1, 1.0), (1, 1, 1.0)]

@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with a trained BPE, QK-norm and tied embeddings; checkpoints after steps 6 and 12."""
     folder = tmp_path_factory.mktemp("export")
     shape = "--model.arguments.kv-heads 1 --model.arguments.qk-norm --model.arguments.tie-embeddings --model.arguments.norm-epsilon 1e-3"
-    tokenizer = "--data.tokenizer bpe --data.bpe-vocab-size 270"
+    tokenizer = "--tokenizer bpe --data.bpe-vocab-size 270"
     train(write_text(folder), folder / "run", f"{shape} {tokenizer} --checkpoint.every-steps 6")
     return folder / "run"
 
@@ -128,10 +128,8 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
     """At a learning rate near 0, it ends with the weights with which it began."""
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
-    tiny = (
-        "--train.sequence-length 8 --optimizer.warmup-steps 0 --optimizer.learning-rate 1e-30 --monitor.console quiet"
-    )
-    places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0 --monitor.no-tensorboard"
+    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
+    places = "--device cpu --replicas 1 --evaluation.sample-prompts --monitor.no-tensorboard"
     assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
     assert same(read_weights(tmp_path / "on"), read_weights(exported))
     assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])

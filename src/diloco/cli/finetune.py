@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         if typed.file is not None and not typed.file.expanduser().is_dir():
             raise ConfigurationError(
                 f"there is no folder {str(typed.file)!r} with a transformers model. A model of the Hugging Face hub is "
-                "given as --model hf:NAME --data.tokenizer hf:NAME instead."
+                "given as --model hf:NAME --tokenizer hf:NAME instead."
             )
         asked = compose(line)
         rows = 0

@@ -66,9 +66,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
         if settings.network.secret_file is not None:
-            print(
-                "diloco: each of them also gives its copy of the secret, as --network.secret-file FILE", file=sys.stderr
-            )
+            print("diloco: each of them also gives its copy of the secret, as --secret-file FILE", file=sys.stderr)
         return fleet
 
     with closing(_watch(settings, folder)) as sink:

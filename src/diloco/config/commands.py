@@ -35,7 +35,8 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
     """
     values, usual = flatten(configuration), flatten(Configuration())
-    own = [name for name in PROCESS_KEYS if name != "network.join"]
+    swarm = configuration.network.transport == "hivemind"
+    own = [name for name in PROCESS_KEYS if not (swarm and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
     kept |= {"network.join": tuple(join)} if join else {}
     return command_text(command, flags={"--resume": folder} | _flags(kept))

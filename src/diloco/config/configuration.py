@@ -65,7 +65,7 @@ def load_configuration(arguments: Sequence[str]) -> Configuration:
     Raises:
         ConfigurationError: for an unknown flag, key or preset, or a value of the wrong type or out of range.
 
-    >>> load_configuration(["--replicas", "2", "--sync.inner-steps", "25"]).sync.inner_steps
+    >>> load_configuration(["--replicas", "2", "--inner-steps", "25"]).sync.inner_steps
     25
     """
     return compose(parse_arguments(arguments))

@@ -132,7 +132,7 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     if rows and steps < FEW_STEPS:
         words += (
             f" {rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more steps, "
-            "use a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs."
+            "use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
         )
     values = derived | chosen | given | {"train.steps": steps}
     return replace(line, file=None, values=values), words.strip()

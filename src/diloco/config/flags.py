@@ -146,7 +146,7 @@ class _Words:
         self._keys = keys
         self._flags = {flag: key for key in keys.values() if not key.positional for flag in (key.flag, *key.aliases)}
         switches = [key for key in keys.values() if key.is_switch and key.negatable]
-        self._negations = {_negation(key.flag): key for key in switches}
+        self._negations = {_negation(flag): key for key in switches for flag in (key.flag, *key.aliases)}
         self._words = [*arguments]
 
     def values(self) -> Values:

@@ -36,7 +36,7 @@ class Key:
     annotation: Any  # type, without the `Annotated` around it
     default: Any  # `dataclasses.MISSING` if it has none
     owner: type  # the dataclass that defines it
-    aliases: tuple[str, ...] = ()  # short flags in addition to ``--train.steps``
+    aliases: tuple[str, ...] = ()  # short flags in addition to ``--steps``
     metavar: str | None = None
     positional: bool = False
     negatable: bool = True  # whether a switch has a second flag ``--no-...``
@@ -53,7 +53,7 @@ class Key:
 
     @property
     def flag(self) -> str:
-        """``"--train.batch-size"`` for ``train.batch_size``."""
+        """``"--batch-size"`` for ``train.batch_size``."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -171,7 +171,7 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
     hints = get_type_hints(settings_type)
     fields = {field.name for field in dataclasses.fields(settings_type)}  # type: ignore[arg-type]  # a dataclass
     unprefixed = {name: hints[name] for name in fields if dataclasses.is_dataclass(hints[name])}
-    for name, value in values.items():
+    for name, value in layered(settings_type, {}, values).items():
         section, _, rest = name.partition(".")
         if rest:
             sections.setdefault(section, {})[rest] = value

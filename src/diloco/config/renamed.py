@@ -115,10 +115,7 @@ def replacement(name: str) -> str | None:
     if key == "transport.join":
         return "it is now --join."
     if key not in RENAMED and key != "lora.rank":
-        section = key.partition(".")[0]
-        moved = {"inner": "optimizer", "swarm": "network", "transport": "network"}
-        moved |= dict.fromkeys(("schedule", "fragments", "merge", "outer", "codec"), "sync")
-        return f"the section {section} is now {moved[section]}." if section in moved else None
+        return None
     new = RENAMED.get(key, "model.lora_rank")
     if not new:
         return "it is gone: nothing has to be set."

@@ -80,6 +80,8 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
         if name in known:
             values[name] = convert(known[name], value, f"{where}: {name} = {_show(value)}")
         elif not any(key.startswith(f"{name}.") for key in known):
+            if isinstance(value, dict) and value and not replacement(name):
+                name = next((f"{name}.{leaf}" for leaf in value if replacement(f"{name}.{leaf}")), name)
             gone = replacement(name)
             hint = gone or nearest_key(name, known, is_section=isinstance(value, dict))
             raise ConfigurationError(f"{where}: {'key' if gone else 'unknown key'} {name!r}; {hint}")

@@ -204,7 +204,7 @@ def _tokenizer_of(settings: DataSettings, folders: Sequence[TokenFolder]) -> Tok
         if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
                 f"{folders[0].path} and {folder.path} were made with different tokenizers. Make them with the same "
-                f"one, such as --data.tokenizer {folders[0].path}."
+                f"one, such as --tokenizer {folders[0].path}."
             )
     given = settings.tokenizer
     if settings.bpe_vocab_size is not None or (

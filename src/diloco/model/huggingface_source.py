@@ -247,8 +247,8 @@ def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
         )
     if settings.weights == "stored" or settings.lora_rank:
         raise ConfigurationError(
-            f"{folder} has no model.safetensors, but stored weights are needed. For new weights, use --model.arguments.weights "
-            "fresh without LoRA."
+            f"{folder} has no model.safetensors, but stored weights are needed. For new weights, use "
+            "--model.arguments.weights fresh without LoRA."
         )
     return False
 

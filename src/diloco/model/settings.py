@@ -198,7 +198,8 @@ class ModelSettings:
     def _check_lora(self) -> None:
         if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
             raise ConfigurationError(
-                "model.lora_rank must be at least 0, model.arguments.lora_alpha positive, and model.arguments.lora_dropout at least 0 and "
+                "model.lora_rank must be at least 0, model.arguments.lora_alpha positive, and "
+                "model.arguments.lora_dropout at least 0 and "
                 f"below 1, not {self.lora_rank}, {self.lora_alpha} and {self.lora_dropout}."
             )
         if not self.lora_targets:
@@ -233,8 +234,8 @@ class ModelSettings:
         source = parse_source(self.source)
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
-                f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose function makes "
-                "the weights. To begin from the weights of a file, use train.init_from."
+                f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose function "
+                "makes the weights. To begin from the weights of a file, use train.init_from."
             )
 
 

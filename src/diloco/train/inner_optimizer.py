@@ -42,8 +42,8 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
     make, accepted = check_inner_arguments(settings)
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
-            f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
-            "hold all parameters (ddp)."
+            f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks "
+            "that hold all parameters (ddp)."
         )
     arguments = dict(settings.arguments)
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
@@ -81,7 +81,7 @@ def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., to
     for argument in settings.arguments:
         if argument == "lr":
             raise ConfigurationError(
-                "inner.arguments.lr can't be set, because the schedule sets the learning rate. Set optimizer.learning_rate."
+                "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(

@@ -86,8 +86,8 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     if settings.transport != "torch":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses a "
-                "single one. Use --transport torch."
+                f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
+                "a single one. Use --transport torch."
             )
         return Role("alone" if settings.transport == "in-process" else "peer")
     size = settings.replica_size
