@@ -70,7 +70,7 @@ DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
     "--compile": ("train.compile", True),
     "--error-feedback 0": ("sync.error_feedback", False),
     "--merge_alpha=0.25": ("sync.merge_alpha", 0.25),
-    "--sync.arguments.outer.betas 0.8 0.9": ("sync.arguments.outer.betas", (0.8, 0.9)),
+    "--sync.arguments.outer.betas [0.8,0.9]": ("sync.arguments", {"outer": {"betas": (0.8, 0.9)}}),
     "--emulate.latency 20ms 1.5s": ("emulate.latency", (0.02, 1.5)),
     "--emulate.bandwidth=100Mbit": ("emulate.bandwidth", (1e8,)),
     "--optimizer.arguments.weight-decay 0": ("optimizer.arguments", {"weight_decay": 0}),

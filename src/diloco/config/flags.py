@@ -277,7 +277,9 @@ def _kind(
     for key in keys:
         whole = everything and key.section
         target = sections.setdefault(key.section, {}) if whole else fields
-        annotation = str if key.is_table else key.annotation
+        annotation = key.annotation
+        if key.is_table or leaf_type(annotation) in (Duration, Rate):  # tyro prints the metavar, and needs no more
+            annotation = tuple[str, ...] if key.is_list else str
         target[key.leaf if whole else key.name] = NotRequired[
             Annotated[annotation, _argument(key, shown.get(key.name), helps.get(key.name, key.help), whole=bool(whole))]
         ]
