@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 # a third of the tests' time is spent waiting for other processes, so 3 test processes suit a machine with 2 cores
 TESTERS ?= 3
+PYTHONS ?= 3.12 3.13
 # tests start many processes, each of which would recompile the package without cached bytecode
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 TO_TRAIN := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test test-browser check bench docs site wheel clean
+.PHONY: setup train test test-browser coverage pythons check bench docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +34,12 @@ train: $(TO_TRAIN) ## create .venv, install the package, and train the quick sta
 
 test: $(STAMP) ## run the tests in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+coverage: ## run the tests, and fail if they cover less of the package than pyproject.toml asks for; takes half as long again
+	$(MAKE) test ARGS="--cov --cov-report= $(ARGS)"
+
+pythons: ## test the core under other versions of Python (PYTHONS="3.12 3.13"), where this machine has them
+	@for version in $(PYTHONS); do .ci/python $$version || exit 1; done
 
 test-browser: $(STAMP) ## install a browser if there is none, test the page of diloco watch in it, and take the screenshots of docs/watch.md
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \

@@ -14,8 +14,8 @@ _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for the README and for the report of each benchmark."""
-    for path in [_ROOT / "README.md", *sorted(_ROOT.glob("benchmarks/*/README.md"))]:
+    """Add a page for the README and for the reports of each benchmark."""
+    for path in [_ROOT / "README.md", *sorted(_ROOT.glob("benchmarks/*/*.md"))]:
         content = _with_links(path, _fenced(path.read_text(encoding="utf-8")))
         files.append(File.generated(config, _page_of(path) or "", content=content))
     return files
@@ -69,5 +69,6 @@ def _page_of(path: Path) -> str | None:
         return "index.md"
     if name.parts[0] == "docs" and name.suffix in (".md", ".svg", ".png"):
         return posixpath.join(*name.parts[1:])
-    is_report = name.parts[0] == "benchmarks" and name.name == "README.md" and len(name.parts) == 3
-    return f"measured/{name.parts[1]}.md" if is_report else None
+    if name.parts[0] != "benchmarks" or name.suffix != ".md" or len(name.parts) != 3:
+        return None
+    return f"measured/{name.parts[1]}.md" if name.name == "README.md" else f"measured/{name.parts[1]}-{name.name}"

@@ -1,13 +1,14 @@
 """Setup and fixtures of all tests.
 
 Torch uses one thread and Hypothesis examples have no deadline, so that bits and times do not depend on the number of
-free cores. `os.fsync` does nothing, because only a power loss would show the difference; a test of its own checks the
-calls.
+free cores. SIGINT is handled, also in a background job, which inherits that it is ignored. `os.fsync` does nothing,
+because only a power loss would show the difference; a test of its own checks the calls.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda descriptor: None
 
 

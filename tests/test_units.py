@@ -1,49 +1,63 @@
+"""Quantities as text, and reports of waits at growing intervals."""
+
+import logging
 import math
+import threading
 
 import pytest
 
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
+from diloco.waiting import LOGGER, log_to_stderr, report_wait, waiting_for
+
+EDGES = {
+    format_bytes: {999.4: "999 B", 999.6: "1.0 kB", 99_949: "99.9 kB", 99_950: "100 kB", 1e19: "10000 PB"},
+    format_count: {math.inf: "inf"},
+    format_perplexity: {math.nan: "nan"},
+    format_duration: {0.9994: "999ms", 0.9996: "1.0s", 59.4: "59s", 59.5: "1m00s", 86_399.7: "1d00h", math.inf: "inf"},
+    format_ratio: {1.006: "1.01x", 1.949: "1.95x", 1.96: "2.0x", 9.94: "9.9x", 9.96: "10x"},
+}
 
 
-@pytest.mark.parametrize(
-    ("count", "written"),
-    [
-        (999.4, "999 B"),
-        (999.6, "1.0 kB"),
-        (99_949, "99.9 kB"),
-        (99_950, "100 kB"),
-        (999_499, "999 kB"),
-        (1e19, "10000 PB"),
-    ],
-)
-def test_bytes_at_the_edges_of_their_units(count: float, written: str) -> None:
-    assert format_bytes(count) == written
+@pytest.mark.parametrize("write", EDGES)
+def test_quantities_at_the_edges_of_their_units(write) -> None:  # type: ignore[no-untyped-def]
+    assert {value: write(value) for value in EDGES[write]} == EDGES[write]
 
 
-def test_counts_that_are_no_numbers_are_written_as_they_are() -> None:
-    assert format_count(math.inf) == "inf"
-    assert format_perplexity(math.nan) == "nan"
-    assert format_duration(math.inf) == "inf"
+@pytest.mark.parametrize(("end_s", "reports"), [(1.9, []), (70, [2, 4, 8, 16, 32, 62])])
+def test_long_wait_is_reported_ever_more_rarely(
+    end_s: float, reports: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [0.0]
+
+    def ended(seconds: float) -> bool:
+        now_s[0] += seconds
+        return now_s[0] > end_s
+
+    report_wait(lambda: "replica 1", 300, ended)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for replica 1 for {second} s; gives up after 300 s" for second in reports
+    ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "written"),
-    [
-        (0.9994, "999ms"),
-        (0.9996, "1.0s"),
-        (9.94, "9.9s"),
-        (59.4, "59s"),
-        (59.5, "1m00s"),
-        (86_399.7, "1d00h"),
-        (0, "0s"),
-    ],
-)
-def test_durations_at_the_edges_of_their_units(seconds: float, written: str) -> None:
-    assert format_duration(seconds) == written
+def test_reports_end_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
+    reported = threading.Event()
+
+    def whom() -> str:
+        reported.set()
+        return "it"
+
+    with waiting_for(whom):
+        assert reported.wait(10)
+    assert not any(thread.name == "diloco-waiting" for thread in threading.enumerate())
+    assert caplog.records[0].levelno == logging.WARNING, "what a program that has not configured logging prints"
 
 
-@pytest.mark.parametrize(
-    ("ratio", "written"), [(1.006, "1.01x"), (1.949, "1.95x"), (1.96, "2.0x"), (9.94, "9.9x"), (9.96, "10x")]
-)
-def test_ratios_at_the_edges_of_their_digits(ratio: float, written: str) -> None:
-    assert format_ratio(ratio) == written
+def test_command_reports_waits_on_stderr_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    log_to_stderr()
+    log_to_stderr()
+    LOGGER.warning("waiting for rank 1")
+    assert capsys.readouterr().err == "diloco: waiting for rank 1\n"

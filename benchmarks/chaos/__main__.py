@@ -1,7 +1,7 @@
 """``python -m benchmarks.chaos``: disturb real peers at random and check the outcome.
 
 The exit code is 1 if a check found a fault. ``--report`` checks the files of an earlier run instead. ``--publish`` adds
-the run to results.json and to the tables of the README.
+the run to results.jsonl and to the tables of the README.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.events import Rates
 from benchmarks.chaos.network import Loopback, Wan
-from benchmarks.chaos.plan import plan_events
+from benchmarks.chaos.plan import Rates, plan_events
 from benchmarks.chaos.processes import python
-from benchmarks.chaos.records import RunRecords
-from benchmarks.chaos.report import publish, tables
+from benchmarks.chaos.report import judge, publish, tables
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import COMMON, Settings
-from benchmarks.chaos.verdict import judge
 
 HERE = Path(__file__).parent
 
@@ -61,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="number of undisturbed runs to compare the loss with",
     )
     parser.add_argument("--report", action="store_true", help="only check the files in --out")
-    parser.add_argument("--publish", action="store_true", help="update README.md and results.json")
+    parser.add_argument("--publish", action="store_true", help="update README.md and results.jsonl")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all peers are ended, too
-    network = Wan(given.wan, os.environ.get("WAN_PREFIX", "c")) if given.wan else Loopback()
+    network: Loopback | Wan = Loopback() if given.wan is None else Wan(given.wan, os.environ.get("WAN_PREFIX", "c"))
     # the run must outlast the events, some of which are postponed, and the recovery of the last peers
     steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
     settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)
@@ -73,14 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = plan_events(given.seed, given.minutes, given.peers, rates)
     if not given.report:
         Conductor(settings, given.out, network, say=lambda text: print(text, flush=True)).run(events)
-    records = RunRecords(given.out)
-    tokens = max((each["tokens"] for each in records.summaries.values()), default=0)
-    undisturbed = undisturbed_losses(given.out, records.settings, tokens, given.undisturbed) if tokens else []
+    tokens = judge(given.out, len(events), ())["tokens"]
+    undisturbed = undisturbed_losses(given.out, settings, tokens, given.undisturbed) if tokens else []
     words = f"--transport {given.transport} --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}"
-    run: dict[str, Any] = {
-        "command": words + (" --wan SCRIPT" if given.wan else ""),
-        **judge(records, events, undisturbed),
-    }
+    run: dict[str, Any] = {"command": words + (" --wan SCRIPT" if given.wan else "")}
+    run |= judge(given.out, len(events), undisturbed)
     print(tables([run]))
     if given.publish:
         publish(run, HERE)

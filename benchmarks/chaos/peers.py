@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.chaos.events import BOOTSTRAP
-from benchmarks.chaos.network import Loopback
+from benchmarks.chaos.network import Loopback, Wan
 from benchmarks.chaos.paced import set_seconds
+from benchmarks.chaos.plan import BOOTSTRAP
 from benchmarks.chaos.processes import Life, Running, python
 from benchmarks.chaos.settings import Settings, write_text
 
@@ -29,7 +29,7 @@ class Peers:
         network: the network of the peers. Peer p is in node p + 1, the bootstrap peer in node 0.
     """
 
-    def __init__(self, settings: Settings, folder: Path, network: Loopback) -> None:
+    def __init__(self, settings: Settings, folder: Path, network: Loopback | Wan) -> None:
         self.settings = settings
         self.folder = folder
         self.network = network
@@ -41,8 +41,6 @@ class Peers:
         folder.mkdir(parents=True, exist_ok=True)
         self._data = write_text(folder)
         self._port = network.free_port()
-
-    # Starting peers.
 
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer of a swarm, always with the same key and port."""
@@ -66,8 +64,7 @@ class Peers:
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
         folder = self.folder / f"peer-{peer}-{next(self._generations)}"
-        numbered = ["--replica", str(peer)] if self.settings.numbered else []
-        return ["train", *self.settings.arguments(), *numbered, "--data", str(self._data), "--out", str(folder), *where]
+        return ["train", *self.settings.arguments(), "--data", str(self._data), "--out", str(folder), *where]
 
     def _torch(self, peer: int) -> list[str]:
         """Return the command. It is the same at each start but for the rendezvous, which is any live replica."""
@@ -106,8 +103,6 @@ class Peers:
             self._left.append(before)
         output = self.folder / f"{len(self.lives)}-{'dht' if peer == BOOTSTRAP else f'peer-{peer}'}.said.txt"
         self.running[peer] = Running(self.network.command(peer + 1, command), life, output)
-
-    # Looking at peers.
 
     def training(self) -> list[Running]:
         """Return the latest process of each place, without the bootstrap peer."""

@@ -58,15 +58,10 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self.steps_s: float = 0.0
-        """Time of the last finished step."""
-        self.committed_s: float = 0.0
-        """Time of the last committed round with several contributors."""
+        self.steps_s = self.committed_s = 0.0  # time of the last finished step, and of the last round with others
         self.step = 0
-        self.finished = False
-        """Whether the run has finished."""
-        self.facts: dict[str, str] = {}
-        """The facts that the process recorded at its start."""
+        self.finished = False  # whether the run has finished
+        self.facts: dict[str, str] = {}  # what the process recorded at its start
 
     def read(self) -> None:
         """Process the complete lines added since the last call."""
@@ -90,13 +85,7 @@ class Tail:
 
 
 class Running:
-    """A running ``diloco`` process and its children, such as its network daemon.
-
-    Args:
-        command: the command to run.
-        life: the record of the process, which is kept up to date.
-        output: the file for everything that it prints.
-    """
+    """A running ``diloco`` process and its children, such as its network daemon; ``life`` is kept up to date."""
 
     def __init__(self, command: Sequence[str], life: Life, output: Path) -> None:
         self.life = life

@@ -1,87 +1,145 @@
-"""The tables of the chaos benchmark, in Markdown."""
+"""Reads the files of a run, applies all checks, and writes the tables."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHECKS", "MARK", "publish", "table", "tables", "write_between"]
+from benchmarks.chaos import checks
+from benchmarks.chaos.plan import BOOTSTRAP
+from benchmarks.chaos.processes import Life
+from benchmarks.chaos.run import HAPPENED, LIVES
+from benchmarks.chaos.settings import Settings
+from benchmarks.markdown import table, write_below
 
-MARK = "<!-- python -m benchmarks.chaos writes what follows -->"
+__all__ = ["judge", "publish", "read", "tables"]
 
-CHECKS = {
-    "nobody stood still for longer": "no undisturbed peer stalled beyond a bound, and all recovered in time",
-    "all ended with the same parameters": "all peers that finished have the same parameters",
-    "the loss is that of an undisturbed run": "the final loss matches that of undisturbed runs",
-    "the loss was found at the end (and compared with nothing)": "the final loss was evaluated (not compared)",
-    "a link that flaps costs the others at most its own peer": "a flapping link evicts no other peer",
-    "what is said is said in a few sentences": "no process printed a traceback or more than 50 lines",
-    "nobody was put out to whom nothing was done": "no undisturbed peer was evicted",
-}
-"""Name of a check in the results -> its wording in the tables, where that differs."""
+MARK = "<!-- what follows is written by python -m benchmarks.chaos -->"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON objects, which may be missing."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _logs(lives: Sequence[Life]) -> list[checks.Log]:
+    """Return a log for each process. Processes that resumed in the same folder share a file, which is split by time."""
+    logs = []
+    for life in lives:
+        later = [other.started_s for other in lives if other.folder == life.folder and other.started_s > life.started_s]
+        until_s = min(later, default=float("inf"))
+        records = read(Path(life.folder) / "metrics.jsonl")
+        logs.append(checks.Log(life, tuple(each for each in records if life.started_s <= each["time_s"] < until_s)))
+    return logs
+
+
+def judge(folder: Path, planned: int, undisturbed: Sequence[float]) -> dict[str, Any]:
+    """Return the figures of a run and the faults that the checks found.
+
+    Args:
+        folder: the folder of the run.
+        planned: the number of planned events.
+        undisturbed: the held-out losses of undisturbed runs; empty if there were none.
+    """
+    known = json.loads((folder / LIVES).read_text(encoding="utf-8"))
+    settings, lives = Settings(**known["settings"]), [Life.from_record(record) for record in known["lives"]]
+    happened, logs = read(folder / HAPPENED), _logs([life for life in lives if life.peer != BOOTSTRAP])
+    summaries = {log.life.name: json.loads((Path(log.life.folder) / "summary.json").read_text(encoding="utf-8"))
+                 for log in logs if not log.life.ended_by and log.life.code == 0}  # fmt: skip
+    limits_s = {"StepFinished": settings.stall_limit_s, "RoundCommitted": settings.round_gap_limit_s}
+    longest_s, still = checks.stalled(logs, limits_s, settings.recovery_limit_s)
+    # any peer may evaluate, also the one that was frozen at the end
+    final = [record for log in logs for record in log.of("Evaluated") if record["final"]]
+    losses = [record["heldout_loss"] for record in final if record["step"] == settings.steps]
+    back = [seconds for log in logs for _, seconds in checks.recoveries(log, settings.recovery_limit_s)[0]]
+    put_out = checks.evicted(logs, settings.recovery_limit_s, settings.silence_s)
+    flaps = [(each["time_s"], each["time_s"] + each["seconds"]) for each in happened if each["kind"] == "flap"]
+    faults = {
+        "no undisturbed peer stalled beyond a bound, and all recovered in time": still,
+        "all peers that finished have the same parameters": checks.unequal_ends(summaries),
+        "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
+        "the final loss matches that of undisturbed runs": (
+            checks.loss_differs(losses[0], undisturbed) if losses and undisturbed else []
+        ) if losses else ["no peer evaluated at the end"],
+        "no process ended by itself": checks.unexpected_ends(lives),
+        "a flapping link evicts no other peer": [
+            words for time_s, words in put_out if any(since <= time_s <= until for since, until in flaps)
+        ],
+        "no process printed a traceback or more than 50 lines": checks.tracebacks(lives),
+    }  # fmt: skip
+    void = {(each["fragment"], each["outer_step"]) for log in logs for each in log.of("RoundVoid")}
+    return {
+        "limits_s": limits_s,
+        "longest_s": {event: round(seconds, 1) for event, seconds in longest_s.items()},
+        "back_limit_s": settings.recovery_limit_s,
+        "back_s": sorted(round(seconds, 1) for seconds in back),
+        "back_by_kind": _back_by_kind(logs, happened, settings.recovery_limit_s),
+        "processes": len(logs),
+        "ended_peers": len(summaries),
+        "steps": settings.steps,
+        "tokens": max((each["tokens"] for each in summaries.values()), default=0),
+        "digests": sorted({each["global_params_digest"] for each in summaries.values()}),
+        "rounds": len({(each["fragment"], each["outer_step"]) for log in logs for each in log.of("RoundCommitted")}),
+        "void": len(void),
+        "views": max((record["view"] for log in logs for record in log.of("ViewChanged")), default=0),
+        "put_out": [words for _, words in put_out],
+        "heldout_loss": losses[0] if losses else None,
+        "undisturbed": list(undisturbed),
+        "kinds": dict(sorted(Counter(record["kind"] for record in happened).items())),
+        "planned": planned,
+        "faults": faults,
+    }
+
+
+def _back_by_kind(
+    logs: Sequence[checks.Log], happened: Sequence[dict[str, Any]], limit_s: float
+) -> dict[str, list[float]]:
+    """Return kind of event -> seconds until its peer contributed to a round again, for each."""
+    back: dict[str, list[float]] = {}
+    for record in happened:
+        times = [
+            seconds
+            for log in logs
+            for begin_s, seconds in checks.recoveries(log, limit_s)[0]
+            if log.life.peer in (record["peer"], *record["others"]) and -0.05 <= begin_s - record["time_s"] < 35.0
+        ]
+        if times:
+            back.setdefault(record["kind"], []).append(round(max(times), 1))
+    return back
 
 
 def publish(run: dict[str, Any], folder: Path) -> None:
-    """Add a run to results.json, replacing an earlier run of the same command, and write all runs into the README."""
-    path = folder / "results.json"
-    runs = {each["command"]: each for each in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
-    runs[run["command"]] = run
-    path.write_text(json.dumps(list(runs.values()), indent=1) + "\n", encoding="utf-8")
-    write_between(MARK, tables(list(runs.values())), folder / "README.md")
-
-
-def write_between(mark: str, text: str, path: Path) -> None:
-    """Replace the text between ``mark`` and the next comment, or the end of the file, by ``text``."""
-    before, rest = path.read_text(encoding="utf-8").split(mark)
-    _, *after = rest.split("<!-- ", 1)
-    path.write_text("<!-- ".join([f"{before}{mark}\n\n{text}\n", *after]), encoding="utf-8")
-
-
-def table(rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table whose first row is the header.
-
-    >>> print(table([["a", "b"], [1, 2]]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+    """Add a run to results.jsonl, replacing an earlier run of the same command, and write all runs into the README."""
+    path = folder / "results.jsonl"
+    runs = {each["command"]: each for each in read(path)} | {run["command"]: run}
+    path.write_text("".join(json.dumps(each) + "\n" for each in runs.values()), encoding="utf-8")
+    write_below(MARK, tables([*runs.values()]), folder / "README.md")
 
 
 def tables(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the tables of each run: its figures, its checks, and the effects of each kind of event."""
+    """Return the tables of each run: its figures, its checks, and the recoveries by kind of event."""
     return "\n".join(_of_one(run) for run in runs)
 
 
 def _of_one(run: dict[str, Any]) -> str:
-    checked = [
-        (CHECKS.get(name, name), "yes" if not faults else f"**no**: {'; '.join(faults)}")
-        for name, faults in run["faults"].items()
-    ]
-    parts = (table([("", ""), *_facts(run)]), table([("check", ""), *checked]), table(_kinds(run)))
-    return f"### `{run['command']}`\n\n" + "\n\n".join(parts) + "\n"
-
-
-def _facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    back = run["back_s"] or [0.0]
-    longest, limits = run["longest_s"], run["limits_s"]
+    back, longest, limits = run["back_s"] or [0.0], run["longest_s"], run["limits_s"]
     loss = "none" if run["heldout_loss"] is None else f"{run['heldout_loss']:.4f}"
-    undisturbed = ", ".join(f"{each:.4f}" for each in run["undisturbed"]) or "not run"
-    return [
-        ("events", f"{len(run['happened'])} of {run['planned']} planned"),
+    facts: list[Sequence[object]] = [
+        ("events", f"{sum(run['kinds'].values())} of {run['planned']} planned"),
         ("processes that trained", f"{run['processes']}, of which {run['ended_peers']} finished"),
-        ("steps, tokens", f"{run['steps']:,}, {run['tokens']:,}"),
-        ("views", f"{run['views']:,}"),
+        ("steps, tokens, views", f"{run['steps']:,}, {run['tokens']:,}, {run['views']:,}"),
         ("rounds", f"{run['rounds']:,} committed, {run['void']} void for at least one replica"),
-        ("undisturbed members evicted", f"{len(run['put_out'])}"),
-        (
-            "longest step of an undisturbed peer",
-            f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)",
-        ),
+        ("undisturbed members evicted", len(run["put_out"])),
+        ("longest step of an undisturbed peer", f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)"),
         (
             "longest time of an undisturbed peer without a round",
             f"{longest['RoundCommitted']} s (bound: {limits['RoundCommitted']:g} s)",
@@ -91,19 +149,12 @@ def _facts(run: dict[str, Any]) -> list[tuple[str, str]]:
             f"median {statistics.median(back):.1f} s, longest {max(back):.1f} s (bound: {run['back_limit_s']:g} s)",
         ),
         ("digests at the end", ", ".join(run["digests"]) or "none"),
-        ("held-out loss; undisturbed", f"{loss}; {undisturbed}"),
+        ("held-out loss; undisturbed", f"{loss}; {', '.join(f'{each:.4f}' for each in run['undisturbed'])}"),
     ]
-
-
-def _kinds(run: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Return the rows of the table of events, one for each kind."""
-    rows: list[tuple[object, ...]] = [
-        ("event", "number", "longest step of the others (s)", "in a round again after (s): median", "longest")
-    ]
+    facts += [(name, "yes" if not found else f"**no**: {'; '.join(found)}") for name, found in run["faults"].items()]
+    kinds = []
     for kind, number in run["kinds"].items():
-        of_kind = [each for each in run["happened"] if each["kind"] == kind]
-        back = [each["back_after_s"] for each in of_kind if each["back_after_s"] is not None]
-        still = max(each["others_stood_still_s"] for each in of_kind)
-        times = (f"{statistics.median(back):.1f}", f"{max(back):.1f}") if back else ("", "")
-        rows.append((kind, number, still, *times))
-    return rows
+        times = run["back_by_kind"].get(kind, [])
+        kinds.append((kind, number, f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""))
+    header = ["event", "number", "in a round again after (s): median, longest"]
+    return f"### `{run['command']}`\n\n{table(['', ''], facts)}\n\n{table(header, kinds)}\n"

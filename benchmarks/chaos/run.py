@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
-from benchmarks.chaos.network import Loopback
+from benchmarks.chaos.network import Loopback, Wan, link
 from benchmarks.chaos.paced import set_seconds
 from benchmarks.chaos.peers import Peers
-from benchmarks.chaos.plan import least_healthy
+from benchmarks.chaos.plan import BOOTSTRAP, RETURNS, Event, least_healthy
 from benchmarks.chaos.processes import Running
 from benchmarks.chaos.settings import Settings
 
@@ -35,18 +34,10 @@ class Conductor:
     """Starts the peers, carries out the planned events, and waits until all peers have ended.
 
     A disturbance that would leave too few training peers is postponed until others have recovered, and all later events
-    with it.
-
-    Args:
-        settings: the settings of the run.
-        folder: the folder for all files; created if missing.
-        network: the network of the peers.
-        say: receives a line of text about each event.
+    with it. ``say`` receives a line of text about each event.
     """
 
-    def __init__(
-        self, settings: Settings, folder: Path, network: Loopback, say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, settings: Settings, folder: Path, network: Loopback | Wan, say: Callable[[str], None]) -> None:
         self.settings = settings
         self.network = network
         self.say = say
@@ -58,7 +49,7 @@ class Conductor:
     def run(self, events: Sequence[Event]) -> None:
         """Carry out the whole run. All processes are ended, also on an error."""
         try:
-            with self.network.up(self.settings.peers + 1):
+            with self.network.up(link(self.settings.peers + 1)):
                 self._start_all()
                 delay_s = 0.0
                 for number, event in enumerate(events):
@@ -69,9 +60,6 @@ class Conductor:
                     waited_s = self._until_enough(event)
                     delay_s += waited_s
                     self._happens(number, event, waited_s)
-                if self.settings.hurries:
-                    self._await(self._all_train, self.settings.recovery_limit_s)
-                    set_seconds(self.peers.pace, 0.0)
                 self._finish()
         finally:
             self.peers.end()
@@ -88,8 +76,6 @@ class Conductor:
         self._wait_for(lambda: all(each.tail.committed_s for each in self.peers.training()), limit_s, "a first round")
         self._began_s = time.time()
         self.say(f"All {self.settings.peers} peers train.")
-
-    # Time.
 
     def _tick(self) -> None:
         while self._due and self._due[0][0] <= time.time():
@@ -137,8 +123,6 @@ class Conductor:
     def _needed(self, event: Event) -> int:
         """Return how many others must train; in a case with few peers, all of them."""
         return min(least_healthy(self.settings.peers), self.settings.peers - len(event.stalls))
-
-    # Events.
 
     def _happens(self, number: int, event: Event, waited_s: float) -> None:
         if event.kind == "thaw at the end":
@@ -201,18 +185,15 @@ class Conductor:
 
     def _do(self, verb: str, process: Running, event: Event) -> None:
         """One entry of a timetable."""
-        node, clock = event.peer + 1, self.peers.clock(event.peer)
-        ways = [(source + 1, target + 1) for source, target in event.silenced]
         if verb in ("stop", "continue"):
             number = signal.SIGSTOP if verb == "stop" else signal.SIGCONT
             process.signal(number, with_daemon=event.with_daemon)
-        elif verb in ("off", "on"):
-            (self.network.cut if verb == "off" else self.network.heal)(node)
-        elif verb in ("silence", "hear"):
-            for source, target in ways:
-                (self.network.silence if verb == "silence" else self.network.hear)(source, target)
+        elif verb in ("shift", "set right"):
+            set_seconds(self.peers.clock(event.peer), event.clock_s if verb == "shift" else 0.0)
         else:
-            set_seconds(clock, event.clock_s if verb == "shift" else 0.0)
+            assert isinstance(self.network, Wan), "only events that the network can carry out are planned"
+            for source, target in event.silenced or ((event.peer, 0),):
+                self.network.do(verb, source + 1, target + 1)
 
     def _note(self, number: int, event: Event, waited_s: float) -> None:
         record: dict[str, Any] = {**asdict(event), "time_s": time.time(), "waited_s": round(waited_s, 1)}
@@ -224,13 +205,6 @@ class Conductor:
         step = max(process.tail.step for process in self.peers.training())
         now_s = time.time() - self._began_s
         self.say(f"{now_s:6.1f} s  {number + 1:3}  {name}: {event.text}{waited}; {alive} alive, step {step}")
-
-    # The end.
-
-    def _await(self, holds: Callable[[], bool], limit_s: float) -> None:
-        until_s = time.time() + limit_s
-        while not holds() and time.time() < until_s:
-            self._tick()
 
     def _until_the_end(self, event: Event) -> None:
         """Wait until the others have few steps left."""
@@ -248,9 +222,6 @@ class Conductor:
         process.signal(signal.SIGCONT, with_daemon=True)
         process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
         self.say("  (thawed)")
-
-    def _all_train(self) -> bool:
-        return not self._due and all(self.peers.trains(peer) for peer in range(self.settings.peers))
 
     def _active(self) -> bool:
         """Return whether a peer is alive and any has finished a step recently; otherwise the run hangs."""

@@ -20,20 +20,12 @@ COMMON = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of the run.
+    """The settings of the run; those not described here are settings of ``diloco train``.
 
     Attributes:
-        transport: ``hivemind`` or ``torch``.
-        peers: the number of peers that train.
-        steps: the inner steps of the run.
         step_s: the least duration of an inner step.
-        checkpoint_steps: the number of steps between two checkpoints.
-        heartbeat_s, silence_s, round_timeout_s, join_window_s, straggler: settings of ``diloco train``.
-        rendezvous_timeout_s: another one, the longest time that the peers wait for each other at the start.
         leaves_s: the longest time that a peer may take to end after a signal.
-        hurries: whether steps are taken without delay once all events are over and all peers have recovered.
         slack_s: the time that a busy machine may add to any limit.
-        numbered: whether the replica numbers of a swarm are those of the places; otherwise they follow from the keys.
     """
 
     transport: str = "hivemind"
@@ -48,18 +40,11 @@ class Settings:
     rendezvous_timeout_s: float = 120.0
     straggler: str = "skip"
     leaves_s: float = 30.0
-    hurries: bool = False
     slack_s: float = 10.0
-    numbered: bool = False
 
     @property
     def stall_limit_s(self) -> float:
-        """The longest time that an undisturbed peer may take for a step.
-
-        It waits for one round. A late peer is noticed after `join_window_s`, a silent one after `silence_s`. Then the
-        members agree on the next view, in which another member may turn out to be silent. In any case the round is void
-        `round_timeout_s` after its begin, unless a view change is in progress.
-        """
+        """The longest step of an undisturbed peer: a round, in which one more member may turn out to be silent."""
         return self.round_timeout_s + self.silence_s + self.slack_s
 
     @property
@@ -69,11 +54,7 @@ class Settings:
 
     @property
     def recovery_limit_s(self) -> float:
-        """The longest time that a peer may take to contribute to a round after it was started, thawed or healed.
-
-        It is told that it was excluded, or notices it within `silence_s`. Its previous process may be silent for as
-        long. Then it connects, adopts the state, waits for others that join before it, and waits for a round.
-        """
+        """The longest time until a peer contributes to a round after it was started, thawed or healed."""
         return 2 * self.silence_s + self.round_timeout_s + self.stall_limit_s
 
     def arguments(self) -> list[str]:

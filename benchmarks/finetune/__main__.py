@@ -20,7 +20,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 from benchmarks.finetune.task import KNOWN, WANTED, known_codes, texts, write_conversations, write_tokenizer
+from diloco.data import DataSettings, heldout_rows
+from diloco.trained import Sampling, evaluate, generate, load_trained
 
 LAYERS, WIDTH = 6, 256
 SEQUENCES, LENGTH = 8, 39
@@ -142,7 +146,7 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
     place, started_s = work / "run", time.time()
     shutil.rmtree(place, ignore_errors=True)
     summary: dict[str, Any] = {}
-    asked, model = f"--questions {work / 'test.jsonl'} --answer-tokens 8", f"{place}"
+    asked, model, tokens = work / "test.jsonl", place, 8
     if method.steps:
         # SEQUENCES per step in total, for any number of replicas
         diloco(
@@ -152,15 +156,15 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
         )
         summary = json.loads((place / "summary.json").read_text())
     else:
-        model = f"{work / 'base'} --sequence-length {LENGTH}"
+        model = work / "base"
         if method.name != "base":
-            asked = f"--questions {work / 'known.jsonl'} --answer-tokens 1"
+            asked, tokens = work / "known.jsonl", 1
     train_s = time.time() - started_s
-    evaluated = json.loads(diloco(f"evaluate {model} --json {asked}"))
+    loss, accuracy, questions = examined(model, asked, tokens)
     record = name | {
-        "loss": evaluated["heldout_loss"],
-        "accuracy": evaluated["accuracy"],
-        "questions": evaluated["questions"],
+        "loss": loss,
+        "accuracy": accuracy,
+        "questions": questions,
         "sent_bytes": summary.get("sent_bytes_per_replica", 0),
         "rounds": summary.get("rounds_committed", 0),
         "compute_utilization": summary.get("compute_utilization"),
@@ -169,6 +173,29 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
     with results.open("a") as file:
         file.write(json.dumps(record) + "\n")
     print(json.dumps(record), flush=True)
+
+
+def examined(model: Path, file: Path, most_tokens: int) -> tuple[float, float, int]:
+    """Return the loss on the answers of conversations, the share that the model gives exactly, and their number."""
+    trained = load_trained(model)
+    tokenizer = trained.chat_tokenizer()
+    settings = DataSettings(format="chat", paths=(file,))
+    rows = heldout_rows(settings, tokenizer, LENGTH, [file])
+    loss = evaluate(trained.model, tokenizer, rows, sequence_length=LENGTH, batch_size=32).loss
+    right = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        *messages, answer = json.loads(line)["messages"]
+        tokens = generate(
+            trained.model,
+            tokenizer.prompt(messages),
+            torch.Generator(),
+            max_new_tokens=most_tokens,
+            sampling=Sampling(temperature=0),
+            stop_tokens=[tokenizer.answer_end, tokenizer.eos_id],
+            window=LENGTH,
+        )
+        right.append(tokenizer.decode(list(tokens)).strip() == answer["content"].strip())
+    return loss, mean(right), len(right)
 
 
 def diloco(arguments: str) -> str:

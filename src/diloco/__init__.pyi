@@ -16,11 +16,9 @@ from .algorithm import SendersMean as SendersMean
 from .algorithm import Sgd as Sgd
 from .algorithm import SyncSchedule as SyncSchedule
 from .algorithm import ValueSchedule as ValueSchedule
-from .algorithm import codec_names as codec_names
 from .algorithm import make_codec as make_codec
 from .algorithm import muon as muon
 from .algorithm import partition as partition
-from .algorithm import register as register
 from .errors import CodecError as CodecError
 from .errors import ConfigurationError as ConfigurationError
 from .errors import ContractError as ContractError

@@ -80,8 +80,8 @@ class StepFinished(Event):
     compute_utilization: float  # compute time / (compute time + time waiting for communication), so far; 0..1
     skipped_replicas: int = 0  # replicas whose inner step the gradient scaler skipped (float16 only)
     trained: bool = True
-    """False if this process skipped the step because it is slower than others (dynamic steps) or late (grace). Loss,
-    learning rate and gradient norm are then those of the last step that it trained."""
+    """False if this process skipped the step because it is slower than others (dynamic steps). Loss, learning
+    rate and gradient norm are then those of the last step that it trained."""
     pace: float = 1.0  # fraction of the scheduled steps that this process currently trains (dynamic steps)
     model_flops_utilization: float | None = None
     """The model's operations in this step, as a fraction of what the device of this process could have done in

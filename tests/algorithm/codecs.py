@@ -8,13 +8,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm import FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2, codec_names, pieces
+from diloco.algorithm import CODECS, FP4, BFloat16, Codec, Float16, Float32, Int8, TopK2, pieces
 from diloco.testing import same_bits, spread_values
 
 __all__ = [
+    "ACCURATE",
     "BLOCK",
     "COARSE",
-    "CODECS",
     "LARGEST",
     "OURS",
     "PIECE",
@@ -33,7 +33,7 @@ BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max
 TINY = torch.finfo(torch.float32).tiny
 
-CODECS: dict[str, Callable[[], Codec]] = {
+ACCURATE: dict[str, Callable[[], Codec]] = {
     "float32": Float32,
     "float16": Float16,
     "bfloat16": BFloat16,
@@ -48,8 +48,8 @@ COARSE: dict[str, Callable[[], Codec]] = {
 }
 """The codecs named "built" run the C kernels if a compiler was found, else torch."""
 
-OURS = codec_names()
-"""The names before any test registers its own codecs."""
+OURS = CODECS.names
+"""The names before any test registers a codec of its own."""
 
 PIECE = next(pieces(1 << 30, torch.device("cpu"), BLOCK))[1]
 SIZES = [0, 1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, PIECE, 2 * PIECE + BLOCK + 3]

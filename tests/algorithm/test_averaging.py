@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm import LARGEST_MEAN, Contribution, RoundId, Verdict, codec_names, judge, make_codec, weighted_mean
+from diloco.algorithm import CODECS, LARGEST_MEAN, Contribution, RoundId, Verdict, judge, make_codec, weighted_mean
 from diloco.errors import CodecError
 from tests.algorithm.contributions import SIZE, contribution
 
@@ -145,7 +145,7 @@ class TestJudge:
 
 
 class TestMean:
-    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize("codec", CODECS.names)
     @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 0.25, 1.0), (1e-3, 1e3, 1.0, 1.0, 7.0)])
     def test_agrees_with_a_reference_in_float64(self, codec: str, weights: tuple[float, ...]) -> None:
         """Invariant 3: the mean divides by the weights of the contributions present."""
@@ -165,7 +165,7 @@ class TestMean:
         assert mean.buffers is not None
         assert mean.buffers.tolist() == pytest.approx([sum(w * m for m, w in enumerate(weights)) / sum(weights), 1.0])
 
-    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize("codec", CODECS.names)
     def test_the_order_of_arrival_does_not_change_a_bit(self, codec: str) -> None:
         given = [
             contribution(
@@ -228,7 +228,7 @@ class TestMean:
         assert bool((mean <= torch.stack(addends).amax(0) + slack).all())
         assert bool((mean >= torch.stack(addends).amin(0) - slack).all())
 
-    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize("codec", CODECS.names)
     @pytest.mark.parametrize(("weight", "base_weight"), [(1e18, 1.0), (1e18, 1e18), (8.0, 1.0)])
     def test_nobody_weighs_more_than_eight_windows_of_another_one(
         self, codec: str, weight: float, base_weight: float

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco import AlphaMerge, Nesterov, SyncSchedule, codec_names, make_codec
-from diloco.algorithm import Contribution, scale_factors, vector_norm, weighted_mean
+from diloco import AlphaMerge, Nesterov, SyncSchedule, make_codec
+from diloco.algorithm import CODECS, Contribution, scale_factors, vector_norm, weighted_mean
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import Swarm, quadratic
@@ -65,7 +65,7 @@ def contributions(codec: str, scales: list[float], weights: list[float], max_nor
     return [contribution(m, each, codec=codec, weight=w, max_norm=max_norm) for m, (each, w) in pairs]
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
     """``sum w f v / sum w``: the norms are those of decoded values, the divisor stays the sum of the weights."""
     given = contributions(codec, [1.0, 1.0, 50.0, 1.0], [1.0, 2.0, 0.5, 1.0], bound := 50.0)
@@ -76,7 +76,7 @@ def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
     torch.testing.assert_close(mean.values.double(), sum(scaled) / 4.5, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 def test_a_bound_that_nobody_exceeds_changes_no_bit(codec: str) -> None:
     plain, bounded = (
         weighted_mean(contributions(codec, [1.0, 2.0, 3.0], [1.0, 0.3, 2.0], bound)) for bound in (None, 1e6)
@@ -94,7 +94,7 @@ def test_buffers_are_not_scaled() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.floats(1e-3, 1e6), st.sampled_from(codec_names()))
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.floats(1e-3, 1e6), st.sampled_from(CODECS.names))
 def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
     scales: list[float], bound: float, codec: str
 ) -> None:

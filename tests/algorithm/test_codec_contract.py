@@ -14,9 +14,9 @@ from torch import Tensor
 from diloco.algorithm import Codec, Float32, make_codec
 from diloco.errors import ContractError
 from diloco.testing import check_bytes, check_codec, check_payload
-from tests.algorithm.codecs import BLOCK, COARSE, CODECS, OURS, SIZES, same_bits, vectors
+from tests.algorithm.codecs import ACCURATE, BLOCK, COARSE, OURS, SIZES, same_bits, vectors
 
-ALL = CODECS | COARSE
+ALL = ACCURATE | COARSE
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -48,7 +48,7 @@ def test_any_bytes(name: str, data: st.DataObject) -> None:
 
 
 def test_block_size_is_what_the_codec_says_it_is() -> None:
-    sizes = {name: make().block_size for name, make in CODECS.items()}
+    sizes = {name: make().block_size for name, make in ACCURATE.items()}
     assert {name for name, size in sizes.items() if size == 1} == {"float32", "float16", "bfloat16"}
     assert {size for size in sizes.values() if size != 1} == {BLOCK}
     assert make_codec("fp4", block_size=64).block_size == 64

@@ -1,4 +1,4 @@
-"""Hand-computed values of each codec: sizes, rounding, saturation, refused payloads, and the registry of names."""
+"""Hand-computed values of each codec: sizes, rounding, saturation, and refused payloads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from diloco.algorithm import FP4, BFloat16, Float16, Float32, Int8, make_codec, register
+from diloco.algorithm import FP4, BFloat16, Float16, Float32, Int8, make_codec
 from diloco.errors import CodecError, ConfigurationError
-from tests.algorithm.codecs import LARGEST, OURS, PIECE, TINY, same_bits, spread_values
+from tests.algorithm.codecs import LARGEST, PIECE, TINY, same_bits, spread_values
 
 
 @pytest.mark.parametrize(
@@ -115,41 +115,8 @@ def test_float_casts_name_the_first_bad_value() -> None:
             codec.validate(values.view(torch.uint8), PIECE + 5)
 
 
-# ---- the table of codecs ---------------------------------------------------------------------------------------------
-
-
-def test_every_codec_can_be_made_by_name() -> None:
-    assert OURS == ("float32", "float16", "bfloat16", "fp4", "int8", "topk2")
-    for name in OURS:
-        codec = make_codec(name)
-        assert codec.name == name
-        assert dict(make_codec(name, **codec.parameters()).parameters()) == dict(codec.parameters())
-    assert make_codec("fp4", block_size=64).parameters() == {"block_size": 64}
-
-
-def test_an_unknown_codec_or_parameter_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"no codec 'bfloat'; did you mean 'bfloat16'\?"):
-        make_codec("bfloat")
-    with pytest.raises(ConfigurationError, match=r"no parameter 'blok_size'; did you mean 'block_size'\?"):
-        make_codec("fp4", blok_size=64)
-    with pytest.raises(ConfigurationError, match="'float16' has no parameter 'block_size'; it has none"):
-        make_codec("float16", block_size=64)
-    with pytest.raises(ConfigurationError, match="no parameter 'implementation'"):
-        make_codec("int8", implementation=1)
-
-
 @pytest.mark.parametrize("block_size", [0, -2, 1, 7, 65538, True, 8.0])
 @pytest.mark.parametrize("name", ["int8", "fp4"])
 def test_a_block_size_that_cannot_work_is_refused(name: str, block_size: int) -> None:
     with pytest.raises(ConfigurationError, match=r"block_size must be"):
         make_codec(name, block_size=block_size)
-
-
-def test_a_name_is_registered_once() -> None:
-    class Impostor(Float32):
-        name = "fp4"
-
-    with pytest.raises(ConfigurationError, match="already belongs to FP4"):
-        register(Impostor)
-    assert isinstance(make_codec("fp4"), FP4)
-    assert register(FP4) is FP4

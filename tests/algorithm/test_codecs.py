@@ -13,8 +13,8 @@ from torch import Tensor
 from diloco.algorithm import Codec, Float32, largest_magnitude
 from diloco.errors import CodecError
 from tests.algorithm.codecs import (
+    ACCURATE,
     BLOCK,
-    CODECS,
     LARGEST,
     SIZES,
     TINY,
@@ -26,9 +26,9 @@ from tests.algorithm.codecs import (
 )
 
 
-@pytest.fixture(params=CODECS)
+@pytest.fixture(params=ACCURATE)
 def codec(request: pytest.FixtureRequest) -> Codec:
-    return CODECS[request.param]()
+    return ACCURATE[request.param]()
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -41,11 +41,11 @@ def test_round_trip_is_within_the_stated_bound(codec: Codec, numel: int) -> None
     assert ((decoded.double() - values.double()).abs() <= error_bound(codec, values)).all()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ACCURATE)
 @settings(max_examples=60, deadline=None)
 @given(values=vectors)
 def test_any_finite_values_stay_finite_and_within_the_stated_bound(name: str, values: Tensor) -> None:
-    codec = CODECS[name]()
+    codec = ACCURATE[name]()
     payload = codec.encode(values)
     codec.validate(payload, values.numel())
     decoded = codec.decode(payload, values.numel())

@@ -28,7 +28,7 @@ from diloco.algorithm import (
     vector_norm,
     weighted_mean,
 )
-from tests.algorithm.codecs import COARSE, CODECS, spread_values
+from tests.algorithm.codecs import ACCURATE, COARSE, spread_values
 
 SAME_ON_ALL = re.compile(
     "add|sub|rsub|mul|div|neg|abs|round|_to_copy|copy|fill|zero|"  # rounded once
@@ -86,7 +86,7 @@ def test_the_watch_sees_what_differs(act: Callable[[Tensor], Any]) -> None:
 
 
 def contributions(codec: str, number: int, **more: Any) -> list[Contribution]:
-    encoder = (CODECS | COARSE)[codec]()
+    encoder = (ACCURATE | COARSE)[codec]()
     return [
         Contribution(
             round=RoundId(0, 0),
@@ -102,12 +102,12 @@ def contributions(codec: str, number: int, **more: Any) -> list[Contribution]:
     ]
 
 
-TORCH_CODECS = [name for name in CODECS | COARSE if not name.endswith("-built")]
+TORCH_CODECS = [name for name in ACCURATE | COARSE if not name.endswith("-built")]
 
 
 @pytest.mark.parametrize("codec", TORCH_CODECS)
 def test_codecs(codec: str) -> None:
-    encoder, values = (CODECS | COARSE)[codec](), spread_values(9000)
+    encoder, values = (ACCURATE | COARSE)[codec](), spread_values(9000)
     with Watched():
         payload = encoder.encode(values)
         encoder.validate(payload, len(values))
@@ -131,7 +131,7 @@ def test_means(rule: AverageRule | None, max_norm: float | None) -> None:
 def test_encoded_means(codec: str) -> None:
     mean = spread_values(600)
     with Watched():
-        encode_mean(mean, (CODECS | COARSE)[codec]())
+        encode_mean(mean, (ACCURATE | COARSE)[codec]())
 
 
 OUTER = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.algorithm import Codec, codec_names, data_parallel_bytes, make_codec, plan_exchange, shard_bounds
+from diloco.algorithm import CODECS, Codec, data_parallel_bytes, make_codec, plan_exchange, shard_bounds
 
 Messages = list[tuple[int, int, int]]
 """``(sender, receiver, bytes)``."""
@@ -95,7 +95,7 @@ def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(
     assert max(stop - start for start, stop in shard_bounds(numel, num_replicas, block_size)) == least
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 @pytest.mark.parametrize("extra", [0, 10])
 def test_one_replica_moves_nothing(codec: str, extra: int) -> None:
     plan = plan_exchange(make_codec(codec), 1000, 1, extra)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from diloco.checkpoint import SavedValues, list_checkpoints, load_own, open_checkpoint, save_checkpoint
-from tests.checkpoint.marked_checkpoints import mark_of, names, save, tree
+from diloco.checkpoint import SavedValues, list_checkpoints, load_own, open_checkpoint
+from tests.checkpoint.marked_checkpoints import mark_of, names, save
 from tests.same import same
 
 
@@ -57,33 +56,6 @@ def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     assert mark_of(tmp_path) == 25.0
     save(tmp_path, 5, 5.0, keep=1)
     assert names(tmp_path) == {"latest", "step-00000005"}
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, 1, 1.0)
-    save(tmp_path, 1, 2.0)
-    assert mark_of(tmp_path) == 2.0
-    assert names(tmp_path) == {"latest", "step-00000001"}
-
-
-def test_parts_are_taken_one_at_a_time(tmp_path: Path) -> None:
-    taken: list[str] = []
-
-    class OneByOne(Mapping[str, Any]):
-        def __getitem__(self, part: str) -> Any:
-            for before in taken:  # the parts read before are on disk by now
-                assert list(tmp_path.glob(f".step-00000000.*.partial/{before}.safetensors"))
-            taken.append(part)
-            return tree(1.0)
-
-        def __iter__(self) -> Iterator[str]:
-            return iter(["a", "b"])
-
-        def __len__(self) -> int:
-            return 2
-
-    save_checkpoint(tmp_path, 0, OneByOne(), about={}, keep=1)
-    assert taken == ["a", "b"]
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
-import logging
 import os
 import signal
 import socket
@@ -78,17 +75,6 @@ def test_a_killed_process_leaves_no_lock_except_to_a_child_that_shares_it(
                 os.kill(left, signal.SIGKILL)
 
 
-def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    """A folder that is still empty goes. Files of others stay, also one that is there for another lock."""
-    with lock_folder(tmp_path / "a" / "b"):
-        pass
-    assert not (tmp_path / "a" / "b").exists()
-    (tmp_path / "lock").write_text("mine")
-    with lock_folder(tmp_path):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "lock"]
-
-
 def test_a_file_that_its_owner_deletes_meanwhile_is_not_taken_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,15 +91,3 @@ def test_a_file_that_its_owner_deletes_meanwhile_is_not_taken_for_the_lock(
     with lock_folder(tmp_path):
         assert len(calls) == 2
         assert "in use" in try_to_lock(tmp_path)
-
-
-def test_where_there_are_no_locks_a_warning_says_what_that_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unsupported(file: int, kind: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with caplog.at_level(logging.WARNING), lock_folder(tmp_path):
-        pass
-    assert f"{tmp_path} can't be locked (No locks available): nothing prevents a second run in it." in caplog.text

@@ -21,7 +21,6 @@ from diloco.checkpoint import (
     load_own,
     open_checkpoint,
     save_checkpoint,
-    whole,
 )
 from diloco.errors import CheckpointError
 from tests.processes import Processes
@@ -155,11 +154,6 @@ def test_values_of_another_model_are_refused(room: dict[str, Tensor], words: str
         SavedValues(save_values(tmp_path), "values").load_into(room)
 
 
-def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no sharded part 'whole'; its parts are values-shard-0"):
-        SavedValues(save_values(tmp_path), "whole")
-
-
 @pytest.mark.parametrize("name", ["values-shard-0.json", "values-shard-0.safetensors"])
 def test_damage_is_found_before_anything_is_read(name: str, tmp_path: Path) -> None:
     checkpoint = save_values(tmp_path)
@@ -181,8 +175,3 @@ def test_a_piece_too_few_is_found(tmp_path: Path) -> None:
     files = {**checkpoint.parts["values-shard-0"], path.name: facts}
     with pytest.raises(CheckpointError, match=r"is incomplete: it holds only \d+ pieces of matrix"):
         SavedValues(replace(checkpoint, parts={**checkpoint.parts, "values-shard-0": files}), "values")
-
-
-def test_whole_gathers_nothing_that_is_whole() -> None:
-    value = torch.ones(2)
-    assert whole(value).data_ptr() == Whole({"value": value})["value"].data_ptr() == value.data_ptr()

@@ -104,7 +104,7 @@ def test_characters_that_a_stream_lacks_are_escaped(environment: dict[str, str],
 
 def test_a_prompt_is_what_was_typed_in_any_locale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert as_typed("caf\udcc3\udca9 \u6771") == "café 東"
-    for option in ("--prompt", "--system", "--stop"):
+    for option in ("--prompt", "--system"):
         assert main(["generate", str(tmp_path), option, "\udcff", *(["--chat"] if option == "--system" else [])]) == 2
         assert "'\\udcff' is not text in UTF-8" in capfd.readouterr().err
 

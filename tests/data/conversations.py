@@ -18,21 +18,6 @@ TEMPLATE = (
 )
 RAW_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
 JOINED_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "'=' + c.function.arguments")
-ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('must alternate') }}{% endif %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) %}<|im_start|>{{ m.role }}:"
-    "{{ m.content }}<|im_end|>{% elif m.role == 'assistant' %}<|im_start|>assistant:{{ m.content }}<|im_end|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
 
 
 def rows_of(tokenizer: ChatTokenizer, data: Path, **changes: Any) -> list[str]:

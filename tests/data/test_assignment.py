@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.data import Assignment, Range, permute, windows_at
+from diloco.data import Assignment, Range
 from diloco.errors import ConfigurationError
 
 
@@ -97,14 +97,6 @@ def test_nothing_is_drawn_twice_or_lost_whoever_comes_and_goes(
     assert sorted(used + listed(assignment.returned)) == list(range(assignment.start))
 
 
-@given(num_replicas=st.integers(1, 5), batch_size=st.integers(1, 5), step=st.integers(0, 2**40))
-def test_a_fixed_run_has_one_batch_after_the_other(num_replicas: int, batch_size: int, step: int) -> None:
-    fixed = Assignment.of(num_replicas)
-    for member in range(num_replicas):
-        begin = (step * num_replicas + member) * batch_size
-        assert fixed.positions(member, step, batch_size).tolist() == list(range(begin, begin + batch_size))
-
-
 def test_returned_ranges_come_first_wherever_they_begin_and_end() -> None:
     """Ranges of 1, 2 and 4 positions in batches of 3: a batch may span several, or the end of one and new positions."""
     assignment = Assignment(10, (2, 5), start=40, returned=((1, 2), (7, 9), (30, 34)))
@@ -137,25 +129,13 @@ def test_what_is_returned_may_come_in_any_order_and_of_several_assignments() -> 
     ("change", "message"),
     [
         ({"from_step": -1}, r"from_step of an assignment must be an integer .*, got -1"),
-        ({"from_step": True}, r"from_step .*, got True"),
-        ({"start": 1.5}, r"start of an assignment .*, got 1\.5"),
         ({"start": 2**62}, r"below 2\*\*62"),
-        ({"members": []}, r"The members of an assignment must be a tuple of 1 to 65536 .*, not \[\]"),
         ({"members": ()}, r"each once, in ascending order"),
-        ({"members": (1, 0)}, r"ascending order, not \(1, 0\)"),
         ({"members": (1, 1)}, r"ascending order, not \(1, 1\)"),
-        ({"members": (-1, 1)}, r"ascending order, not \(-1, 1\)"),
-        ({"members": tuple(range(2**16 + 1))}, r"ascending order, not \(0, 1, 2, 3, 4, 5, \.\.\.\)"),
         ({"returned": ((2, 2),)}, r"begin < end <= start"),
-        ({"returned": ((3, 2),)}, r"got \(\(3, 2\),\)"),
-        ({"returned": ((-1, 2),)}, r"\(-1, 2\)"),
         ({"returned": ((0, 2), (1, 3))}, r"without overlap"),
         ({"returned": ((4, 5), (0, 2))}, r"in ascending order"),
         ({"returned": ((8, 11),)}, r"start=10.* they can't be returned"),
-        ({"returned": ((0, 1, 2),)}, r"pairs"),
-        ({"returned": (5,)}, r"pairs"),
-        ({"returned": "ab"}, r"returned ranges .*, got 'ab'"),
-        ({"returned": tuple((i, i + 1) for i in range(2**16 + 1)), "start": 2**17}, r"at most 65536 pairs"),
     ],
 )
 def test_malformed_assignments_are_refused_also_as_messages(change: dict[str, object], message: str) -> None:
@@ -164,44 +144,3 @@ def test_malformed_assignments_are_refused_also_as_messages(change: dict[str, ob
         Assignment(**arguments)  # type: ignore[arg-type]  # arguments are varied by name
     with pytest.raises(ConfigurationError, match="of an assignment must be"):
         Assignment.from_message(json.loads(json.dumps(list(arguments.values()))))
-
-
-@pytest.mark.parametrize("message", [None, {}, "text", [], [0, [0], 0], [0, 0, 0, []], [0, [0], 0, [1]], [0] * 5])
-def test_messages_of_another_form_are_refused(message: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be \[from_step, "):
-        Assignment.from_message(message)
-
-
-def test_questions_without_an_answer_are_refused() -> None:
-    assignment = Assignment(5, (0, 2), 40, ((8, 12),))
-    with pytest.raises(ConfigurationError, match=r"Replica 1 draws nothing at step 5: .* members are \(0, 2\)"):
-        assignment.positions(1, 5, 2)
-    with pytest.raises(ConfigurationError, match=r"for steps from 5 on, not for 4"):
-        assignment.ranges(0, range(4, 6), 2)
-    with pytest.raises(ConfigurationError, match=r"range\(5, 9, 2\) leaves out steps"):
-        assignment.ranges(0, range(5, 9, 2), 2)
-    with pytest.raises(ConfigurationError, match=r"batch_size must be .*, got 0"):
-        assignment.positions(0, 5, 0)
-    with pytest.raises(ConfigurationError, match=r"only positions below 2\*\*62 can be counted"):
-        assignment.positions(0, 2**60, 4)
-    with pytest.raises(ConfigurationError, match=r"not for 4"):
-        assignment.following(4, (0,), 2)
-    for returned in (
-        [(9, 10)],
-        [(1, 3), (2, 4)],
-        [(50, 52)],
-    ):  # returned but not drawn yet, returned twice, never assigned
-        with pytest.raises(ConfigurationError, match=r"without overlap"):
-            assignment.following(5, (0,), 2, returned)
-    with pytest.raises(ConfigurationError, match=r"Returned ranges must be pairs .*, got \('ab',\)"):
-        assignment.following(5, (0,), 2, ["ab"])  # type: ignore[list-item]  # the point
-    for num_replicas in (0, 2**16 + 1):
-        with pytest.raises(ConfigurationError, match=rf"needs 1 to 65536 replicas, not {num_replicas}"):
-            Assignment.of(num_replicas)
-
-
-def test_a_batch_of_two_epochs_has_its_windows_of_both() -> None:
-    """7 windows in batches of 2 make epochs of 6 positions; these positions belong to a returned range."""
-    shuffles = [permute(np.arange(7), 7, f"seed 3, epoch {epoch}").tolist() for epoch in range(3)]
-    windows = windows_at(np.array([5, 12, 6]), num_windows=7, batch_size=2, seed=3)
-    assert windows.tolist() == [shuffles[0][5], shuffles[2][0], shuffles[1][0]]

@@ -56,21 +56,6 @@ def test_the_cursor_goes_on_anywhere_and_is_that_of_the_last_batch_given(kind: s
         assert whole.state_dict() == again.state_dict()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_back_at_an_earlier_cursor_nothing_is_left_of_what_came_after_it(kind: str, made: list[Batches]) -> None:
-    """What prefetching discovered, such as the end of a stream, does not count either: a pause rewinds it."""
-    (batches,) = make(kind, made, 1)
-    cursors, drawn = [batches.state_dict()], []
-    for _ in range(90):
-        drawn.append(lists(batches.next_batch()))
-        cursors.append(json.loads(json.dumps(batches.state_dict())))
-    for start in (40, 20, 1):
-        batches.load_state_dict(cursors[start])
-        for step in range(start, start + 5):
-            assert batches.state_dict() == cursors[step]
-            assert lists(batches.next_batch()) == drawn[step]
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "ahead" not in kind])
 def test_batches_made_ahead_are_the_same(kind: str, made: list[Batches]) -> None:
     plain, ahead = make(kind, made, 2)[1], make(f"{kind}, made ahead", made, 2)[1]

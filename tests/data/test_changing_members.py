@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from diloco.data import Assignment, Sampler, windows_at
-from diloco.errors import CheckpointError, ConfigurationError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 
 
@@ -74,81 +73,3 @@ def test_resuming_between_changes_equals_never_stopping(stop: int) -> None:
         batches = [own.next_batch() for own in runs]
         assert torch.equal(batches[0][0], batches[1][0])
         assert torch.equal(batches[0][1], batches[1][1])
-
-
-def test_assignments_that_cannot_be_are_refused() -> None:
-    own, contiguous, new = sampler(1, 2), sampler(1, 2, sharding="contiguous"), sampler(7, None)
-    own.next_batch()
-    own.next_batch()
-    before = own.state_dict()
-    with pytest.raises(ConfigurationError, match=r"from step 1 on comes too late: 2 batches were already drawn"):
-        own.assign(Assignment(1, (0, 1), 50))
-    with pytest.raises(ConfigurationError, match=r"Replica 1 cannot draw by an assignment to the members \(0, 2\)"):
-        own.assign(Assignment(2, (0, 2), 50))
-    with pytest.raises(ConfigurationError, match=r"members can change with sharding='shuffled'"):
-        contiguous.assign(Assignment.of(2))
-    assert own.state_dict() == before
-    with pytest.raises(
-        ConfigurationError, match=r"Replica 7 has no assignment for step 0\. .* begin at the steps \[\]"
-    ):
-        new.next_batch()
-    new.assign(Assignment(4, (0, 7), 50))
-    with pytest.raises(ConfigurationError, match=r"begin at the steps \[4\]"):
-        new.next_batch()
-    new.load_state_dict({**new.state_dict(), "drawn": 4})
-    assert windows_of(new.next_batch()) == windows_at(np.array([52, 53]), 100, 2, seed=1).tolist()
-    # It may load a cursor whose members do not include it, but not draw from it.
-    new.load_state_dict({**new.state_dict(), "assignments": [[0, [0, 1], 0, []]]})
-    with pytest.raises(ConfigurationError, match=r"Replica 7 draws nothing at step 5"):
-        new.next_batch()
-    assert new.state_dict()["drawn"] == 5
-
-
-@pytest.mark.parametrize(
-    ("assignments", "message"),
-    [
-        ([], r"At least one is needed"),
-        (None, r"assignments of the data cursor cannot be read, None"),
-        ([[0, [1, 0], 0, []]], r"cannot be read, .* ascending order, not \(1, 0\)"),
-        ([[3, [0, 1], 0, []]], r"After 1 batches, .* begin at the steps \[3\]"),
-        ([[0, [0, 1], 0, []], [0, [0], 0, []]], r"each must begin after the one before"),
-    ],
-)
-def test_a_cursor_with_other_assignments_than_can_be_is_refused(assignments: object, message: str) -> None:
-    own, contiguous = sampler(0, 2), sampler(0, 2, sharding="contiguous")
-    own.next_batch()
-    before = own.state_dict()
-    with pytest.raises(CheckpointError, match=message):
-        own.load_state_dict({**before, "assignments": assignments})
-    assert own.state_dict() == before
-    with pytest.raises(CheckpointError, match=r"'contiguous' has none\. It was not loaded"):
-        contiguous.load_state_dict({**contiguous.state_dict(), "assignments": [[0, [0, 1], 0, []]]})
-
-
-def test_a_joiner_is_told_the_order_that_no_settings_say() -> None:
-    """After two replicas became three, a joining replica draws only its own share as one of the three."""
-    tokens = tokens_for(60)
-
-    def make(replica: int, replicas: int | None) -> Sampler:
-        return Sampler(tokens, sequence_length=LENGTH, batch_size=2, replica=replica, num_replicas=replicas, seed=0)
-
-    before, fresh = make(0, 2), make(2, 3)
-    assert before.order == ""
-    for _ in range(4):
-        before.next_batch()
-    stayed, lost = make(0, 3), make(2, 3)
-    for sampler in (stayed, lost):
-        sampler.resume_from(lambda _: before.state_dict(), 2)
-    for sampler in (stayed, lost):
-        for _ in range(3):
-            sampler.next_batch()
-    fresh.join_at(7, stayed.order)
-    assert torch.equal(fresh.next_batch()[0], lost.next_batch()[0])
-    assert fresh.order == stayed.order
-    unchanged, there = make(1, 2), make(1, 2)
-    for _ in range(4):
-        there.next_batch()
-    unchanged.join_at(4, before.order)
-    assert torch.equal(unchanged.next_batch()[0], there.next_batch()[0])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        fresh.join_at(9, '["no", "assignment"]')

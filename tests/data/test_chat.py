@@ -18,11 +18,8 @@ from diloco.data import (
     build_chat_corpus,
     heldout_rows,
     is_heldout,
-    read_questions,
 )
-from diloco.errors import ConfigurationError, DataError, DiLoCoError
-from tests.data.conversations import BOTH, KNOWN_ROLES, TEMPLATE, TOOL, TOOL_TEXT, answer, called, rows_of, said, share
-from tests.data.conversations import MARKED as MARKED_ROLES
+from diloco.errors import DataError
 from tests.finetuning import SPECIAL, asked, write_records, write_sums, write_tokenizer
 
 THINKING = (
@@ -105,12 +102,6 @@ def test_where_a_template_changes_earlier_answers_only_the_last_counts(tmp_path:
     assert (all_count, counted(example)) == (False, "<think>d<|im_end|>")
 
 
-def test_a_template_that_hides_its_answers_is_refused(tmp_path: Path) -> None:
-    tokenizer = with_template(tmp_path, "{{ messages | length }}answer{% if add_generation_prompt %}?{% endif %}")
-    with pytest.raises(DataError, match="does not render an answer after the prompt"):
-        tokenizer.conversation(asked("a", "b")["messages"])
-
-
 def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
     """Return the corpus of these training records and a held-out one; an unused field decides the split."""
 
@@ -131,17 +122,6 @@ def test_without_a_template_a_prompt_and_its_completion_are_plain_text(tmp_path:
         tokenizer.prompt(asked("a", "b")["messages"])
 
 
-def test_another_template_may_be_given(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "other.jinja"
-    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}")
-    tokenizer = ChatTokenizer(str(folder), file)
-    assert tokenizer.decode(tokenizer.prompt(asked("a", "b")["messages"])) == "[a][b]["
-    tokenizer.save(tmp_path / "saved")
-    assert ChatTokenizer(str(tmp_path / "saved")).template == file.read_text()
-    with pytest.raises(ConfigurationError, match="can't be read"):
-        ChatTokenizer(str(folder), tmp_path / "missing.jinja")
-
-
 def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     records = [
         asked("short", "1"),
@@ -157,27 +137,6 @@ def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
     assert "1 left out because their text contains a special token" in told
 
 
-REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"streaming": True}, "data.streaming can't be combined with data.format='chat'"),
-    ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources can't be combined"),
-    ({"paths": ()}, "needs conversations"),
-    ({"paths": (Path("hf:imdb"),)}, "Dataset.to_parquet"),
-    ({"format": "text", "chat_template": Path("x")}, "needs data.format='chat'"),
-)
-
-
-@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=lambda each: str(each)[:30])
-def test_settings_that_do_not_fit_conversations(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        DataSettings(**({"format": "chat", "paths": (Path("a.jsonl"),)} | changes))
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_a_tokenizer_of_no_model_has_no_template(tmp_path: Path, tokenizer: str) -> None:
-    with pytest.raises(DiLoCoError, match="needs the tokenizer of a model"):
-        build_chat_corpus(settings_of(Path(tokenizer), write_sums(tmp_path / "data.jsonl")), 64)
-
-
 def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:
     settings = settings_of(folder, write_sums(tmp_path / "sums.jsonl"))
     corpus = build_chat_corpus(settings, 48)
@@ -187,105 +146,3 @@ def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: 
     assert build_chat_corpus(settings, 40).fingerprint != corpus.fingerprint
     everything = heldout_rows(settings, corpus.tokenizer, 48, settings.paths)
     assert everything.counted_tokens > corpus.heldout.counted_tokens
-
-
-def test_questions_are_the_last_answers_with_what_comes_before(chatml: ChatTokenizer, tmp_path: Path) -> None:
-    data = write_records(tmp_path / "q.jsonl", [asked("2+2?", "4"), {"prompt": "a", "completion": "b"}])
-    questions = list(read_questions([data]))
-    assert [each.answer for each in questions] == ["4", "b"]
-    assert questions[0].prompt(chatml) == chatml.prompt(asked("2+2?", "4")["messages"][:1])
-    with pytest.raises(DataError, match=r"q.jsonl:1 has no answer"):
-        list(read_questions([write_records(tmp_path / "q.jsonl", [{"text": "a"}])]))
-
-
-@pytest.mark.parametrize("prompt", ["<|im_start|>assistant:", "<|im_start|>assistant:<think>"])
-def test_marks_of_a_template_are_narrowed_to_the_answers_to_learn(tmp_path: Path, prompt: str) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("p", answer("b", weight=0), "q", "a", "r", "c")])
-    template = MARKED_ROLES.replace("%}<|im_start|>assistant:{%", f"%}}{prompt}{{%")
-    assert rows_of(with_template(tmp_path / "t", template), data) == [
-        f"<user:p><assistant:b>{BOTH}<user:r><assistant:«c>»"
-    ]
-
-
-def test_what_a_template_needs_before_an_answer_costs_only_that_answer(tmp_path: Path) -> None:
-    needs_user = "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-    data = write_records(tmp_path / "a.jsonl", [said(answer("w"), *said("q", "a")["messages"])])
-    template = needs_user + "{{ raise_exception('No user query') }}{% endif %}" + TEMPLATE
-    assert rows_of(with_template(tmp_path / "t", template), data) == [f"<assistant:w>{BOTH}"]
-
-
-def test_a_template_that_needs_content_gets_it(tmp_path: Path) -> None:
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m['content'] + '' }}")
-    assert rows_of(with_template(tmp_path / "t", template), data) == ['<user:q><assistant:«f{"a": 1}>»']
-
-
-HIDES_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"
-)
-
-
-@pytest.mark.parametrize("text", ["a", "<a", "<think>t</think>a"])
-def test_answers_that_lack_the_end_of_their_prompt_are_learned_and_that_is_told(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = with_template(tmp_path / "t", HIDES_THOUGHTS)
-    data = write_records(tmp_path / "a.jsonl", [said("p", "b", "q", text)])
-    shown = text.removeprefix("<think>t</think>")
-    assert rows_of(tokenizer, data) == [f"<user:p><assistant:«b>»<user:q><assistant:«{shown}>»"]
-    assert "asks for an answer with '<|im_start|>assistant:<think>' but shows it after" in caplog.text
-    assert ("does not show the whole text of all answers" in caplog.text) == (shown != text)
-
-
-def test_a_call_that_lacks_the_end_of_its_prompt_is_learned_whole(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{{ c.function.name }}", "<{{ c.function.name }}>")
-    template = template.replace("_prompt %}<|im_start|>assistant:", "_prompt %}<|im_start|>assistant:<t>")
-    data = write_records(tmp_path / "a.jsonl", [said("q", called({"a": 1}, None))])
-    assert rows_of(with_template(tmp_path / "t", template), data) == ['<user:q><assistant:«<f>{"a": 1}>»']
-
-
-def test_a_template_that_changes_the_text_of_answers_is_followed(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")
-    tokenizer = with_template(tmp_path / "t", template)
-    data = write_records(tmp_path / "a.jsonl", [said("q", "abc")])
-    assert rows_of(tokenizer, data) == ["<user:Q><assistant:«ABC>»"]
-
-
-def test_of_several_templates_the_one_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    folder = write_tokenizer(tmp_path / "t")
-    library = AutoTokenizer.from_pretrained(str(folder))
-    library.chat_template = {"default": KNOWN_ROLES, "tool_use": TEMPLATE}
-    library.save_pretrained(folder)
-    data = write_records(tmp_path / "a.jsonl", [said("q", "a"), said("q", called({"a": 1}), tools=[TOOL])])
-    with_tools = TOOL_TEXT + '<user:q><assistant:«f{"a": 1}>»'
-    assert rows_of(ChatTokenizer(str(folder)), data) == [BOTH, with_tools]
-
-
-def test_examples_do_not_depend_on_the_day(tmp_path: Path) -> None:
-    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %f') }}{% endif %}" + TEMPLATE
-    data = write_records(tmp_path / "a.jsonl", [said("q", "a")])
-    assert rows_of(with_template(tmp_path / "t", template), data) == [f"26 Jul 2024 000000{BOTH}"]
-
-
-@pytest.mark.parametrize(
-    ("record", "text"),
-    [
-        (share(("human", "p"), ("gpt", "b"), ("human", "q"), ("gpt", "a")), None),
-        ({"prompt": said("p", "b", "q")["messages"], "completion": "a"}, None),
-        ({"instruction": "q", "output": "a", "history": [["p", "b"]]}, None),
-        (share(("human", "q"), ("gpt", "a")), "q«a»"),
-        ({"system": "s", "prompt": "q", "completion": "a"}, "s\n\nq«a»"),
-    ],
-    ids=["ShareGPT", "prompt", "history", "one answer", "system"],
-)
-def test_several_answers_need_a_template(tmp_path: Path, record: dict[str, Any], text: str | None) -> None:
-    tokenizer = with_template(tmp_path / "t", None)
-    data = write_records(tmp_path / "a.jsonl", [record])
-    if text is not None:
-        assert rows_of(tokenizer, data) == [text]
-        return
-    with pytest.raises(DataError, match="has no chat template, which messages need"):
-        rows_of(tokenizer, data)

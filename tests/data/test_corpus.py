@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import Corpus, DataSettings, build_corpus, read_standard_library, split_documents
-from diloco.errors import ConfigurationError, DataError
+from diloco.data import Corpus, DataSettings, build_corpus, split_documents
+from diloco.errors import DataError
 
 
 def numbered(count: int) -> list[str]:
@@ -36,25 +36,6 @@ def test_the_split_is_disjoint_complete_and_stable_under_more_documents(document
     assert larger_heldout[len(larger_heldout) - len(heldout) :] == heldout
 
 
-def test_copies_of_a_document_stand_on_one_side() -> None:
-    documents = numbered(100) * 3
-    train, heldout = split_documents(documents, 0.3)
-    assert all(train.count(document) in (0, 3) for document in documents)
-    assert all(heldout.count(document) in (0, 3) for document in documents)
-
-
-@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.9])
-def test_about_the_fraction_is_held_out(fraction: float) -> None:
-    documents = numbered(10_000)
-    _, heldout = split_documents(documents, fraction)
-    assert len(heldout) == pytest.approx(fraction * 10_000, abs=5 * (10_000 * fraction * (1 - fraction)) ** 0.5)
-
-
-def test_a_larger_fraction_only_adds_to_the_heldout_documents() -> None:
-    few, many = (set(split_documents(numbered(200), fraction)[1]) for fraction in (0.1, 0.2))
-    assert few < many
-
-
 @pytest.mark.parametrize(("fraction", "held_out"), [(1e-9, 0), (1 - 1e-9, 3)])
 def test_an_empty_side_says_which_fractions_would_work(fraction: float, held_out: int) -> None:
     with pytest.raises(DataError, match=rf"holds out {held_out} of 3 documents.*Use a fraction between") as caught:
@@ -63,12 +44,6 @@ def test_an_empty_side_says_which_fractions_would_work(fraction: float, held_out
     train, heldout = split_documents(numbered(3), (low + high) / 2)
     assert train
     assert heldout
-
-
-@pytest.mark.parametrize("documents", [[], ["one"], ["same", "same"]])
-def test_fewer_than_two_different_documents_cannot_be_split(documents: list[str]) -> None:
-    with pytest.raises(DataError, match=r"no two of them different.*data\.document_separator"):
-        split_documents(documents, 0.5)
 
 
 def test_a_sample_is_spread_over_all_documents_and_held_out_as_often() -> None:
@@ -83,13 +58,6 @@ def test_a_sample_is_spread_over_all_documents_and_held_out_as_often() -> None:
     assert np.mean(places) == pytest.approx(2500, abs=5 * 5000 / (12 * 1000) ** 0.5)
     order = [documents.index(document) for document in train]
     assert order == sorted(order)
-
-
-def test_a_sample_takes_copies_no_further_than_asked() -> None:
-    train, heldout = split_documents(["a", "b"] * 10, 0.5, max_documents=20)
-    assert (len(train), len(heldout)) == (10, 10)
-    train, heldout = split_documents(["a", "b"] * 10, 0.5, max_documents=11)
-    assert len(train) + len(heldout) == 11
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -131,36 +99,3 @@ def test_the_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
         corpus_of(tmp_path / "bpe", documents, tokenizer="bpe", bpe_vocab_size=257, **settings).fingerprint,
     }
     assert len(others | {base.fingerprint}) == 5
-
-
-def test_one_long_file_becomes_a_corpus_by_a_separator(tmp_path: Path) -> None:
-    book = tmp_path / "book.txt"
-    book.write_text("\n\n".join(numbered(50)))
-    with pytest.raises(DataError, match=r"data\.document_separator"):
-        build_corpus(DataSettings(paths=(book,)))
-    corpus = build_corpus(DataSettings(paths=(book,), document_separator="\n\n", heldout_fraction=0.2))
-    assert corpus.train_documents + corpus.heldout_documents == 50
-
-
-def test_the_standard_library_is_the_default_corpus() -> None:
-    corpus = build_corpus(DataSettings())
-    assert corpus.train_bytes + corpus.heldout_bytes == sum(len(text.encode()) for text in read_standard_library())
-    assert corpus.train.dtype == np.uint16
-    assert len(corpus.train) == corpus.train_bytes + corpus.train_documents
-    small = build_corpus(DataSettings(max_documents=100, heldout_fraction=0.1))
-    assert small.train_documents + small.heldout_documents == 100
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heldout_fraction": 0.0}, r"between 0 and 1, got 0\.0"),
-        ({"heldout_fraction": 1.0}, r"between 0 and 1, got 1\.0"),
-        ({"bpe_vocab_size": 256}, r"at least 257"),
-        ({"max_documents": 1}, r"at least 2, got 1"),
-        ({"document_separator": ""}, r"data\.document_separator"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        DataSettings(**settings)  # type: ignore[arg-type]  # varied by name

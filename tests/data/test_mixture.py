@@ -38,12 +38,6 @@ def test_shares_add_up_and_are_as_close_as_they_can_be(weights: list[float]) -> 
         assert abs(share - weight / sum(weights) * CYCLE) < 1
 
 
-@pytest.mark.parametrize("weights", [{"a": 0.0}, {"a": -1.0, "b": 2.0}, {"a": 1.0, "b": 1e9}, {"a": float("nan")}])
-def test_weights_that_give_no_share_are_refused(weights: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match="weight"):
-        shares_of(weights)
-
-
 def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_exact() -> None:
     """Two cycles, drawn by three replicas together and counted in plain Python."""
     mixture = mixed(a=(50, 3.0), b=(700, 1.0))
@@ -69,28 +63,6 @@ def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_e
     assert replicas[0].epochs == pytest.approx({"a": len(order) * 0.75 / 50, "b": len(order) * 0.25 / 700}, rel=1e-3)
 
 
-def test_no_replica_meets_a_pattern() -> None:
-    """Equal weights and two replicas of one sequence: each sees about half of both."""
-    mixture = mixed(a=(500, 1.0), b=(500, 1.0))
-    for replica in (0, 1):
-        sampler = Sampler(mixture, sequence_length=LENGTH, batch_size=1, replica=replica, num_replicas=2, seed=0)
-        begins = [int(sampler.next_batch()[0][0, 0]) for _ in range(200)]
-        assert 60 < sum(begin < 100_000 for begin in begins) < 140
-
-
-def test_a_mixture_is_told_from_others() -> None:
-    digests = {
-        mixture.digest
-        for mixture in (
-            mixed(a=(5, 1.0), b=(5, 1.0)),
-            mixed(a=(5, 1.0), b=(5, 2.0)),
-            mixed(b=(5, 1.0), a=(5, 1.0)),
-            mixed(a=(5, 1.0), b=(6, 1.0)),
-        )
-    }
-    assert len(digests) == 4
-
-
 def test_what_a_mixture_cannot_do_is_told() -> None:
     with pytest.raises(DataError, match="'b' has 1 training tokens, but one sequence of 4 needs 5"):
         Sampler(
@@ -102,14 +74,3 @@ def test_what_a_mixture_cannot_do_is_told() -> None:
             mixed(a=(9, 1.0)),
             sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0, sharding="contiguous",
         )  # fmt: skip
-
-
-@settings(deadline=None)
-@given(sizes=st.lists(st.integers(0, 5), max_size=6), data=st.data())
-def test_pieces_read_like_one_array(sizes: list[int], data: st.DataObject) -> None:
-    whole = np.arange(sum(sizes), dtype=np.uint16)
-    pieces = PackedTokens(np.split(whole, np.cumsum(sizes[:-1])) if sizes else [])
-    begin, end = (data.draw(st.integers(0, len(whole) + 2)) for _ in range(2))
-    assert len(pieces) == len(whole)
-    assert pieces[begin:end].tolist() == whole[begin:end].tolist()
-    assert pieces.digest == PackedTokens([whole]).digest

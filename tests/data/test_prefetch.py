@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -78,15 +77,6 @@ def test_an_error_comes_where_its_batch_would_and_again() -> None:
     inner.fails_at = -1
     assert int(batches.next_batch()[0]) == 1
     batches.close()
-
-
-def test_closing_ends_a_thread_that_nobody_takes_from() -> None:
-    batches = Prefetcher(Counted(), 1, "stuck")  # type: ignore[arg-type]  # all that is used
-    batches.next_batch()
-    started_s = time.monotonic()
-    batches.close()
-    assert time.monotonic() - started_s < 5
-    assert "stuck" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() -> None:

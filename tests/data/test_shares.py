@@ -109,13 +109,6 @@ def test_a_crash_loses_no_more_than_what_was_begun() -> None:
     assert len(run.used) == len(set(run.used))
 
 
-def test_a_message_holds_everything() -> None:
-    run = Run()
-    run.change(join=5)
-    run.change(join=7)
-    assert Shares.from_message(run.shares.to_message()) == run.shares
-
-
 def test_a_run_whose_members_stay_draws_as_one_of_fixed_members() -> None:
     shares, fixed = Shares.of((0, 1, 2)), Assignment.of(3)
     for replica in range(3):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.data import DataSettings, SourceSettings, build_corpus, open_source, open_stream, parse_hub_name
-from diloco.errors import ConfigurationError, DataError
+from diloco.data import DataSettings, SourceSettings, build_corpus, open_source, parse_hub_name
+from diloco.errors import DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
 
@@ -97,37 +96,6 @@ def test_a_field_that_is_not_there_is_told(files: Path) -> None:
             list(open_source(SourceSettings(data=about.data, text_field="txt", streaming=about.streaming)).records())
 
 
-@pytest.mark.parametrize("name", ["hf:", "hf:a//b", "hf:a/b/c/d", "hf:./absent"])
-def test_names_that_mean_nothing_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is neither the name of a data set, hf:NAME"):
-        parse_hub_name(name)
-
-
-@pytest.mark.parametrize(
-    ("sources", "words"),
-    [
-        ({"a": "x"}, "data.sources.a must be a table"),
-        ({"a": {}}, "data.sources.a needs the key data, such as data ="),
-        ({"a": {"data": "x", "wieght": 1}}, "key 'wieght'; did you mean 'weight'"),
-        *(
-            ({"a": {"data": "x", "weight": w}}, "a positive number")
-            for w in (0, -1.0, math.nan, math.inf, 10**400, True)
-        ),
-        ({"a": {"data": [1]}}, "a string or a list of strings"),
-        ({"a": {"data": "x", "split": ""}}, "a string that is not empty"),
-        ({"a": {"data": "x", "streaming": 1}}, "true or false"),
-    ],
-)
-def test_malformed_tables_are_refused(sources: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        DataSettings(sources=sources)
-
-
-def test_paths_and_sources_together_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="were both given"):
-        DataSettings(paths=(Path("x"),), sources={"a": {"data": "x"}})
-
-
 def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     sources = {
@@ -148,84 +116,3 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
         for place in (str(files / "a.jsonl"), f"hf:{files / 'saved'}", f"hf:{files / 'hub'}")
     ]
     assert len({corpus.fingerprint for corpus in corpora}) == 1
-
-
-def test_a_stream_is_opened_without_reading_all_of_it(files: Path) -> None:
-    class Counts:
-        size = None
-        read = 0
-
-        def records(self, start: int = 0) -> Any:
-            for text in TEXTS[start:]:
-                Counts.read += 1
-                yield text
-
-    settings = DataSettings(paths=(files / "a.jsonl",), streaming=True, streaming_heldout=2, heldout_fraction=0.2)
-    import diloco.data.corpus as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "open_source", lambda about: Counts())
-        corpus = open_stream(settings)
-    assert (corpus.heldout_documents, len(corpus.train)) == (2, 0)
-    assert Counts.read < 40
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"tokenizer": "bpe"}, "data.bpe_documents, the number"),
-        ({"max_documents": 9}, "can't be combined with data.streaming"),
-        ({"sharding": "contiguous"}, "can't be combined with data.streaming"),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(files: Path, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        open_stream(DataSettings(paths=(files / "a.jsonl",), streaming=True, **settings))
-
-
-def test_a_bpe_for_a_stream_is_trained_on_its_first_documents(files: Path) -> None:
-    settings = DataSettings(
-        paths=(files / "a.jsonl",), streaming=True, tokenizer="bpe", bpe_vocab_size=260, bpe_documents=50
-    )
-    assert open_stream(settings).tokenizer.vocab_size == 260
-    assert open_stream(settings).fingerprint == open_stream(settings).fingerprint
-
-
-@pytest.mark.parametrize(
-    ("data", "split", "expected"),
-    [
-        ("saved", None, TEXTS),
-        ("saved", "train", TEXTS),
-        ("saved", "train[:10%]", TEXTS[:25]),
-        ("saved:train[36:]", None, TEXTS[36:]),
-        ("named", None, TEXTS),
-        ("named", "test[:2]", TEXTS[:2]),
-        ("splits", "few[-3:]+train[:1]", [*TEXTS[2:5], TEXTS[0]]),
-    ],
-)
-def test_a_part_of_what_was_saved_is_that_part(files: Path, data: str, split: str | None, expected: list[str]) -> None:
-    source = open_source(SourceSettings(data=(f"hf:{files}/{data}",), split=split))
-    assert list(source.records()) == expected
-    assert list(source.records(1)) == expected[1:]
-
-
-@pytest.mark.parametrize("data", ["saved:validation", "named:train", "splits:train[:ten]", "splits:other"])
-def test_a_split_that_is_not_there_is_told(files: Path, data: str) -> None:
-    with pytest.raises(DataError, match=r"has no split '\S+'. It has '\w+'.*, and parts of them such as \w+\[:10%\]"):
-        open_source(SourceSettings(data=(f"hf:{files}/{data}",)))
-
-
-@pytest.mark.parametrize(("data", "more"), [("splits:few", {"split": "train"}), ("a/b/en", {"config": "de"})])
-def test_two_answers_to_one_question_are_refused(
-    files: Path, data: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(files)
-    with pytest.raises(ConfigurationError, match="Give only one"):
-        open_source(SourceSettings(data=(f"hf:{data}",), **more))
-
-
-@pytest.mark.parametrize("more", [{"split": "test"}, {"config": "en"}, {"data_files": "x.json"}])
-def test_what_only_data_sets_have_is_refused_of_files(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"a sets {next(iter(more))}, which only hf: names can have"):
-        DataSettings(sources={"a": {"data": "text/", **more}})
-    DataSettings(sources={"a": {"data": ["text/", "hf:json"], **more}})

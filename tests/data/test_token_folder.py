@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from diloco.cli import main
 from diloco.data import (
     ByteTokenizer,
     DataSettings,
@@ -18,9 +16,7 @@ from diloco.data import (
     TokenFolder,
     build_corpus,
     heldout_tokens,
-    is_token_folder,
     split_documents,
-    token_writer,
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
@@ -95,15 +91,6 @@ def test_a_mapped_folder_gives_the_batches_and_the_cursor_of_the_array(text: Pat
     assert samplers[0].state_dict() == samplers[1].state_dict()
 
 
-def test_opening_a_folder_reads_none_of_its_tokens(folder: Path, mine: Path) -> None:
-    """Fingerprint and digest come from the manifest even if the tokens are others."""
-    for file in mine.glob("*.tokens"):
-        np.zeros(file.stat().st_size, dtype=np.uint8).tofile(file)
-    corpus, original = (build_corpus(DataSettings(paths=(path,))) for path in (mine, folder))
-    assert all(isinstance(piece.base, np.memmap) for piece in corpus.train.pieces)
-    assert (corpus.fingerprint, corpus.train.digest) == (original.fingerprint, original.train.digest)
-
-
 def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, tmp_path: Path) -> None:
     whole = train(text, tmp_path / "text", "--data.heldout-fraction 0.2")
     mapped = train(folder, tmp_path / "tokens", "--stop-after 5")
@@ -131,47 +118,6 @@ def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, 
     from diloco.config import load_configuration
 
     assert load_configuration([str(toml)]).data.parsed_sources()[0].weight == 3
-
-
-class Fails(Exception):
-    pass
-
-
-def test_what_fails_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import diloco.data.token_writer as module
-
-    def breaks(*_: object) -> Iterator[str]:
-        yield from TEXTS
-        raise Fails
-
-    monkeypatch.setattr(module, "read_source", breaks)
-    with pytest.raises(Fails):
-        tokenize(of(text), tmp_path / "new" / "tokens")
-    assert not any((tmp_path / "new").iterdir())
-
-
-def test_the_second_of_two_that_make_a_folder_is_told_so(
-    text: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, first = tmp_path / "tokens", [folder]
-
-    def meanwhile(documents: int, size_bytes: int) -> None:
-        if first:
-            shutil.copytree(first.pop(), place)
-
-    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 1)
-    with pytest.raises(ConfigurationError, match="already exists and is not an empty folder"):
-        tokenize(of(text), place, progress=meanwhile)
-    assert is_token_folder(place)
-    assert list(tmp_path.iterdir()) == [place]
-
-
-def test_a_place_that_is_taken_is_left_alone(text: Path, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="already exists and is not an empty folder"):
-        tokenize(of(text), folder)
-    assert is_token_folder(folder)
-    (tmp_path / "empty").mkdir()
-    assert tokenize(of(text), tmp_path / "empty").splits["train"].documents > 0
 
 
 def damage_manifest(folder: Path, **members: object) -> None:
@@ -216,24 +162,6 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         tokenize(DataSettings(sources=two), tmp_path / "again")
 
 
-def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "tokens"
-    toml = tmp_path / "data.toml"
-    toml.write_text(f'shard_tokens = 500\n[data]\npaths = ["{text}"]\nheldout_fraction = 0.2\n')
-    assert main(["tokenize", str(toml), "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    folder = TokenFolder(out)
-    assert f"train    {folder.splits['train'].documents:,} documents" in shown
-    assert f"in {len(folder.splits['train'].shards)} files" in shown
-    assert len(folder.splits["train"].shards) > 5
-    assert folder.made["data"] == [str(text)]
-    assert main(["tokenize", "--data", str(text)]) == 2
-    assert "--out FOLDER" in capsys.readouterr().err
-    facts = ["train", "--data", str(out), "--print-config"]
-    assert main(facts) == 0
-    assert f'paths = ["{out}"]' in capsys.readouterr().out
-
-
 def write_over(file: Path, place: int, token: int) -> None:
     tokens = np.fromfile(file, dtype="<u2")
     tokens[place] = token
@@ -267,14 +195,3 @@ def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, 
         shutil.copy(other / name, mine / name)
     with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):
         build_corpus(DataSettings(paths=(mine,)))
-
-
-def test_another_fraction_to_hold_out_is_not_passed_over(text: Path, folder: Path) -> None:
-    """The held-out documents were fixed when the folder was made."""
-    with pytest.raises(ConfigurationError, match=r"tokens was made with a heldout_fraction of 0.2, so"):
-        build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.5))
-    whole = build_corpus(DataSettings(paths=(folder,)))
-    same = build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.2))
-    assert same.heldout[:].tolist() == whole.heldout[:].tolist()
-    sources = {"a": {"data": str(folder)}, "b": {"data": str(text)}}
-    assert build_corpus(DataSettings(sources=sources, heldout_fraction=0.5)).heldout_documents > whole.heldout_documents

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.data import ByteTokenizer, DataSettings, TokenFolder, TokenWriter, build_corpus, tokenize
-from diloco.errors import ConfigurationError, DataError
+from diloco.data import ByteTokenizer, DataSettings, TokenFolder, TokenWriter
+from diloco.errors import ConfigurationError
 from tests.data.streams import numbered
 
 
@@ -40,31 +40,6 @@ def room_for(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_link_to_an_empty_folder_stays_a_link(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "disk" / "tokens").mkdir(parents=True)
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "disk" / "tokens")
-    assert tokenize(of(text), link).splits["train"].documents > 0
-    assert link.is_symlink()
-    assert TokenFolder(tmp_path / "disk" / "tokens").splits["train"].documents > 0
-    dangling = tmp_path / "dangling"
-    dangling.symlink_to(tmp_path / "disk" / "other")
-    tokenize(of(text), dangling)
-    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["other", "tokens"]
-
-
-def test_a_folder_that_is_there_stays_the_same_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a working directory, and a mount point can't be replaced."""
-    here = tmp_path / "here"
-    here.mkdir()
-    before = here.stat().st_ino
-    monkeypatch.chdir(here)
-    tokenize(of(text), Path())
-    assert here.stat().st_ino == before
-    assert not list(here.glob(".*"))
-    assert build_corpus(DataSettings(paths=(Path(),))).train[:].tolist() == build_corpus(of(text)).train[:].tolist()
-
-
 def test_a_full_disk_is_told_and_nothing_is_left(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,20 +48,6 @@ def test_a_full_disk_is_told_and_nothing_is_left(
         assert main(flags.split()) == 1
     assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())
-
-
-def test_a_disk_that_is_full_when_files_are_closed_hides_nothing(tmp_path: Path) -> None:
-    """Small data stays in Python's buffer, and fails on the full disk when it is flushed."""
-    writer = TokenWriter(tmp_path / "tokens", ByteTokenizer(), 1 << 20)
-    with pytest.raises(DataError, match="File too large"), room_for(0), writer.writing({}):
-        writer.add([("small", False)])
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_cannot_be_made_is_told(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "file" / "tokens")]) == 1
-    assert f"{tmp_path / 'file' / 'tokens'} can't be written: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", [False, True])

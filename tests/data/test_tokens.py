@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from diloco.data import EOS, ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer, train_bpe
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import DataError
 
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "bpe": train_bpe(DOCUMENTS, 300)}
@@ -25,7 +23,7 @@ texts = st.lists(st.one_of(st.text(), st.just(EOS), st.sampled_from(DOCUMENTS)),
 
 
 @each_tokenizer
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(text=texts)
 def test_encode_then_decode_loses_nothing_and_counts_every_byte(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
@@ -36,7 +34,7 @@ def test_encode_then_decode_loses_nothing_and_counts_every_byte(tokenizer: Token
 
 
 @each_tokenizer
-@settings(deadline=None)
+@settings(max_examples=30)
 @given(documents=st.lists(texts, max_size=6))
 def test_documents_are_packed_each_followed_by_its_end(tokenizer: Tokenizer, documents: list[str]) -> None:
     packed = tokenizer.encode_documents(documents)
@@ -44,40 +42,6 @@ def test_documents_are_packed_each_followed_by_its_end(tokenizer: Tokenizer, doc
     assert packed.dtype == np.uint16
     assert tokenizer.num_bytes(packed) == sum(len(text.encode()) for text in documents)
     assert tokenizer.decode(packed) == "".join(documents)
-
-
-@each_tokenizer
-def test_more_documents_than_are_encoded_at_a_time(tokenizer: Tokenizer) -> None:
-    documents = [f"{i}" for i in range(1025)]
-    assert tokenizer.decode(tokenizer.encode_documents(documents)) == "".join(documents)
-
-
-@each_tokenizer
-def test_arrays_and_tensors_of_any_shape_are_ids(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("abcdef")
-    assert tokenizer.num_bytes(torch.tensor([ids, ids])) == 12
-    assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == "abcdef"
-    assert tokenizer.num_bytes([]) == 0
-
-
-def test_bytes_that_are_no_text_are_replaced() -> None:
-    assert ByteTokenizer().decode([0x61, 0xC3, 256, 0x62]) == "a\ufffdb"
-
-
-@each_tokenizer
-def test_ids_outside_the_vocabulary(tokenizer: Tokenizer) -> None:
-    size = tokenizer.vocab_size
-    assert tokenizer.decode([size, -1]) == "\ufffd\ufffd"
-    for ids in ([size], [-1]):
-        with pytest.raises(DataError, match=f"this vocabulary has 0 to {size - 1}"):
-            tokenizer.num_bytes(ids)
-
-
-@each_tokenizer
-def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
-    for attempt in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
-        with pytest.raises(DataError, match=r"U\+DC80, half of a surrogate pair, at character 2"):
-            attempt("ab\udc80")
 
 
 @each_tokenizer
@@ -119,17 +83,6 @@ def test_too_little_text_for_a_vocabulary_says_what_it_gives() -> None:
     assert train_bpe(["abab abab"], largest).vocab_size == largest
 
 
-def test_a_vocabulary_above_16_bits_needs_32() -> None:
-    tokenizer = LibraryTokenizer.from_str(train_bpe(DOCUMENTS, 257).to_json())
-    tokenizer.add_tokens([f"x{i:05}x" for i in range((1 << 16) - 257)])
-    assert Tokenizer(tokenizer.to_str(), eos=EOS).dtype == np.uint16
-    tokenizer.add_tokens(["one more"])
-    wide = Tokenizer(tokenizer.to_str(), eos=EOS)
-    assert wide.encode_documents(["one more"]).tolist() == [65536, wide.eos_id]
-    assert wide.dtype == np.uint32
-    assert wide.num_bytes([65536]) == len("one more")
-
-
 def library_tokenizer(*eos: str, special: bool = True, letters: int = 256) -> LibraryTokenizer:
     """A byte-level tokenizer such as a user may provide."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
@@ -154,13 +107,6 @@ def test_a_users_tokenizer_with_one_usual_end_token(tmp_path: Path, special: boo
     assert tokenizer.num_bytes(tokenizer.encode(text)) == len(text)
 
 
-@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
-def test_the_file_beside_it_says_which_token_ends_a_document(tmp_path: Path, eos: object) -> None:
-    library_tokenizer("</s>", "<|im_end|>").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    assert load_tokenizer(tmp_path).eos_id == 257
-
-
 def test_an_end_token_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     library_tokenizer().save(str(file))
@@ -180,33 +126,3 @@ def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:
     words = LibraryTokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
     with pytest.raises(DataError, match=r"does not spell every text exactly"):
         Tokenizer(words.to_str(), eos="</s>")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "does not contain a JSON object"),
-        ('{"added_tokens": 3}', "does not say which token"),
-    ],
-)
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(tmp_path)
-
-
-def test_json_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"content": "</s>"}]}')
-    with pytest.raises(DataError, match=r"tokenizer\.json is not a valid tokenizer\.json: "):
-        load_tokenizer(tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
-        load_tokenizer(tmp_path / "empty")
-
-
-def test_the_settings_choose() -> None:
-    assert isinstance(make_tokenizer(DataSettings(), DOCUMENTS), ByteTokenizer)
-    assert make_tokenizer(DataSettings(tokenizer="bpe", bpe_vocab_size=280), DOCUMENTS).vocab_size == 280
-    with pytest.raises(ConfigurationError, match=r"data\.tokenizer='byte' .*did you mean 'bytes'\?"):
-        make_tokenizer(DataSettings(tokenizer="byte"), DOCUMENTS)

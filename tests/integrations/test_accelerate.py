@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from diloco import SyncSchedule
-from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundSent
 from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, trained_by_us
@@ -100,11 +97,3 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -
     assert (loop.diloco.steps, loop.diloco.rounds_committed) == (3, 1)
     assert loop.diloco.logs()["diloco/rounds"] == 1
     loop.diloco.close()
-
-
-def test_deepspeed_is_refused() -> None:
-    with (
-        mock.patch.object(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.DEEPSPEED),
-        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters private"),
-    ):
-        ours.AcceleratedDiLoCo(accelerate.Accelerator(cpu=True), nn.Linear(1, 1), None)

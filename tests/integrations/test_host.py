@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from diloco import DiLoCo, SyncSchedule
+from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.integrations import DiLoCoArguments, HostedReplica, StepWatch, bare_model, bare_optimizer, replica_share
+from diloco.integrations import HostedReplica, StepWatch, bare_model, bare_optimizer, replica_share
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
     return type(name, (base,), {"__module__": module})
-
-
-def test_integrations_pass_on_every_argument_that_they_do_not_make_themselves() -> None:
-    offered = {name: each.annotation for name, each in inspect.signature(DiLoCo).parameters.items()}
-    for name in ("model", "inner_optimizer", "transport", "compare_arguments"):
-        del offered[name]
-    assert {name: each.__forward_arg__ for name, each in DiLoCoArguments.__annotations__.items()} == offered
 
 
 def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:
@@ -95,35 +87,6 @@ def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
     replica.end()
     replica.hide()
     assert model.weight.item() == began
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_what_global_parameters_can_not_hold_is_refused_when_training_starts(dtype: torch.dtype) -> None:
-    model = nn.DataParallel(nn.Linear(1, 1, dtype=dtype))
-    with pytest.raises(ConfigurationError, match=f"The trainable parameter 'weight' is {dtype}"):
-        HostedReplica("global", {}).begin(model, torch.optim.SGD(model.parameters()), None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"on_event": []}, "on_event must be a function of one event"),
-        ({"outer_optimizer": "sgd"}, "outer_optimizer must be an outer optimizer"),
-        ({"outter_optimizer": None}, "argument='outter_optimizer' is unknown; did you mean 'outer_optimizer'"),
-    ],
-)
-def test_what_can_not_work_is_refused_before_training_starts(arguments: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        HostedReplica("global", arguments)
-
-
-def test_a_replaced_parameter_is_not_shown_as_the_global_one() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    replica = HostedReplica("global", {"schedule": SyncSchedule(inner_steps=2)})
-    replica.begin(model, torch.optim.SGD(model.parameters()), None)
-    model.weight = nn.Parameter(torch.ones(1, 1))
-    with pytest.raises(ConfigurationError, match="'weight' was replaced"):
-        replica.show()
 
 
 @pytest.mark.parametrize("seed", [None, 0, 5])

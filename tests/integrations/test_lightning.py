@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader
 
 from diloco import SyncSchedule
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundSent
 from diloco.transport import Transport
 from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
@@ -97,19 +96,6 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
         assert torch.equal(resumed.lightning_module.state_dict()[name], values), name
 
 
-@pytest.mark.filterwarnings("ignore:The loop ended after")
-def test_a_checkpoint_without_diloco_is_begun_from_only_if_asked(tmp_path: Path) -> None:
-    plain = pl.callbacks.ModelCheckpoint(tmp_path, "plain", every_n_train_steps=1)
-    fitted(options(tmp_path, "--steps 1"), callbacks=[plain])
-    given = options(tmp_path, f"--steps 3 --resume {tmp_path / 'plain.ckpt'}")
-    with pytest.raises(CheckpointError, match="a checkpoint without DiLoCo's state"):
-        fitted(given, callbacks=[callback(given)], enable_checkpointing=False)
-    mine = callback(given, begin_from_checkpoint=True)
-    assert fitted(given, callbacks=[mine], enable_checkpointing=False).global_step == 3
-    assert mine.diloco is not None
-    assert mine.diloco.steps == 2
-
-
 def small() -> Any:
     """Return a class of modules with one weight, whose gradient is infinite if the batch is."""
 
@@ -130,33 +116,6 @@ def small() -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.125)
 
     return Small
-
-
-@pytest.mark.filterwarnings("ignore:The loop ended after")
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_the_global_value_of_a_parameter_that_was_frozen_or_is_wrapped_is_saved(tmp_path: Path, wrapped: bool) -> None:
-    """Nothing has been merged yet, so the global parameters are the initial ones."""
-
-    class Freezing(small()):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen = nn.Linear(1, 1, bias=False)
-            self.layer.weight.data.fill_(1.0)
-            self.frozen.weight.data.fill_(1.0)
-            if wrapped:
-                self.layer, self.frozen = checkpoint_wrapper(self.layer), checkpoint_wrapper(self.frozen)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
-                self.frozen.requires_grad_(False)
-            return sum(parameter.sum() for parameter in self.parameters()) * batch.sum()
-
-    mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3))
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last", every_n_train_steps=2)
-    made = pl.Trainer(**QUIET, max_steps=2, callbacks=[mine, checkpoint])
-    made.fit(Freezing(), DataLoader(torch.ones(2, 1)))
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert {name: value.item() for name, value in saved.items()} == {"layer.weight": 1.0, "frozen.weight": 1.0}
 
 
 def test_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
@@ -181,20 +140,6 @@ def test_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
     assert sent.weight == 2 / 3
 
 
-@pytest.mark.parametrize("parameters", ["global", "local"])
-@pytest.mark.filterwarnings("ignore:The loop ended after")
-def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
-    module = small()()
-    began = module.layer.weight.item()
-    mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=5), parameters=parameters)
-    made = pl.Trainer(**QUIET, max_steps=4, val_check_interval=2, callbacks=[mine], enable_checkpointing=False)
-    made.fit(module, DataLoader(torch.ones(4, 1)), DataLoader(torch.ones(1, 1)))
-    _, *validated = module.validated  # the first validation is Lightning's sanity check
-    moved = 0.0 if parameters == "global" else 0.125  # no round has changed the global parameters
-    assert validated == [began - 2 * moved, began - 4 * moved]
-    assert module.layer.weight.item() == began - 4 * moved
-
-
 @pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_what_can_not_work_is_refused() -> None:
     Small = small()
@@ -213,14 +158,6 @@ def test_what_can_not_work_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="took 2 optimizer steps with one batch"):
         pl.Trainer(**arguments, callbacks=[ours.DiLoCoCallback()]).fit(Manual(), DataLoader(torch.ones(4, 1)))
 
-    class ModelParallelStrategy:
-        pass
-
-    class Pretending:
-        strategy = ModelParallelStrategy()
-
-    with pytest.raises(ConfigurationError, match="FSDP2 with Accelerate"):
-        ours.DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # has all that setup reads
     mine = ours.DiLoCoCallback()
     pl.Trainer(**(arguments | {"max_steps": 1}), callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))
     with pytest.raises(ConfigurationError, match="already been used by a fit"):

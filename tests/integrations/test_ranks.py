@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco import DiLoCo, Sgd, SyncSchedule, connect_replica
+from diloco import DiLoCo, SyncSchedule, connect_replica
 from diloco.algorithm import local_shard
 from diloco.errors import ConfigurationError
 from diloco.integrations import bare_model, check_ranks, load_state, save_state
@@ -69,50 +69,6 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
     return found
 
 
-def evaluated(rank: int, folder: Path) -> list[tuple[float, float]]:
-    """Return what a sharded model gives, and what it should, with local, global, merged and again local parameters."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    old = FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"))
-    with pytest.raises(ConfigurationError, match=r"FSDP1\).* Use FSDP2"):
-        DiLoCo(old, torch.optim.SGD(old.parameters(), lr=0.1))
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2, bias=False)
-    weight, inputs, found = model.weight.detach().clone(), torch.ones(1, 4), []
-    fully_shard(model)
-    shard = local_shard(model.weight)
-    outer = Sgd(learning_rate=0.5)
-    diloco = DiLoCo(
-        model, torch.optim.SGD(model.parameters()), schedule=SyncSchedule(inner_steps=1), outer_optimizer=outer
-    )
-
-    def look(difference: float) -> None:
-        with torch.no_grad():
-            found.append((float(model(inputs).sum()), float((weight + difference).sum())))
-
-    look(0.0)
-    shard.add_(1.0)
-    model.reshard()
-    look(1.0)
-    with diloco.global_model():
-        look(0.0)
-    look(1.0)
-    diloco.step()
-    look(0.5)
-    dist.destroy_process_group()
-    return found
-
-
-def test_a_sharded_model_gives_what_it_holds_after_every_change(tmp_path: Path) -> None:
-    """A forward pass alone leaves whole parameters in the root module of FSDP2, which a later one takes again."""
-    with Processes() as processes:
-        processes.start(2, evaluated, tmp_path)
-        for found in processes.results(timeout_s=240).values():
-            for outputs, wanted in found:
-                assert outputs == pytest.approx(wanted, abs=1e-4)
-
-
 def _unfit(held: Held) -> Any:
     """Return a transport that does not fit ``held``."""
     if held == "whole":
@@ -120,16 +76,6 @@ def _unfit(held: Held) -> Any:
     from diloco.transport import LeaderTransport
 
     return LeaderTransport.__new__(LeaderTransport)
-
-
-def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher started them, but torch.distributed is not initialised yet, so each would be replica 0."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    connecting = connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0", ranks="whole")
-    with pytest.raises(ConfigurationError, match=r"has started 2 processes \(WORLD_SIZE\)"), connecting:
-        pass
-    with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
-        assert transport.view.members == (0,)
 
 
 @pytest.mark.parametrize("held", ["whole", "sharded"])

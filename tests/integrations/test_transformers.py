@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from diloco import SyncSchedule
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundSent
 from diloco.transport import Transport
 from tests.integrations import reference
@@ -115,36 +115,6 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
         assert torch.equal(again.local[name], watched.local[name]), name
         assert torch.equal(resumed.model.state_dict()[name], values), name
         assert not torch.equal(again.local[name], values), name
-
-
-@pytest.mark.filterwarnings("ignore:The loop ended after")
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
-    given = options(tmp_path)
-    trainer(given, more={"max_steps": 2, "save_steps": 2}).train()
-    folder = tmp_path / "checkpoint-2"
-
-    elsewhere = options(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="to DiLoCoCallback as resume_from_checkpoint"):
-        trainer(elsewhere).train(resume_from_checkpoint=str(folder))
-    more = {"max_steps": 3, "save_strategy": "no"}
-    trainer(elsewhere, more=more, resume_from_checkpoint=folder).train(resume_from_checkpoint=str(folder))
-    trainer(elsewhere, more=more, begin_from_checkpoint=True).train(resume_from_checkpoint=str(folder))
-
-    other = options(tmp_path / "other", "--inner-steps 1 --overlap-steps 0")
-    trainer(other, more={"max_steps": 2, "save_steps": 2}).train()
-    with pytest.raises(CheckpointError, match="is not the one saved in"):
-        trainer(elsewhere, resume_from_checkpoint=folder).train(str(tmp_path / "other" / "checkpoint-2"))
-
-
-@pytest.mark.filterwarnings("ignore:The loop ended after")
-def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
-    given = [options(tmp_path, "--inner-steps 9", m, 2) for m in (0, 1)]
-
-    def train(replica: int, transport: Transport) -> None:
-        trainer(given[replica], transport, {"max_steps": 2, "save_steps": 2}).train()
-
-    with pytest.raises(ConfigurationError, match="Give each replica its own folder"):
-        in_turns(train)
 
 
 def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +102,6 @@ def test_a_saved_stock_model_is_read_as_the_native_one(
     assert difference(native, transformers.AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
 
 
-def test_half_precision_weights_are_read_as_float32(stock: Path) -> None:
-    other = transformers.AutoModelForCausalLM.from_pretrained(stock).to(torch.bfloat16)
-    other.save_pretrained(stock)
-    weights = native_weights(stock, native_settings(stock))
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-    assert torch.equal(weights["norm.weight"], other.model.norm.weight.float())
-
-
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
     """A saved model of two layers, whose config.json the tests change."""
@@ -148,11 +139,6 @@ def test_what_the_native_decoder_cannot_express_is_refused_by_name(
     assert words in str(caught.value)
 
 
-def test_an_older_way_to_write_the_rotary_base_is_understood(stock: Path) -> None:
-    change(stock, {"rope_parameters": None, "rope_theta": 5e5})
-    assert native_settings(stock).rope_theta == 5e5
-
-
 def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     chosen = native_settings(stock)
     deeper = ModelSettings(**{**vars(chosen), "layers": 3})
@@ -163,14 +149,6 @@ def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
     with pytest.raises(CheckpointError, match=r"unknown to .* decoder: model\.arguments\.layers\.1\.input_layernorm"):
         native_weights(stock, shallower)
-
-
-def test_without_transformers_it_says_what_to_install(stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native = build_model(ModelSettings(vocab_size=8), seed=0)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for call in (native.to_huggingface, lambda: native_settings(stock)):
-        with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]'"):
-            call()
 
 
 def test_missing_pickled_and_damaged_files_are_refused(stock: Path) -> None:

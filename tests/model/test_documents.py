@@ -37,14 +37,6 @@ def test_a_document_has_the_logits_that_it_has_alone() -> None:
     torch.testing.assert_close(together, alone)
 
 
-def test_without_numbers_the_documents_before_are_seen() -> None:
-    packed = torch.tensor([[1, 2, END, 3, 4]])
-    with torch.no_grad():
-        seen, unseen = model()(packed), model()(packed, documents=document_numbers(packed, END))
-    torch.testing.assert_close(seen[0, :3], unseen[0, :3])
-    assert not torch.allclose(seen[0, 3:], unseen[0, 3:])
-
-
 def test_the_loss_sees_what_the_logits_see() -> None:
     packed = torch.tensor([[1, 2, END, 3, 4, 5]])
     inputs, targets = packed[:, :-1], packed[:, 1:]
@@ -52,12 +44,6 @@ def test_the_loss_sees_what_the_logits_see() -> None:
     parts = model().loss(inputs, targets, documents)
     expected = torch.nn.functional.cross_entropy(model()(inputs, documents=documents)[0], targets[0])
     torch.testing.assert_close(parts.cross_entropy, expected)
-
-
-def test_one_document_is_no_mask() -> None:
-    tokens = torch.arange(8).unsqueeze(0)
-    with torch.no_grad():
-        torch.testing.assert_close(model()(tokens, documents=torch.zeros_like(tokens)), model()(tokens))
 
 
 @pytest.mark.usefixtures("flex_on_cpu")

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.algorithm import partition
 from diloco.errors import ConfigurationError
 from diloco.model import (
-    UNLIMITED,
     HuggingFaceModel,
     LossChunks,
     ModelSettings,
     build_language_model,
-    check_vocabulary,
-    with_vocabulary,
 )
-from diloco.train import parallelise, prepare_blocks
-from diloco.trained import Sampling, generate
-from diloco.transport import open_replica_group
+from diloco.train import prepare_blocks
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 
 EXACT = {"atol": 2e-6, "rtol": 2e-5}
@@ -97,14 +90,6 @@ def test_the_loss_in_chunks_is_the_loss_where_nothing_but_a_product_makes_the_lo
 
 
 @torch.no_grad()
-def test_a_cache_and_a_whole_sequence_give_the_same(model: HuggingFaceModel) -> None:
-    tokens, cache = batch(), model.new_cache()
-    pieces = [model(piece, cache) for piece in tokens.split([5, 2, 1, 5], 1)]
-    assert cache.length == 13
-    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), **EXACT)
-
-
-@torch.no_grad()
 def test_documents_of_a_row_see_nothing_of_each_other(model: HuggingFaceModel) -> None:
     """Also with two documents of one token, and different documents in each row."""
     tokens = batch()
@@ -122,37 +107,6 @@ def test_layers_are_blocks_of_the_model_and_fragments_cover_it(model: HuggingFac
     inside = [{name.split(".")[3] for name in fragment.names} for fragment in fragments[1:]]
     assert inside == [{"0"}, {"1"}, {"2"}] or all("layers" in f.names[0] for f in fragments[1:])
     assert not any("layers." in name or ".h." in name for name in fragments[0].names)
-
-
-def test_nothing_of_the_process_decides_the_initial_bits(model: HuggingFaceModel) -> None:
-    """Also from the definition and other generator states, which do not change. On meta there are no bits."""
-    before = torch.default_generator.get_state()
-    folder_gone = ModelSettings(source="hf:/nowhere")
-    definition = json.loads(json.dumps(model.definition()))
-    torch.manual_seed(99)
-    again = build_language_model(folder_gone, seed=0, definition=definition)
-    other = build_language_model(folder_gone, seed=1, definition=definition)
-    meta = build_language_model(folder_gone, seed=0, device="meta", definition=definition)
-    assert torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(99).get_state())
-    torch.default_generator.set_state(before)
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-    assert not all(torch.equal(state[name], value) for name, value in other.state_dict().items())
-    assert {p.device.type for p in meta.parameters()} == {"meta"}
-    assert meta.num_parameters() == model.num_parameters()
-    assert meta.num_layers == model.num_layers
-
-
-def test_floating_point_operations_by_hand(tmp_path: Path) -> None:
-    """Llama, tied Llama, and experts of which each token uses two out of four."""
-    attention, ffn, head = 2 * 16 * 16 + 2 * 16 * 8, 3 * 16 * 24, 272 * 16
-    products = 12 * 3 * 16 * (10 + 1) / 2
-    llama = built(write_config(tmp_path, "Llama"), device="meta")
-    assert llama.flops_per_token(10) == 6 * (3 * (attention + ffn) + head) + products
-    tied = built(write_config(tmp_path, "Llama", tie_word_embeddings=True), device="meta")
-    assert tied.flops_per_token(10) == llama.flops_per_token(10)
-    routed = built(write_config(tmp_path, "Mixtral"), device="meta")
-    assert routed.flops_per_token(10) == 6 * (3 * (attention + 2 * ffn + 4 * 16) + head) + products
 
 
 def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None:
@@ -210,23 +164,6 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
         built(tmp_path / "gone")
 
 
-def test_documents_are_refused_where_an_architecture_mixes_them(tmp_path: Path) -> None:
-    """Alibi ignores positions, and a recurrence reads all tokens."""
-    for kind, sizes in (
-        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
-    ):
-        model = built(write_config(tmp_path, kind, vocab_size=272, **sizes))
-        assert (model.num_layers, model.max_sequence_length) == (2, UNLIMITED)
-        with pytest.raises(ConfigurationError, match="can't mask the documents of a packed row"):
-            model.loss(batch(), batch(), documents=torch.zeros(2, 13, dtype=torch.int64))
-        model.eval()
-        with torch.no_grad():
-            cache = model.new_cache()
-            pieces = [model(piece, cache) for piece in batch().split([5, 1, 7], 1)]
-            torch.testing.assert_close(torch.cat(pieces, 1), model(batch()), **EXACT)
-
-
 def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a hub: the request it would get, and the message if it sends nothing."""
     import huggingface_hub
@@ -255,51 +192,3 @@ def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, mo
     assert not any(pattern.endswith((".bin", ".py")) for _, _, patterns in asked for pattern in patterns)
     with pytest.raises(ConfigurationError, match="can't be downloaded from the Hugging Face hub: no such repository"):
         built(Path("somebody/gone"))
-
-
-def test_the_vocabulary_must_hold_the_tokens(tmp_path: Path) -> None:
-    model = built(write_config(tmp_path, "Llama"), device="meta")
-    check_vocabulary(model, 272)
-    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens, but the model has a vocabulary of 272"):
-        check_vocabulary(model, 273)
-    assert with_vocabulary(ModelSettings(source="hf:x"), 300).vocab_size is None
-    assert with_vocabulary(ModelSettings(source="a:b"), 300).vocab_size == 300
-    assert with_vocabulary(ModelSettings(vocab_size=400), 300).vocab_size == 400
-    with pytest.raises(ConfigurationError, match=r"A sequence of 49 tokens is longer than max_position_embeddings=48"):
-        model(torch.zeros(1, 49, dtype=torch.int64, device="meta"))
-
-
-def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]'"):
-        built(Path("anywhere"))
-
-
-def test_shards_are_of_whole_blocks_and_give_the_same_gradients(tmp_path: Path) -> None:
-    """With a tied embedding and experts as one tensor, on a single rank in this process."""
-    from torch.distributed import FileStore
-    from torch.distributed.fsdp import FSDPModule
-
-    for number, name in enumerate(("Qwen3", "Mixtral", "GPT-2")):
-        whole = built(write_config(tmp_path, name)).eval()
-        device = torch.device("cpu")
-        store = FileStore(str(tmp_path / f"store-{number}"), 1)
-        group = open_replica_group(store, replica=number, position=0, size=1, device=device, timeout_s=60)
-        try:
-            sharded = parallelise(copy.deepcopy(whole), "fsdp", group, device)
-            units = [module for module in sharded.model.modules() if isinstance(module, FSDPModule)]
-            assert len(units) == 1 + whole.num_layers
-            tokens = batch()
-            with sharded.piece(last=True):
-                sharded.loss(tokens, tokens).loss.backward()
-            whole.loss(tokens, tokens).loss.backward()
-            texts = [
-                list(generate(some, [1, 2], torch.Generator(), max_new_tokens=4, sampling=Sampling(temperature=0)))
-                for some in (sharded.model, whole)
-            ]
-            assert texts[0] == texts[1]
-            for (_, mine), (_, theirs) in zip(sharded.model.named_parameters(), whole.named_parameters(), strict=True):
-                assert isinstance(mine, nn.Parameter)
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[union-attr]
-        finally:
-            group.close()

@@ -29,26 +29,6 @@ def test_the_token_that_others_pad_with_learns_like_any_other(tmp_path: Path) ->
     assert model.definition()["config"]["pad_token_id"] == PAD, "the configuration must still name it"
 
 
-def test_a_smaller_vocabulary_does_without_it(tmp_path: Path) -> None:
-    place = write_config(tmp_path, "Llama", pad_token_id=270)
-    model = build_language_model(ModelSettings(source=f"hf:{place}", vocab_size=257), seed=0)
-    assert (model.vocab_size, model.definition()["config"]["pad_token_id"]) == (257, None)
-
-
-def test_an_architecture_that_knows_no_padding(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 272, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 48}
-    place = write_config(tmp_path, "codegen", **sizes)
-    assert build_language_model(ModelSettings(source=f"hf:{place}"), seed=0).max_sequence_length == 48
-
-
-def test_sizes_that_do_not_go_together_are_told_before_anything_starts(tmp_path: Path) -> None:
-    """Some architectures fail only in the forward pass."""
-    sizes = {"vocab_size": 272, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
-    place = write_config(tmp_path, "stablelm", **sizes, num_attention_heads=2, num_key_value_heads=32)
-    with pytest.raises(ConfigurationError, match=r"refused StableLmConfig, in a first forward pass: .*size of tensor"):
-        build_language_model(ModelSettings(source=f"hf:{place}"), seed=0)
-
-
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     wrapped = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
     broken = "model.layers.1.mlp.up_proj.weight"

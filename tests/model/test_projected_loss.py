@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -101,25 +100,6 @@ def test_a_model_has_the_same_loss_and_gradients_in_chunks(change: dict[str, Any
         torch.testing.assert_close(other, one, rtol=rtol, atol=rtol * float(one.abs().max()))
 
 
-def test_a_frozen_projection_gets_no_gradient_and_without_gradients_none_are_made() -> None:
-    hidden, weight, targets = draw(8, 4, 6)
-    with torch.no_grad():
-        assert not projected_cross_entropy(hidden, weight, targets, 0.0, chunk_tokens=3)[0].requires_grad
-    frozen = weight.detach()
-    loss = projected_cross_entropy(hidden, frozen, targets, 0.0, chunk_tokens=3)[0]
-    torch.autograd.backward(loss)
-    assert hidden.grad is not None
-    assert frozen.grad is None
-
-
-def test_it_is_differentiated_once() -> None:
-    hidden, weight, targets = draw(8, 4, 6)
-    loss = projected_cross_entropy(hidden, weight, targets, 0.0, chunk_tokens=3)[0]
-    torch.autograd.backward(loss, retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.backward(loss)
-
-
 class LargestOutput(TorchDispatchMode):
     """Records the bytes of the largest tensor that any operation made."""
 
@@ -147,16 +127,3 @@ def test_no_array_is_larger_than_a_chunks_logits() -> None:
         largest.append(measured.nbytes)
     assert largest[0] == 640 * 500 * 4, "a batch no larger than a chunk must be computed without chunks"
     assert largest[1] == 64 * 500 * 4
-
-
-def test_what_is_compiled_has_no_graph_break_and_the_same_values() -> None:
-    """On the backend that runs what the tracer captures."""
-    from diloco.model import loss as projected_loss
-
-    hidden, weight, targets = draw(8, 4, 6)
-    kernel = torch.compile(projected_loss.losses_and_gradient, backend="eager", fullgraph=True, dynamic=False)
-    logits = (hidden @ weight.T).detach()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        compiled = kernel(logits.clone(), targets, 0.01)
-    torch.testing.assert_close(compiled, projected_loss.losses_and_gradient(logits.clone(), targets, 0.01))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from diloco.algorithm import (
+    CODECS,
     AlphaMerge,
     MergeRule,
     Nesterov,
@@ -16,7 +17,6 @@ from diloco.algorithm import (
     RoundId,
     Sgd,
     SyncSchedule,
-    codec_names,
     partition,
 )
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
@@ -25,7 +25,7 @@ from diloco.outer import DiLoCo
 from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic, streaming
 
 
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
 def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge: MergeRule) -> None:
     """Invariant 1 holds after every step with different data on every replica."""
@@ -49,17 +49,6 @@ def test_the_digest_tells_whether_replicas_agree() -> None:
     swarm.replicas[1].outer_loop.outer_states[2].slots["momentum"][0] += 1
     swarm.replicas[2].outer_loop.global_params[0][0] += 1
     assert len({diloco.digest() for diloco in swarm.replicas}) == 3
-
-
-def test_converges_to_the_mean_of_the_replicas_targets() -> None:
-    """Each replica is pulled to its own target; the global parameters approach the mean of the targets."""
-    swarm = streaming(codec="float32", outer=Nesterov(learning_rate=0.5, momentum=0.5))
-    swarm.run(200, quadratic())
-    generators = [torch.Generator().manual_seed(m) for m in range(3)]
-    targets = [
-        torch.cat([torch.randn(p.shape, generator=g).flatten() for p in Vectors().parameters()]) for g in generators
-    ]
-    torch.testing.assert_close(swarm.global_params(0), torch.stack(targets).mean(0), atol=0.15, rtol=0)
 
 
 class TestState:
@@ -162,31 +151,11 @@ def test_events_say_what_was_sent_and_committed() -> None:
     assert committed[0].sent_bytes == sent[0].payload_bytes
 
 
-def test_a_saturating_codec_says_so() -> None:
-    model = Vectors()
-    events: list[Any] = []
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    diloco = DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=1), codec="float16", on_event=events.append)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e6)
-    inner.step()
-    diloco.step()
-    assert [event.saturated for event in events if isinstance(event, RoundSent)] == [True]
-    assert bool(torch.isfinite(model.vector()).all())
-
-
 class TestErrors:
     def test_a_parameter_that_no_inner_optimizer_holds_is_named(self) -> None:
         model = Vectors()
         with pytest.raises(ConfigurationError, match="No inner optimizer holds second, third"):
             DiLoCo(model, torch.optim.SGD([model.first], lr=0.1))
-
-    def test_several_inner_optimizers_may_share_a_model(self) -> None:
-        model = Vectors()
-        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
-        with pytest.raises(ConfigurationError, match="No inner optimizer holds third"):
-            DiLoCo(model, optimizers[:2])
-        DiLoCo(model, optimizers)
 
     def test_schedule_and_fragments_must_agree(self) -> None:
         model = Vectors()

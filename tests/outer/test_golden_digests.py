@@ -1,80 +1,169 @@
-"""Small runs end with the bits that version 0.5 computed, in one process and over sockets.
+"""Small runs end with the bits that version 0.5 computed, on every transport.
 
 Gradients and inner steps are elementwise, so that the digests do not depend on how a processor multiplies matrices.
+Muon's matrices have at most eight values, which torch multiplies without vector instructions.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
+import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from diloco import AlphaMerge, DiLoCo, InProcessTransport, Nesterov, SyncSchedule, connect_replica, partition
-from tests.processes import free_port
+from diloco import (
+    AlphaMerge,
+    DiLoCo,
+    InProcessTransport,
+    Nesterov,
+    SyncSchedule,
+    connect_peer,
+    connect_replica,
+    muon,
+    partition,
+)
+from diloco.transport import NodePlace
+from tests.processes import Processes, free_port
 from tests.replicas import quadratic
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK
 
-STREAMING = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=1)
-FEEDBACK = {"error_feedback": 1.0}
-
-CASES: dict[str, tuple[int, SyncSchedule, dict[str, Any], str]] = {
-    "diloco": (2, SyncSchedule(inner_steps=5), {}, "f1c157409ff43cde"),
-    "streaming fp4, one step of overlap": (2, STREAMING, {"codec": "fp4"}, "ef40df061a6a4bfe"),
-    "alpha merge": (3, STREAMING, {"codec": "fp4", "merge": AlphaMerge(0.5)}, "4a6116a84ae62c9c"),
-    "int8 with error feedback": (2, STREAMING, {"codec": "int8", **FEEDBACK}, "a8dcc99c2886b7da"),
-    "topk2": (2, STREAMING, {"codec": "topk2", **FEEDBACK}, "4a4dd28a97fa0b9a"),
-    "bfloat16": (3, STREAMING, {"codec": "bfloat16"}, "d7851e08e9a587ed"),
-    "eight replicas with encoded means": (8, SyncSchedule(inner_steps=5), {"codec": "fp4"}, "ae141d2a52e32645"),
-    "a whole round late": (2, SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4), {}, "9409e2307f815f55"),
-}
 STEPS, STOP = 30, 14
+PARTS = ((STEPS,), (STOP, STEPS - STOP))
+STREAMING = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=1)
+BLOCKS = {"first": (1301,), "second": (7, 301), "third": (2, 3, 501)}
+"""Shapes of odd sizes, each longer than a block of any codec."""
+MATRICES = {"wide": (2, 3), "tall": (4, 2), "square": (2, 2), "bias": (5,)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and the digests of its parameters: of any transport, and of two ranks with half of each."""
+
+    digest: str
+    num_replicas: int = 2
+    schedule: SyncSchedule = STREAMING
+    arguments: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: BLOCKS)
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)
+    digest_of_shards: str = ""
+
+
+CASES = {
+    "diloco": Case("f1c157409ff43cde", schedule=SyncSchedule(inner_steps=5), digest_of_shards="f1c157409ff43cde"),
+    "streaming fp4, one step of overlap": Case(
+        "ef40df061a6a4bfe", arguments={"codec": "fp4"}, digest_of_shards="a44e006fe0354dce"
+    ),
+    "alpha merge": Case("4a6116a84ae62c9c", 3, arguments={"codec": "fp4", "merge": AlphaMerge(0.5)}),
+    "int8 with error feedback": Case(
+        "a8dcc99c2886b7da", arguments={"codec": "int8", "error_feedback": 1.0}, digest_of_shards="e34bf2afe339f9d2"
+    ),
+    "topk2": Case(
+        "4a4dd28a97fa0b9a", arguments={"codec": "topk2", "error_feedback": 1.0}, digest_of_shards="b2940b8d21b854bc"
+    ),
+    "bfloat16": Case("d7851e08e9a587ed", 3, arguments={"codec": "bfloat16"}),
+    "eight replicas with encoded means": Case(
+        "ae141d2a52e32645", 8, SyncSchedule(inner_steps=5), arguments={"codec": "fp4"}
+    ),
+    "a whole round late": Case(
+        "9409e2307f815f55",
+        schedule=SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4),
+        digest_of_shards="9409e2307f815f55",
+    ),
+    "muon": Case("b0c7ff1fe2780eee", shapes=MATRICES, inner=lambda model: muon(model, lr=0.01)),
+}
 
 
 class Model(nn.Module):
-    """Three tensors of odd sizes, each longer than a block of any codec."""
+    """Random parameters of the given shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        shapes = {"first": (1301,), "second": (7, 301), "third": (2, 3, 501)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
 
 
 class Replica:
-    """One replica and its inner optimizer."""
+    """One replica, or the rank of one that has half of each parameter, and its inner optimizer."""
 
-    def __init__(self, number: int, transport: Any, schedule: SyncSchedule, arguments: dict[str, Any]) -> None:
-        self.number, self.model = number, Model()
-        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+    def __init__(self, number: int, transport: Any, case: Case, *, sharded: bool = False) -> None:
+        self.number, self.case = number, case
+        self.model = Model(case.shapes)
+        if sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.model)
+        self.inner = case.inner(self.model)
+        fragments = case.schedule.num_fragments
         self.diloco = DiLoCo(
             self.model,
             self.inner,
             transport=transport,
-            schedule=schedule,
-            fragments=partition(self.model, num_fragments=schedule.num_fragments, strategy="balanced"),
+            schedule=case.schedule,
+            fragments=partition(self.model, num_fragments=fragments, strategy="balanced"),
             outer_optimizer=Nesterov(learning_rate=0.4),
             weight=1.0 + number % 3,
-            **arguments,
+            **case.arguments,
         )
 
     def train(self) -> None:
-        quadratic(2)(self.number, self.diloco.steps, self.model)
+        whole = Model(self.case.shapes)
+        for name, parameter in self.model.named_parameters():
+            whole.get_parameter(name).data = full(parameter.detach())
+        quadratic(2)(self.number, self.diloco.steps, whole)
+        for name, parameter in self.model.named_parameters():
+            gradient = whole.get_parameter(name).grad
+            assert gradient is not None
+            parameter.grad = like(parameter, gradient)
         self.inner.step()
         self.inner.zero_grad()
 
+    def train_alone(self, steps: int) -> None:
+        for _ in range(steps):
+            self.train()
+            self.diloco.step()
+
     def digest(self) -> str:
         """Return the digest of the global and the local parameters, in the model's order."""
-        values = self.diloco.outer_loop.named_global_params()
         digest = hashlib.sha256()
+        with self.diloco.global_model():
+            global_params = {name: full(p.detach()).clone() for name, p in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            digest.update(values[name].numpy().tobytes() + parameter.detach().numpy().tobytes())
+            digest.update(global_params[name].numpy().tobytes() + full(parameter.detach()).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def state(self) -> dict[str, Any]:
+        objects = {"model": self.model, "inner": self.inner, "diloco": self.diloco}
+        return {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self.diloco.load_state_dict(state["diloco"])
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def like(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, as the same shards as ``parameter``."""
+    if not hasattr(parameter, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def advance(replicas: Sequence[Replica], steps: int) -> None:
@@ -86,42 +175,33 @@ def advance(replicas: Sequence[Replica], steps: int) -> None:
             replica.diloco.finish()
 
 
-def in_process(num_replicas: int, schedule: SyncSchedule, arguments: dict[str, Any]) -> str:
-    transport = InProcessTransport(num_replicas)
-    replicas = [Replica(m, transport.endpoint(m), schedule, arguments) for m in range(num_replicas)]
+def in_process(case: Case, keys: Path) -> str:
+    transport = InProcessTransport(case.num_replicas)
+    replicas = [Replica(m, transport.endpoint(m), case) for m in range(case.num_replicas)]
     advance(replicas, STEPS)
     return replicas[0].digest()
 
 
-def resumed(num_replicas: int, schedule: SyncSchedule, arguments: dict[str, Any]) -> str:
+def in_process_resumed(case: Case, keys: Path) -> str:
     """Stop after step `STOP`, with a fragment in flight if steps overlap, and continue in new objects."""
-    first = InProcessTransport(num_replicas)
-    replicas = [Replica(m, first.endpoint(m), schedule, arguments) for m in range(num_replicas)]
+    first, second = InProcessTransport(case.num_replicas), InProcessTransport(case.num_replicas)
+    replicas = [Replica(m, first.endpoint(m), case) for m in range(case.num_replicas)]
     advance(replicas, STOP)
-    second = InProcessTransport(num_replicas)
     second.load_state_dict(first.state_dict())
-    others = [Replica(m, second.endpoint(m), schedule, arguments) for m in range(num_replicas)]
+    others = [Replica(m, second.endpoint(m), case) for m in range(case.num_replicas)]
     for replica, other in zip(replicas, others, strict=True):
-        other.model.load_state_dict(replica.model.state_dict())
-        other.diloco.load_state_dict(copy.deepcopy(replica.diloco.state_dict()))
+        other.load(replica.state())
     advance(others, STEPS - STOP)
     return others[0].digest()
 
 
-def over_sockets(num_replicas: int, schedule: SyncSchedule, arguments: dict[str, Any]) -> str:
+def at_once(live: Callable[[int], str], num_replicas: int) -> str:
+    """Run each replica in a thread of its own, and return the digest of the first."""
     digests: dict[int, str] = {}
-    address = f"127.0.0.1:{free_port()}"
-
-    def live(number: int) -> None:
-        with connect_replica(replica=number, num_replicas=num_replicas, rendezvous=address) as transport:
-            replica = Replica(number, transport, schedule, arguments)
-            with replica.diloco:
-                for _ in range(STEPS):
-                    replica.train()
-                    replica.diloco.step()
-                digests[number] = replica.digest()
-
-    threads = [threading.Thread(target=live, args=(number,)) for number in range(num_replicas)]
+    threads = [
+        threading.Thread(target=lambda m=m: digests.__setitem__(m, live(m)))  # type: ignore[misc]
+        for m in range(num_replicas)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,8 +209,103 @@ def over_sockets(num_replicas: int, schedule: SyncSchedule, arguments: dict[str,
     return digests[0]
 
 
-@pytest.mark.parametrize("run", [in_process, resumed, over_sockets])
-@pytest.mark.parametrize("case", CASES)
-def test_digests_are_those_of_version_0_5(case: str, run: Callable[..., str]) -> None:
-    num_replicas, schedule, arguments, digest = CASES[case]
-    assert run(num_replicas, schedule, arguments) == digest
+def over_sockets(case: Case, keys: Path) -> str:
+    address = f"127.0.0.1:{free_port()}"
+
+    def live(number: int) -> str:
+        with connect_replica(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
+            replica = Replica(number, transport, case)
+            with replica.diloco:
+                replica.train_alone(STEPS)
+                return replica.digest()
+
+    return at_once(live, case.num_replicas)
+
+
+def over_sockets_resumed(case: Case, keys: Path) -> str:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    def live(number: int) -> str:
+        state = None
+        for address, steps in zip(addresses, (STOP, STEPS - STOP), strict=True):
+            with connect_replica(replica=number, num_replicas=case.num_replicas, rendezvous=address) as transport:
+                replica = Replica(number, transport, case)
+                with replica.diloco:
+                    if state:
+                        replica.load(state)
+                    replica.train_alone(steps)
+                    state, digest = replica.state(), replica.digest()
+        return digest
+
+    return at_once(live, case.num_replicas)
+
+
+def over_the_swarm(case: Case, keys: Path) -> str:
+    addresses: queue.Queue[str] = queue.Queue()
+
+    def connect(number: int) -> AbstractContextManager[Any]:
+        return connect_peer(
+            run="golden",
+            num_replicas=case.num_replicas,
+            replica=number,
+            identity=keys / f"{number}.key",
+            join_at=[addresses.get(timeout=60.0)] if number else (),
+            on_address=lambda address: [addresses.put(address) for _ in range(case.num_replicas - 1) if not number],
+            node=NodePlace(listen=LOOPBACK, map_ports=False),
+        )
+
+    def live(number: int) -> str:
+        with connect(number) as transport:
+            replica = Replica(number, transport, case)
+            with replica.diloco:
+                replica.train_alone(STEPS)
+                transport.meet("end", 0)
+                return replica.digest()
+
+    return at_once(live, case.num_replicas)
+
+
+RUNS = [in_process, in_process_resumed, over_sockets, over_sockets_resumed]
+OVER_THE_SWARM = ("streaming fp4, one step of overlap", "int8 with error feedback", "topk2")
+"""Each case takes seconds on libp2p, because every peer has a daemon."""
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [*itertools.product(CASES, RUNS), *((name, over_the_swarm) for name in OVER_THE_SWARM)]
+)
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_digests_are_those_of_version_0_5(name: str, run: Callable[..., str], keys: Path) -> None:
+    assert run(CASES[name], keys) == CASES[name].digest
+
+
+def rank_of_two(rank: int, names: Sequence[str], folder: Path) -> dict[str, list[str]]:
+    """Train each case without and with a stop, as one of the two ranks of one of two replicas."""
+    replica, position = divmod(rank, 2)
+    store = dist.FileStore(str(folder / f"store-{replica}"), 2)
+    dist.init_process_group("gloo", store=store, rank=position, world_size=2)
+    meetings = dist.FileStore(str(folder / "meetings"), 4)
+    digests: dict[str, list[str]] = {}
+    for name, parts in itertools.product(names, PARTS):
+        state = None
+        for steps in parts:
+            meeting = f"{name} {parts} {steps}"
+            if rank == 0:
+                meetings.set(meeting, f"127.0.0.1:{free_port()}")
+            address = meetings.get(meeting).decode()
+            with connect_replica(replica=replica, num_replicas=2, rendezvous=address, ranks="sharded") as transport:
+                half = Replica(replica, transport, CASES[name], sharded=True)
+                with half.diloco:
+                    if state:
+                        half.load(state)
+                    half.train_alone(steps)
+                    state, digest = half.state(), half.digest()
+        digests.setdefault(name, []).append(digest)
+    dist.destroy_process_group()
+    return digests
+
+
+def test_digests_of_two_ranks_with_half_of_each_parameter(tmp_path: Path) -> None:
+    digests = {name: case.digest_of_shards for name, case in CASES.items() if case.digest_of_shards}
+    with Processes() as processes:
+        processes.start(4, rank_of_two, list(digests), tmp_path)
+        assert processes.results(timeout_s=180)[0] == {name: [digest] * 2 for name, digest in digests.items()}

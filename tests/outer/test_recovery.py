@@ -257,18 +257,6 @@ def test_what_was_trained_stays_to_be_shared() -> None:
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 
-def test_one_fragment_is_fetched_at_a_time_in_the_order_found() -> None:
-    pair = Pair()
-    for fragment in (1, 0):
-        pair.send(fragment)
-        pair.merge(fragment)
-    assert [fetch.fragment for fetch in pair.transport.fetches] == [1]
-    pair.transport.fetches[0].outcome = pair.answer(1)
-    pair.recovery.poll()
-    assert [fetch.fragment for fetch in pair.transport.fetches] == [1, 0]
-    assert 0 in pair.recovery.lacking
-
-
 def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again() -> None:
     pair = Pair()
     pair.send(0)
@@ -279,17 +267,6 @@ def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again()
     pair.send(0)
     pair.merge(0)
     assert len(pair.transport.fetches) == 2
-
-
-def test_over_another_transport_nothing_of_the_old_one_is_taken() -> None:
-    pair = Pair()
-    pair.send(0)
-    pair.merge(0)
-    old, before = pair.transport.fetches[0], pair.joiner.outer_loop.digest(0)
-    pair.recovery.change_transport(FakeTransport(pair))
-    old.outcome = pair.answer(0)
-    pair.recovery.poll(wait=True)
-    assert pair.joiner.outer_loop.digest(0) == before
 
 
 def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:

@@ -10,15 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 
-from diloco import ConfigurationError, DiLoCo, Fault, InProcessTransport, RoundId, SyncSchedule
-from diloco.events import Event, Note, RoundCommitted, RoundVoid, StepFinished
-from diloco.integrations import Figures
-from diloco.monitor import Curves, MetricsFile, Sinks
-from diloco.outer import Warnings
+from diloco import DiLoCo, Fault, InProcessTransport, RoundId, SyncSchedule
+from diloco.events import RoundVoid, StepFinished
+from diloco.monitor import MetricsFile, Sinks
 from diloco.watch import FollowedFolder
 from tests.replicas import Vectors
 
@@ -75,54 +71,6 @@ def test_void_rounds_warn_once_with_the_reason_and_what_to_do() -> None:
     assert replicas[0][2].rounds_void == 6
 
 
-def test_a_listener_is_not_warned_and_undisturbed_rounds_warn_of_nothing() -> None:
-    run(loops(1), 3)
-    run(loops(2), 3)
-    heard: list[Event] = []
-    run(loops(2, faults=LOST, on_event=heard.append), 3)
-    assert [type(event) for event in heard].count(RoundVoid) == 6
-
-
-@pytest.mark.parametrize(
-    ("events", "number"),
-    [
-        ([void("replica 1 was late by 2.5 s", n) for n in range(5)], 1),
-        ([void("replica 1 was late by 0.5 s"), void("replica 2 was late by 71.25 s")], 1),
-        ([void("replica 1 was late"), void("replica 1 is lost")], 2),
-        ([Note(step=0, text="The state could not be fetched.")] * 2, 1),
-        ([RoundVoid(step=0, replica=0, fragment=f, outer_step=f, reason=f"fragment {f}: x") for f in range(3)], 1),
-    ],
-)
-def test_each_kind_of_reason_is_told_once(events: list[Event], number: int) -> None:
-    listener = Warnings()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for event in events:
-            listener.handle(event)
-    assert len(caught) == number
-
-
-def test_a_fault_in_a_merged_round_is_told() -> None:
-    event = RoundCommitted(
-        step=1,
-        replica=0,
-        fragment=0,
-        outer_step=0,
-        contributors=(0,),
-        sent_bytes=1,
-        received_bytes=1,
-        wait_s=0.0,
-        note="the contribution of replica 1 was refused: it is too short",
-    )
-    with pytest.warns(UserWarning, match="with a fault: the contribution of replica 1 was refused: it is too short"):
-        Warnings().handle(event)
-
-
-def test_so_do_the_frameworks_loops() -> None:
-    with pytest.warns(UserWarning, match="A round failed: replica 1 is lost"):
-        Figures(None).handle(void("replica 1 is lost"))
-
-
 def test_logged_losses_are_records_as_those_of_train_and_watch_shows_them(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     sinks = Sinks({"metrics.jsonl": MetricsFile(folder / "metrics.jsonl")})
@@ -151,40 +99,3 @@ def test_logged_losses_are_records_as_those_of_train_and_watch_shows_them(tmp_pa
     assert process.last["event"] == "StepFinished", "the page says that it runs"
     place = process.steps.columns.index("loss")
     assert [row[place] for row in process.steps.rows()][:4] == [2.0, 1.75, 1.5, 1.25]
-
-
-def test_without_a_listener_a_loss_goes_nowhere() -> None:
-    (each,) = loops(1)
-    for loss in (1.0, 1, np.float32(1), np.array([1.0]), torch.ones(1, 1).bfloat16()):
-        each[2].log(loss=loss)
-
-
-@pytest.mark.parametrize("arguments", [{"loss": 1.0}, {"loss": 1.0, "tokens": 50, "gradient_norm": 2.0}])
-def test_curves_have_what_was_logged_and_no_more(arguments: dict[str, Any]) -> None:
-    points: list[Any] = []
-    curves = Curves(1)
-    replicas = loops(1, on_event=lambda event: points.append(curves.take(event)))
-    run(replicas, 1)
-    replicas[0][2].log(**arguments)
-    step, values = points[-1]
-    assert (step, values["loss/train(nats)"]) == (1, 1.0)
-    assert ("optimizer/gradient_norm" in values) == ("gradient_norm" in arguments)
-    assert ("time/throughput(tokens per s)" in values) == ("tokens" in arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"loss": "2.0"},
-        {"loss": None},
-        {"loss": torch.ones(2)},
-        {"loss": torch.tensor(1j)},
-        {"loss": torch.ones((), device="meta")},
-        {"loss": True},
-        {"loss": 1.0, "gradient_norm": "x"},
-        {"loss": 1.0, "tokens": 1.5},
-    ],
-)
-def test_what_is_no_number_is_not_logged(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"{[*arguments][-1]} must be a"):
-        loops(1)[0][2].log(**arguments)

@@ -138,10 +138,3 @@ def test_how_late_contributors_are_is_counted_from_whoever_was_first() -> None:
     state = RoundState(ROUND, heard_s={0: 7.0, 1: 9.0, 2: 7.5, 3: 8.0, 4: 7.25, 5: 7.25})
     assert state.late_s((0, 1, 2), RULES) == (0.0, 0.5, 0.25)
     assert state.late_s((1,), RULES) == (0.5,)
-
-
-def test_a_replica_has_contributed_when_the_last_of_its_ranks_has() -> None:
-    state = RoundState(ROUND, heard_s={2: 5.0, 3: 7.0, 4: 6.0})
-    assert state.contributed_s((0, 1, 2), RULES) == {1: 7.0}
-    state.heard_s[5] = 6.5
-    assert state.contributed_s((0, 2), RULES) == {2: 6.5}

@@ -183,22 +183,3 @@ def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others(other
     again = messages("header", member.submit(RoundId(0, 5)))[1]
     assert again["taking_over"] == (others != "d")
     assert messages("header", member.submit(RoundId(1, 4)))[1]["taking_over"], "for each fragment separately"
-
-
-def test_rounds_that_wait_for_this_rank_are_known_until_it_contributes_or_the_view_ends() -> None:
-    member, later = Member(), RoundId(1, 4)
-
-    def waiting() -> dict[tuple[int, int], dict[int, float]]:
-        rounds = member.machine.views.contributions.rounds
-        assert rounds is not None
-        return rounds.rounds_awaiting_this_rank()
-
-    assert waiting() == {}
-    member.header(2, now_s=1.0)
-    member.header(1, now_s=1.5)
-    member.header(1, later, now_s=2.0)
-    assert waiting() == {(0, 4): {1: 1.5, 2: 1.0}, (1, 4): {1: 2.0}}
-    member.submit(now_s=3.0, sent_s=3.0)
-    assert waiting() == {(1, 4): {1: 2.0}}
-    member.handle(Lost(2, Loss("silent", "nothing came")))
-    assert waiting() == {}, "nothing is decided until the next view"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm import RoundId, ValueSchedule, codec_names, make_codec
+from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
 from diloco.model import ModelSettings, Transformer, build_model
@@ -96,16 +96,7 @@ def test_the_mean_is_the_gradient_of_the_joined_batch(num_replicas: int) -> None
             torch.testing.assert_close(mine, joined, rtol=1e-4, atol=1e-6)
 
 
-def test_one_replica_keeps_its_own_bits() -> None:
-    """Invariant 13."""
-    replicas = Replicas(1)
-    replicas.compute(0)
-    before = [gradient.clone() for gradient in gradients(replicas.loops[0].model)]
-    replicas.average(0)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(replicas.loops[0].model), before, strict=True))
-
-
-@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("codec", CODECS.names)
 def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
     """This holds on different data and for every codec of the gradients."""
     replicas = Replicas(3, codec)
@@ -117,19 +108,8 @@ def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
     assert not torch.equal(first, start)
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("float16", 2.0**-10), ("bfloat16", 2.0**-7)])
-def test_a_narrow_codec_is_as_near_as_it_says_and_half_the_bytes(codec: str, tolerance: float) -> None:
-    exact, narrow = Replicas(2), Replicas(2, codec)
-    for replicas in (exact, narrow):
-        replicas.compute(0)
-        replicas.average(0)
-    for one, other in zip(gradients(exact.loops[0].model), gradients(narrow.loops[0].model), strict=True):
-        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance * float(one.abs().max()))
-    assert 2 * narrow.hub.endpoint(0).sent_bytes == exact.hub.endpoint(0).sent_bytes
-
-
-@pytest.mark.parametrize(("spoilt", "odd"), [(0, math.inf), (2, -math.inf), (2, math.nan)])
-@pytest.mark.parametrize("codec", ["float32", "float16", "fp4"])
+@pytest.mark.parametrize(("spoilt", "odd"), [(0, -math.inf), (2, math.nan)])
+@pytest.mark.parametrize("codec", ["float32", "fp4"])
 def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_the_replica(
     spoilt: int, odd: float, codec: str
 ) -> None:
@@ -175,17 +155,6 @@ def test_a_rank_skips_the_step_if_the_round_of_another_rank_of_its_replica_is_vo
     assert replicas.loops[0].scaler.get_scale() == scale / 2
 
 
-def test_where_fewer_suffice_the_replica_left_out_moves_with_the_others() -> None:
-    replicas = Replicas(3, precision="float16", min_contributors=2)
-    held = replicas.weights()[0]
-    assert replicas.step(0, spoilt=1) == [True] * 3
-    first, *others = replicas.weights()
-    assert all(torch.equal(first, each) for each in others)
-    assert not torch.equal(first, held)
-    scales = [loop.scaler.get_scale() for loop in replicas.loops]
-    assert scales == [2.0**16, 2.0**15, 2.0**16]
-
-
 @pytest.mark.parametrize("lost", [1, 2])
 def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(lost: int) -> None:
     faults = [Fault(kind="drop", replica=1, round=RoundId(-attempt, 0)) for attempt in range(1, lost + 1)]
@@ -198,44 +167,3 @@ def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(
     assert "replica 1 sent nothing" in last
     assert "The round is tried again." in last
     assert replicas.hub.endpoint(0).sent_bytes == (1 + lost / 2) * undisturbed.hub.endpoint(0).sent_bytes
-
-
-def test_a_contribution_that_is_lost_each_time_is_an_error_that_names_the_replica() -> None:
-    faults = [Fault(kind="drop", replica=1, round=RoundId(-attempt, 0)) for attempt in (1, 2, 3)]
-    replicas = Replicas(2, faults=faults)
-    replicas.compute(0)
-    with pytest.raises(RoundVoidError, match=r"replica 1 sent nothing.* tried 3 times") as raised:
-        replicas.average(0)
-    assert raised.value.round == "gradients of step 0, attempt 3"
-    assert len(replicas.events) == 2
-
-
-def test_absent_gradients_count_as_zero() -> None:
-    """If one replica's batch does not use a parameter, the mean is half of the other's gradient."""
-    replicas = Replicas(2)
-    replicas.compute(0)
-    weight = [loop.model.norm.weight for loop in replicas.loops]
-    assert weight[0].grad is not None
-    own = weight[0].grad.clone()
-    weight[1].grad = None
-    assert replicas.average(0)
-    for each in weight:
-        assert each.grad is not None
-        assert torch.equal(each.grad, own / 2)
-
-
-def test_frozen_parameters_are_left_out() -> None:
-    whole, partial = Replicas(2), Replicas(2, frozen=["embedding.weight"])
-    start = partial.loops[0].model.embedding.weight.clone()
-    for replicas in (whole, partial):
-        replicas.step(0)
-    saved = whole.hub.endpoint(0).sent_bytes - partial.hub.endpoint(0).sent_bytes
-    assert saved == 4 * start.numel()
-    for loop in partial.loops:
-        assert torch.equal(loop.model.embedding.weight, start)
-        assert loop.model.embedding.weight.grad is None
-
-
-def test_a_finish_without_a_begin_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(AssertionError, match="begin comes first"):
-        Replicas(1).averagers[0].finish()

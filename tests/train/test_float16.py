@@ -62,26 +62,6 @@ def test_the_scale_goes_as_torchs_own_would() -> None:
         assert mine.scaler.state_dict() == theirs.state_dict(), step
 
 
-def test_skipping_for_another_replica_lowers_the_scale_alike() -> None:
-    """One replica saw infinity and the other skips because of it. Their scalers stay equal, including the counts."""
-    own, others = make_loop("float16"), make_loop("float16")
-    for loop in (own, others):
-        train(loop, 2)
-    held = weights(others.model)
-    for loop in (own, others):
-        loop.accumulate_gradients(*batch(2))
-    spoil(own.model, math.inf)
-    for loop in (own, others):
-        loop.unscale()
-    assert own.apply(2, skip=True).skipped
-    result = others.apply(2, skip=True)
-    assert result.skipped
-    assert math.isfinite(result.gradient_norm)
-    assert torch.equal(weights(others.model), held)
-    assert own.scaler.state_dict() == others.scaler.state_dict()
-    assert own.scaler.state_dict()["_growth_tracker"] == 0
-
-
 def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_not() -> None:
     """The other replicas step with the mean; if this replica alone skipped, the replicas would diverge."""
     spoilt, sound = make_loop("float16"), make_loop("float16")

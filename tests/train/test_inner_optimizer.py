@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from diloco.algorithm import ValueSchedule
 from diloco.errors import ConfigurationError
 from diloco.model import build_model
 from diloco.train import (
     InnerLoop,
-    OptimizerSettings,
+    InnerSettings,
     ParallelModel,
     inner_learning_rate,
     inner_optimizer_in_words,
@@ -40,7 +39,7 @@ class TestLearningRate:
         """Property: for every length, warm-up and decay that settings allow."""
         warmup = min(warmup, steps)
         decay = None if decay is None else min(decay, steps - warmup)
-        settings = OptimizerSettings(
+        settings = InnerSettings(
             schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_ratio=ratio, learning_rate=2.0
         )
         rate = inner_learning_rate(settings, steps)
@@ -55,36 +54,19 @@ class TestLearningRate:
 
     def test_it_is_a_function_of_the_global_step_alone(self) -> None:
         """Invariant 7: a replica that joins at step 30 has the swarm's rate at once."""
-        settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=10)
+        settings = InnerSettings(learning_rate=1e-2, warmup_steps=10)
         rate = inner_learning_rate(settings, 50)
         joiner = make_loop(rate=inner_learning_rate(settings, 50))
         joiner.accumulate_gradients(*batch(0))
         assert joiner.apply(30).learning_rate == rate(30)
         assert [group["lr"] for group in joiner.optimizer.param_groups] == [rate(30)] * 2
 
-    def test_wsd_decays_over_a_fifth_unless_told_otherwise(self) -> None:
-        def stays_for(decay_steps: int | None) -> int:
-            settings = OptimizerSettings(schedule="wsd", warmup_steps=0, decay_steps=decay_steps, learning_rate=1.0)
-            rate = inner_learning_rate(settings, 100)
-            return sum(rate(step) == 1.0 for step in range(100))
-
-        assert [stays_for(decay) for decay in (None, 40, 1, 0)] == [81, 61, 100, 100]
-
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.1}),  # a list, as from TOML
-    ("AdamW", {"foreach": True}),
-    ("Adam", {"amsgrad": True}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     ("Adafactor", {"weight_decay": 0.0}),
-    ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
-    ("NAdam", {}),
-    ("Adagrad", {}),
-    ("Adadelta", {}),
-    ("Adamax", {}),
-    ("ASGD", {}),
     ("RMSprop", {"momentum": 0.5}),
-    ("Rprop", {}),
 ]
 
 
@@ -95,7 +77,7 @@ class TestOptimizer:
     ) -> None:
         """The compiler takes 70 MB in every process that imports it."""
         monkeypatch.setitem(sys.modules, "torch._dynamo", None)
-        rate = ValueSchedule(peak=1.0 if name == "Adadelta" else 0.1 if name == "SGD" else 1e-2)
+        rate = ValueSchedule(peak=0.1 if name == "SGD" else 1e-2)
         loop = make_loop(name=name, arguments=arguments, rate=rate)
         losses = train(loop, 30)
         assert type(loop.optimizer).__name__ == name
@@ -103,9 +85,7 @@ class TestOptimizer:
 
     def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule(self) -> None:
         model = build_model(MODEL, seed=0)
-        settings = OptimizerSettings(
-            name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2
-        )
+        settings = InnerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
         optimizer = make_inner_optimizer(settings, model)
         losses = train(InnerLoop(ParallelModel(model), optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]
@@ -113,7 +93,7 @@ class TestOptimizer:
         assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]
         assert "AdamW for" in inner_optimizer_in_words(settings, model)
 
-    @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}, {"betas": (0.9, 0.95)}])
+    @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}])
     def test_weight_decay_acts_on_matrices_only(self, arguments: dict[str, Any]) -> None:
         """This includes the default of the class, such as AdamW's 0.01: with a zero gradient, norms do not change."""
         loop = make_loop(arguments=arguments, clip_norm=None)
@@ -127,49 +107,25 @@ class TestOptimizer:
             if not decay:
                 assert torch.equal(parameter, before[name]), name
 
-    def test_no_weight_decay_is_one_group(self) -> None:
-        assert len(make_loop(arguments={"weight_decay": 0.0}).optimizer.param_groups) == 1
-
-    def test_groups_hold_what_is_trainable_once_and_none_is_empty(self) -> None:
-        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
-        model[1].requires_grad_(False)
-        optimizer = make_inner_optimizer(OptimizerSettings(), model)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}
-        assert [len(group["params"]) for group in optimizer.param_groups] == [4]
-
-    @pytest.mark.parametrize("arguments", [{}, {"fused": False}, {"foreach": True}])
-    def test_the_fused_kernel_is_taken_unless_told_otherwise(self, arguments: dict[str, Any]) -> None:
-        group = make_loop(arguments=arguments).optimizer.param_groups[0]
-        assert bool(group["fused"]) is (not arguments)
-
     @pytest.mark.parametrize(
         ("name", "arguments", "words"),
         [
             ("AdmaW", {}, "did you mean 'AdamW'"),
-            ("Optimizer", {}, "not an optimizer of torch.optim"),
             ("lr_scheduler", {}, "not an optimizer of torch.optim"),
             (
                 "AdamW",
                 {"weight_deacy": 0.1},
                 "arguments.weight_deacy is not an argument of AdamW; did you mean 'weight_decay'",
             ),
-            ("SGD", {"betas": (0.9, 0.95)}, "betas is not an argument of SGD"),
-            ("AdamW", {"params": []}, "params is not an argument of AdamW"),
-            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set optimizer.learning_rate"),
+            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set inner.learning_rate"),
             ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
-            ("AdamW", {"betas": 0.9}, "torch.optim.AdamW refused"),
-            ("SGD", {"nesterov": True}, "torch.optim.SGD refused .*momentum"),
-            ("AdamW", {"eps": -1.0}, "torch.optim.AdamW refused .*-1.0"),
             ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
-            ("Muon", {"momntum": 0.9}, "momntum is not an argument of Muon; did you mean 'momentum'"),
             ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
             ("Muon", {"adamw": ["nowhere"]}, "matches no trainable matrix"),
-            ("SparseAdam", {}, "'SparseAdam' takes sparse gradients only"),
         ],
     )
     def test_what_cannot_work_is_refused_before_anything_starts(
         self, name: str, arguments: dict[str, Any], words: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=words):
-            make_inner_optimizer(OptimizerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))
+            make_inner_optimizer(InnerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))

@@ -12,7 +12,6 @@ import torch
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
 from diloco.errors import ConfigurationError
-from diloco.events import Note
 from diloco.train import run_training
 from diloco.trained import export_safetensors, load_trained
 from tests.command_lines import command_line
@@ -118,13 +117,6 @@ def test_stop_and_resume_of_a_model_that_is_wrapped_or_has_its_own_state_dict(
     assert ("wrapped.blocks.4.1.running_mean" in one) == (source == "Hiding")
     export_safetensors(load_trained(tmp_path / "run", source=f"{nets}:{source}"), tmp_path / "net.safetensors")
     trained(tmp_path / "next", plan_of(f"{nets}:{source}", data, train__init_from=tmp_path / "net.safetensors"))
-
-
-def test_a_frozen_parameter_that_the_model_changes_is_said_once(nets: Path, data: Path, tmp_path: Path) -> None:
-    sink = Listener()
-    trained(tmp_path / "run", plan_of(f"{nets}:Routing", data), sink)
-    notes = [note.text for note in sink.of(Note) if "frozen parameter wrapped.bias has changed" in note.text]
-    assert len(notes) == 2, "one from each replica"
 
 
 def test_replicas_compare_what_their_models_freeze(nets: Path, data: Path, tmp_path: Path) -> None:

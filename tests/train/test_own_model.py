@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from diloco.checkpoint import open_checkpoint
 from diloco.config import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import ForeignModel, ModelSettings, Transformer, build_language_model
+from diloco.model import ForeignModel
 from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.train.source_runs import plan_of, trained
@@ -46,22 +45,6 @@ class Net(nn.Module):
 
 def build(vocab_size, width=8):
     return Net(vocab_size, width)
-
-def native(vocab_size, max_sequence_length):
-    from diloco.model.settings import ModelSettings
-    from diloco.model.transformer import Transformer
-    return Transformer(ModelSettings(
-        vocab_size=vocab_size, max_sequence_length=max_sequence_length, layers=2, width=8, heads=2, ffn_width=8
-    ))
-
-def broken(vocab_size):
-    raise KeyError("width")
-
-def none():
-    return 3
-
-def few(vocab_size):
-    return Net(vocab_size - 1, 4)
 """
 
 
@@ -97,33 +80,3 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
             tmp_path / "run",
             plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16, model__source=f"{file}:build")),
         )
-
-
-def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_nets_for_a_test.py").write_text(NETS, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-
-    def built(function: str, seed: int = 0, **settings: Any) -> Any:
-        source = f"my_nets_for_a_test:{function}"
-        return build_language_model(ModelSettings(source=source, vocab_size=20, **settings), seed=seed)
-
-    model = built("native", max_sequence_length=32)
-    assert isinstance(model, Transformer)
-    assert (model.max_sequence_length, model.vocab_size) == (32, 20)
-    one, same, other = (built("build", seed).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["wrapped.scale"], other["wrapped.scale"])
-    for function, settings, words in (
-        ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
-        ("broken", {}, "raised KeyError: 'width'"),
-        ("none", {}, "returned a int, which is no Module of torch"),
-        ("build", {"arguments": {"widht": 3}}, r"widht is not an argument.*did you mean 'width'"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            built(function, **settings)
-    with pytest.raises(ConfigurationError, match=r"returned logits of shape \(1, 3, 19\), not .*\(1, 3, 20\)"):
-        built("few")(torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ConfigurationError, match=r"nowhere_to_be_found .* can't be imported"):
-        build_language_model(ModelSettings(source="nowhere_to_be_found:build"), seed=0)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from diloco.algorithm import SyncSchedule, bind, flatten, local_shard, partition, unflatten_
-from diloco.errors import ConfigurationError, ReplicaLostError
+from diloco.errors import ReplicaLostError
 from diloco.model import build_model
 from diloco.outer import DiLoCo
-from diloco.train import OptimizerSettings, make_inner_optimizer, parallelise
-from diloco.transport import ReplicaGroup
+from diloco.train import InnerSettings, make_inner_optimizer, parallelise
 from tests.processes import Processes, receive, report
 from tests.train.ranks import CPU, MODEL, Rank, Setup, open_group, whole
 
@@ -27,7 +26,7 @@ def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
     fragments = partition(model, num_fragments=2, strategy="patterns", patterns=[["norm.weight"], ["[!n]*"]])
     diloco = DiLoCo(
         model,
-        make_inner_optimizer(OptimizerSettings(), model),
+        make_inner_optimizer(InnerSettings(), model),
         fragments=fragments,
         schedule=SyncSchedule(inner_steps=2, num_fragments=2),
         codec="fp4",
@@ -58,12 +57,6 @@ def test_a_rank_may_hold_nothing_of_a_fragment(tmp_path: Path) -> None:
     assert all(rank["agreed"] == ranks[0]["agreed"] for rank in ranks)
     assert [value for rank in ranks for value in rank["local"]] == ranks[0]["agreed"]
     assert min(ranks[0]["agreed"]) > 1.0, "the pseudo-gradient was applied"
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_ranks_need_a_process_group(strategy: Any) -> None:
-    with pytest.raises(ConfigurationError, match="open_replica_group"):
-        parallelise(build_model(MODEL, seed=0), strategy, ReplicaGroup(), CPU)
 
 
 def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.model import ModelSettings, Transformer, build_model, document_numbers
-from diloco.train import TrainSettings, blocks_of, prepare_blocks, prepare_model
+from diloco.train import blocks_of, prepare_blocks
 
 SETTINGS = ModelSettings(
     layers=2, width=16, ffn_width=24, heads=4, kv_heads=2, vocab_size=17, qk_norm=True, max_sequence_length=16
@@ -84,29 +84,6 @@ def test_selective_repeats_no_product_and_full_repeats_all() -> None:
     assert rotations["selective"] > rotations["none"], "cheap operations are recomputed"
 
 
-def kept_bytes(checkpointing: Any) -> int:
-    """Return the bytes that the forward pass keeps for the backward pass, without parameters."""
-    model = build_model(SETTINGS, seed=0)
-    prepare_blocks(model, checkpointing=checkpointing)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).loss
-    assert loss.requires_grad
-    return sum(kept.values())
-
-
-def test_full_keeps_less_than_half_of_what_is_kept_without() -> None:
-    assert kept_bytes("full") < 0.5 * kept_bytes("none")
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing: Any) -> None:
     """The backend "aot_eager" generates no code but splits and recomputes like the real one."""
@@ -118,32 +95,6 @@ def test_compiled_blocks_have_no_graph_break_and_are_compiled_once(checkpointing
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks"
         assert not torch._dynamo.utils.counters["graph_break"]
-
-
-def test_evaluation_runs_uncompiled_whatever_its_shapes() -> None:
-    model = build_model(SETTINGS, seed=0)
-    with tracing(), torch.no_grad():
-        prepare_blocks(model, compiled=True, backend="eager")
-        for length in range(1, 12):
-            model(TOKENS[:, :length])
-        assert not torch._dynamo.utils.counters["stats"]
-
-
-def test_names_and_state_stay() -> None:
-    model = build_model(SETTINGS, seed=0)
-    before = list(model.state_dict())
-    prepare_blocks(model, checkpointing="full", compiled=True)
-    assert list(model.state_dict()) == before
-
-
-def test_settings_say_what_is_done() -> None:
-    model = build_model(SETTINGS, seed=0)
-    prepare_model(model, TrainSettings(loss_chunk_tokens=7))
-    assert (model.loss_chunks.tokens, model.loss_chunks.compiled) == (7, False)
-    assert all("forward" not in vars(block) for block in model.layers)
-    prepare_model(model, TrainSettings(activation_checkpointing="full", compile=True))
-    assert model.loss_chunks.compiled
-    assert all("forward" in vars(block) for block in model.layers)
 
 
 def test_blocks_of_somebody_elses_model_are_found_and_may_take_keywords() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +10,9 @@ from unittest import mock
 
 import pytest
 
-from diloco.errors import RendezvousError, RunOverError, TransportError
-from diloco.membership import BootstrapElection, View
+from diloco.errors import RendezvousError, RunOverError
 from diloco.protocol import Entry
-from diloco.train import TorchFleet, joining
+from diloco.train import TorchFleet
 from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
 from tests.transport.nowhere import nobody_at
 from tests.transport.swarms import wait_for_members
@@ -94,38 +92,6 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
         started.close()
 
 
-def test_one_that_ends_while_all_connect_is_lost_and_joins_when_it_is_started_again(meet: Meet) -> None:
-    fleets = meet(2, ended=True)
-    for fleet in fleets:
-        wait_for_members(fleet.transport, 2)
-    place = Place(replica=2, num_replicas=3, rendezvous=fleets[1].transport.address)
-    started = TorchFleet(connect(place, WIRE), place, WIRE)
-    try:
-        started.join(LIMIT_S)
-        assert started.transport.view.members == (0, 1, 2)
-    finally:
-        started.close()
-
-
-def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The others have just started as well, or average gradients at every step."""
-    monkeypatch.setattr(joining, "_RETRY_S", 0.0)
-    session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock()
-    session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
-    session.settings.train.data_parallel_steps = session.replicas[0].diloco.shared.begun_after = 0
-    session.totals.steps, fleet.join.return_value, fleet.gives_up.return_value = 0, 40, False
-    nothing = TransportError("replica 0 has published nothing.")
-    session.begin_diloco.return_value.take_over.side_effect = [nothing, nothing, None]
-    joining.join_run(session, fleet, LIMIT_S)
-    assert session.totals.steps == 40
-    fleet.gives_up.return_value = True
-    session.begin_diloco.return_value.take_over.side_effect = [nothing, None]
-    with pytest.raises(TransportError, match="published nothing"):
-        joining.join_run(session, fleet, LIMIT_S)
-
-
 def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(meet: Meet) -> None:
     fleets = meet(3)
     for fleet, step in zip(fleets, (10, 20, 30), strict=True):
@@ -161,25 +127,6 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
             fleets[0].rejoin(1.5)
 
 
-def test_a_vote_for_a_founder_holds_in_the_next_search_as_well(meet: Meet) -> None:
-    """Otherwise another one could found a view by a second vote."""
-    fleets, vote, seen = meet(3), View(1, (0,)), list[View | None]()
-
-    def founds(election: BootstrapElection, others: object, waited_s: float) -> None:
-        assert election.views is not None
-        seen.append(election.me.vote)
-        election.views.vote = vote
-
-    for fleet in fleets[:2]:
-        fleet.transport.close()
-    with mock.patch.object(BootstrapElection, "founds", founds):
-        for _ in range(2):
-            seen.clear()
-            with pytest.raises(RendezvousError, match="has searched for the others for"):
-                fleets[2].rejoin(0.1)
-    assert seen[0] == vote
-
-
 def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(meet: Meet) -> None:
     """Regression: it used that view when the founder searched again, and continued alone in it."""
     fleets = meet(5)
@@ -195,17 +142,6 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
         fleet.transport.close()
     with pytest.raises(RendezvousError, match="has searched for the others for"):
         fleets[1].rejoin(1.5)
-
-
-def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -> None:
-    """Two others may be continuing without it. Its port stays open, as a closed one would look as if it had ended."""
-    fleets = meet(3)
-    address = fleets[0].transport.address
-    with all_lost(fleets):
-        found = at_once([lambda: fleets[0].rejoin(1.5), *(fleet.transport.close for fleet in fleets[1:])])
-    assert isinstance(found[0], RendezvousError)
-    assert "replica 0 has searched for the others for 1.5 s, its limit" in str(found[0])
-    socket.create_connection((address.host, address.port)).close()
 
 
 def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet) -> None:

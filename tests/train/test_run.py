@@ -15,13 +15,10 @@ import torch
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, NonFiniteError
 from diloco.events import (
-    CheckpointSaved,
     Evaluated,
     Event,
     Interrupted,
     Note,
-    RoundCommitted,
-    RoundSent,
     RoundVoid,
     RunFinished,
     RunStarted,
@@ -82,30 +79,13 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder, listener, train(data, folder, sink=listener))
 
 
-def test_every_round_that_was_sent_is_merged_by_the_end(plain: Run) -> None:
-    """With H = 4, P = 3, tau = 2 and 12 steps, sends are at 4, 5, 6, 8, 9, 10, 12; the last is drained."""
-    listener = plain.listener
-    assert plain.summary["rounds_committed"] == 7
-    assert len(listener.of(RoundCommitted)) == 2 * 7
-    digests = {(sent.fragment, sent.outer_step, sent.digest) for sent in listener.of(RoundSent)}
-    assert len(digests) == 7, "both replicas send from the same state"
-
-
-def test_another_seed_gives_other_bits(data: Path, plain: Run, tmp_path: Path) -> None:
-    """The runs that stop and resume show that the same seed gives the same bits."""
-    other = train(data, tmp_path, "--seed 1")
-    assert other["global_params_digest"] != plain.summary["global_params_digest"]
-
-
 RESUMABLE = [
-    "--codec fp4 --sync.merge rebase",
-    "--codec int8 --error-feedback 1 --merge-alpha 0.5",
-    "--precision bfloat16 --optimizer.name SGD --codec float16 --sync.outer adam",
-    "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1",
+    "--codec fp4 --merge.rule rebase",
+    "--codec int8 --codec.error-feedback --merge-alpha 0.5",
+    "--algorithm diloco --fragments 1 --overlap-steps 0 --train.precision bfloat16 --inner.name SGD --outer.name adam",
+    "--train.precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
+    "--transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
-    "--algorithm none --fragments 1 --overlap-steps 0 --data-parallel-steps 2",
-    "--algorithm diloco --fragments 1 --overlap-steps 0",
 ]
 
 
@@ -137,38 +117,27 @@ def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path:
             assert all(torch.equal(local[0][name], local[1][name]) for name in local[0])
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_finishes_the_step_saves_and_stops(data: Path, plain: Run, tmp_path: Path, name: str) -> None:
+def test_a_signal_finishes_the_step_saves_and_stops(data: Path, plain: Run, tmp_path: Path) -> None:
     class Interrupter(Listener):
         def handle(self, event: Event) -> None:
             super().handle(event)
             if isinstance(event, StepFinished) and event.step == 5:
-                signal.raise_signal(signal.Signals[name])
+                signal.raise_signal(signal.SIGTERM)
 
     listener = Interrupter()
     summary = train(data, tmp_path / "run", sink=listener)
-    assert (summary["interrupted"], summary["steps"]) == (name, 5)
-    assert [event.signal for event in listener.of(Interrupted)] == [name]
+    assert (summary["interrupted"], summary["steps"]) == ("SIGTERM", 5)
+    assert [event.signal for event in listener.of(Interrupted)] == ["SIGTERM"]
     assert open_checkpoint(tmp_path / "run").step == 5
     resumed = train(data, tmp_path / "run", f"--resume {tmp_path / 'run'}")
     assert resumed["global_params_digest"] == plain.summary["global_params_digest"]
-
-
-def test_checkpoints_come_at_their_steps_and_the_last_ones_stay(data: Path, tmp_path: Path) -> None:
-    listener = Listener()
-    train(data, tmp_path / "run", "--checkpoint.every-steps 4 --checkpoint.keep 2", sink=listener)
-    assert [event.step for event in listener.of(CheckpointSaved)] == [4, 8, 12]
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
-        "step-00000008",
-        "step-00000012",
-    ]
 
 
 def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain: Run, tmp_path: Path) -> None:
     trained = load_trained(plain.folder)
     assert trained.step == 12
     assert trained.model.num_parameters() == plain.summary["parameters"]
-    started = train(data, tmp_path, f"--steps 2 --learning-rate 1e-9 --init-from {plain.folder}")
+    started = train(data, tmp_path, f"--steps 2 --inner.learning-rate 1e-9 --init-from {plain.folder}")
     assert started["heldout_loss"] == pytest.approx(plain.summary["heldout_loss"], abs=1e-4)
 
 
@@ -179,38 +148,23 @@ def test_resuming_with_other_data_is_refused(data: Path, tmp_path: Path) -> None
         train(other, tmp_path / "run", f"--resume {tmp_path / 'run'}")
 
 
-def test_weights_of_another_model_are_refused(data: Path, plain: Run, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has the shape"):
-        train(data, tmp_path / "wide", f"--model.arguments.ffn-width 48 --init-from {plain.folder}")
-    with pytest.raises(CheckpointError, match=r"have different parameters: layers\.2"):
-        train(data, tmp_path / "deep", f"--model.arguments.layers 3 --init-from {plain.folder}")
-
-
 def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_large(
     data: Path, tmp_path: Path
 ) -> None:
-    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --optimizer.name SGD"
-    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --batch-size 1")
-    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --batch-size 4")
+    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --inner.name SGD"
+    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --train.batch-size 1")
+    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --train.batch-size 4")
     assert many["heldout_loss"] == pytest.approx(one["heldout_loss"], abs=1e-5)
     assert many["sent_bytes_per_replica"] == pytest.approx(many["data_parallel_bytes_per_replica"], rel=1e-3)
     assert one["sent_bytes_per_replica"] == one["data_parallel_bytes_per_replica"] == 0
 
 
-def test_bytes_of_the_shared_start_are_told_apart(data: Path, tmp_path: Path) -> None:
-    summary = train(data, tmp_path / "run", "--data-parallel-steps 6 --codec fp4")
-    start, after = summary["shared_start_sent_bytes_per_replica"], summary["sent_bytes_per_replica"]
-    assert start == pytest.approx(6 / 12 * summary["data_parallel_bytes_per_replica"], rel=1e-3)
-    assert 0 < after - start < 0.1 * start
-    assert summary["shared_start_steps"] == 6
-
-
 def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_path: Path) -> None:
-    link = "--emulate.bandwidth 2e5 --emulate.latency 0.02 --emulate.step-time 0.1 --steps 24"
-    names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32", "four-bit": "--codec fp4"}
+    link = "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.02 --transport.step-time-s 0.1 --steps 24"
+    names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32"}
     runs = {name: train(data, tmp_path / name, f"{link} {more}") for name, more in names.items()}
     utilization = {name: run["compute_utilization"] for name, run in runs.items()}
-    assert 0 < utilization["waiting"] < utilization["overlap"] < utilization["four-bit"] <= 1
+    assert 0 < utilization["waiting"] < utilization["overlap"] <= 1
     free = train(data, tmp_path / "free", f"--steps 24 {names['overlap']}")
     assert free["global_params_digest"] == runs["overlap"]["global_params_digest"], "links change times, not bits"
 
@@ -242,66 +196,24 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
-    arguments = "--optimizer.name SGD --learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
+    arguments = "--inner.name SGD --inner.learning-rate 1e30 --inner.schedule constant --inner.clip-norm None"
     with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
         train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
     checkpoint = open_checkpoint(tmp_path / "run")
     assert checkpoint.load("global").keys()
 
 
-def test_a_gpu_named_by_its_number_is_made_the_current_one(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reached(Exception):
-        pass
-
-    def set_device(device: torch.device) -> None:
-        raise Reached(device.index)
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    with pytest.raises(Reached, match="1"):
-        train(data, tmp_path / "run", "--device cuda:1")
-
-
 def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="torch sees"):
-        train(data, tmp_path / "run", f"--device cuda:{torch.cuda.device_count()}")
+        train(data, tmp_path / "run", f"--train.device cuda:{torch.cuda.device_count()}")
     assert not (tmp_path / "run").exists()
 
 
-def test_bpe_and_contiguous_shards_train_and_come_back(data: Path, tmp_path: Path) -> None:
-    arguments = "--tokenizer bpe --data.bpe-vocab-size 270 --data.sharding contiguous"
-    summary = train(data, tmp_path / "run", arguments)
-    assert 0 < summary["bits_per_byte"] < 20
-    assert load_trained(tmp_path / "run").tokenizer.vocab_size == 270
-
-
-def test_speed_is_told_and_the_use_of_a_peak_where_there_is_one(data: Path, tmp_path: Path) -> None:
-    listener = Listener()
-    summary = train(data, tmp_path / "run", "--train.peak-flops-per-s 1e12 --steps 5", sink=listener)
-    (started,) = listener.of(RunStarted)
-    assert started.peak_flops_per_s == 1e12
-    for event in listener.of(StepFinished):
-        expected = started.flops_per_token * 2 * 2 * 16 / event.step_s / 1e12
-        assert event.model_flops_utilization == pytest.approx(expected)
-    assert summary["tokens_per_s"] > 0
-    ratio = summary["model_flops_utilization"] / summary["tokens_per_s"]
-    assert ratio == pytest.approx(started.flops_per_token / 1e12), "no emulated time in either"
-    unknown = train(data, tmp_path / "unknown", "--steps 5")
-    assert unknown["model_flops_utilization"] is None, "the peak of a CPU is not known"
-
-
 def test_settings_for_speed_train_the_same_model(data: Path, tmp_path: Path) -> None:
-    """Recomputation gives the same bits and chunks the same loss; document masks change it, also in evaluation."""
+    """Recomputation gives the same bits, and chunks the same loss."""
     plain = train(data, tmp_path / "plain", "--codec float32")
     recomputed = train(data, tmp_path / "recomputed", "--codec float32 --train.activation-checkpointing selective")
     assert recomputed["global_params_digest"] == plain["global_params_digest"]
-    chunked = train(
-        data, tmp_path / "chunked", "--codec float32 --train.loss-chunk-tokens 5 --train.matmul-precision high"
-    )
+    chunked = train(data, tmp_path / "chunked", "--codec float32 --train.loss-chunk-tokens 5")
     assert chunked["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
     assert chunked["global_params_digest"] != plain["global_params_digest"], "sums in another order"
-    apart = train(data, tmp_path / "apart", "--codec float32 --train.document-masks")
-    assert apart["heldout_loss"] != pytest.approx(plain["heldout_loss"], abs=1e-6)
-    assert torch.get_float32_matmul_precision() == "highest", "each run sets its own precision"

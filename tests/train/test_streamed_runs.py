@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from diloco.checkpoint import open_checkpoint
-from diloco.data import BlockReader, ByteTokenizer, DataSettings, DocumentStream, open_stream, split_documents
-from diloco.errors import CheckpointError, DataError
+from diloco.data import ByteTokenizer, DataSettings, DocumentStream, open_stream, split_documents
+from diloco.errors import CheckpointError
 from diloco.events import Note
 from tests.data.streams import numbered
 from tests.runs import Listener, train
@@ -73,49 +73,6 @@ def test_every_document_once_while_replicas_come_and_go(
     notes = [event.text for event in listener.of(Note)]
     assert any(text.startswith("4 replicas continue where 2 stopped") for text in notes)
     assert any("All of the data has been read. Epoch 2 of it begins" in text for text in notes)
-
-
-def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> None:
-    toml = tmp_path / "run.toml"
-    other = tmp_path / "other.txt"
-    other.write_text("\n\n".join(numbered(40, prefix="other ")))
-    toml.write_text(
-        "[data]\nstreaming = true\nheldout_fraction = 0.2\n"
-        f'[data.sources]\na = {{ data = "{data}", weight = 3 }}\n'
-        f'b = {{ data = "{other}", document_separator = "\\n\\n" }}\n'
-    )
-    from diloco.config import load_configuration, to_toml
-    from diloco.train import resolve, run_training
-    from tests.runs import SMALL
-
-    configuration = load_configuration([str(toml), *SMALL.removesuffix(" --data").split()])
-    listener = Listener()
-    summary = run_training(
-        resolve(configuration, num_layers=2), folder=tmp_path / "run", sink=listener, config_toml=to_toml(configuration)
-    )
-    assert summary["epochs"] == {"a": 0.0, "b": 2.0}, "the end of the first was not reached"
-    facts = listener.events[0].facts  # type: ignore[attr-defined]  # of RunStarted
-    assert facts["data"].startswith("read while training (a 75.0%, b 25.0%); held out: ")
-
-
-def test_what_goes_wrong_while_reading_stops_the_run_at_its_step(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = BlockReader.read
-
-    def breaks(self: BlockReader, block: int):  # type: ignore[no-untyped-def]
-        if block >= 8:
-            raise DataError("the disk is gone")
-        return read(self, block)
-
-    monkeypatch.setattr(BlockReader, "read", breaks)
-    arguments = f"{STREAMING} --checkpoint.every-steps 2"
-    with pytest.raises(DataError, match="the disk is gone"):
-        train(data, tmp_path / "run", arguments)
-    monkeypatch.undo()
-    step = open_checkpoint(tmp_path / "run").step
-    assert 1 < step < 12, "every complete batch was trained"
-    assert train(data, tmp_path / "run", f"{arguments} --resume {tmp_path / 'run'}")["steps"] == 12
 
 
 def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> None:

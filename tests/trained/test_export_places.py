@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import main
 from diloco.data import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import ModelSettings, build_language_model
@@ -83,16 +82,3 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("size", ["abc", "0GB", "-5MB", "5", ""])
-def test_a_size_of_files_that_means_nothing_is_refused(trained: Trained, tmp_path: Path, size: str) -> None:
-    with pytest.raises(ConfigurationError, match="must be a positive number of KB, MB, GB or TB"):
-        export_huggingface(trained, tmp_path / "model", max_shard_size=size)
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("flag", ["--max-length 9", "--max-shard-size 5GB"])
-def test_what_one_file_has_no_use_for_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "absent", "weights.safetensors", "--to", "safetensors", *flag.split()]) == 2
-    assert f"{flag.split()[0]} needs --to hf" in capsys.readouterr().err

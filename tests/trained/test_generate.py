@@ -10,7 +10,7 @@ import torch
 
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model import ModelSettings, Transformer, build_model
-from diloco.trained import Sampling, generate, generate_together
+from diloco.trained import Sampling, generate
 from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
@@ -103,32 +103,6 @@ def test_samples_are_drawn_from_the_stated_distribution(
     assert token == order[index]
 
 
-def test_min_p_leaves_out_what_is_much_less_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drawn_from, multinomial = build_lively(SETTINGS), [], torch.multinomial
-
-    def recording(probabilities: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        drawn_from.append(probabilities)
-        return multinomial(probabilities, *arguments, **keywords)
-
-    monkeypatch.setattr(torch, "multinomial", recording)
-    run(model, max_new_tokens=1, temperature=2.0, top_k=None, min_p=0.2)
-    chances = (next_logits(model, PROMPT) / 2.0).softmax(0).sort(descending=True).values
-    expected = chances.where(chances >= 0.2 * chances[0], 0)
-    assert 1 < int((expected > 0).sum()) < 23
-    torch.testing.assert_close(drawn_from[0], expected, rtol=1e-4, atol=1e-7)
-
-
-def test_a_repetition_penalty_is_that_of_the_paper() -> None:
-    """Greedy, compared with logits penalised by hand for all tokens so far, including the prompt."""
-    model, tokens = build_lively(SETTINGS), list(PROMPT)
-    for _ in range(7):
-        logits = next_logits(model, tokens)
-        for token in set(tokens):
-            logits[token] = logits[token] / 3 if logits[token] > 0 else logits[token] * 3
-        tokens.append(int(logits.argmax()))
-    assert run(model, temperature=0, repetition_penalty=3.0) == tokens[5:] != run(model, temperature=0)
-
-
 def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> None:
     model = build_lively(SETTINGS).train()
     tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
@@ -145,19 +119,6 @@ def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> No
         ConfigurationError, match="max_new_tokens must be at least 0, got -1"
     ):  # at once, not at the first token
         generate(model, PROMPT, seeded(), max_new_tokens=-1)
-
-
-@pytest.mark.parametrize("window", [12, 7])
-def test_together_each_text_is_what_it_is_alone(window: int) -> None:
-    """Beyond the window, with a token that ends some of them early, in one batch."""
-    model, sampling = build_lively(SETTINGS), Sampling(temperature=1.5, top_k=None, repetition_penalty=1.1)
-    how: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "stop_token": 7, "window": window}
-    alone = [list(generate(model, PROMPT, seeded(seed), **how)) for seed in range(5)]
-    assert len({len(text) for text in alone}) > 2  # they end at different steps
-    together = list(generate_together(model, PROMPT, [seeded(seed) for seed in range(5)], **how))
-    assert len(together) == max(map(len, alone))
-    for text, column in zip(alone, zip(*together, strict=True), strict=True):
-        assert list(column) == text + [None] * (len(column) - len(text))
 
 
 def test_the_coldest_samples_are_the_greedy_choice() -> None:
@@ -177,8 +138,8 @@ def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
     model = build_lively(SETTINGS)
     free = run(model, temperature=0, max_new_tokens=30)
     stop = next(token for token in free if token != free[0])
-    assert run(model, temperature=0, max_new_tokens=30, stop_token=stop) == free[: free.index(stop)]
-    assert run(model, temperature=0, max_new_tokens=30, stop_token=free[0]) == []
+    assert run(model, temperature=0, max_new_tokens=30, stop_tokens=[stop]) == free[: free.index(stop)]
+    assert run(model, temperature=0, max_new_tokens=30, stop_tokens={free[0], 22}) == []
 
 
 def test_no_new_tokens() -> None:
@@ -240,15 +201,12 @@ def test_bfloat16_autocast() -> None:
         ({"top_k": 0}, "top_k must be .*, got 0"),
         ({"top_p": 0.0}, r"top_p must be .*, got 0\.0"),
         ({"top_p": 1.1}, r"top_p must be .*, got 1\.1"),
-        ({"min_p": 0.0}, r"min_p must be .*, got 0\.0"),
-        ({"min_p": 1.5}, r"min_p must be .*, got 1\.5"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty must be .*, got 0\.0"),
         ({"window": 0}, "window must be .*, got 0"),
         ({"window": 13}, "max_sequence_length=12"),
         ({"prompt_tokens": []}, "The prompt is empty"),
         ({"prompt_tokens": [23]}, "token 23 is not in the model's vocabulary, 0 to 22"),
         ({"prompt_tokens": [-1]}, "token -1"),
-        ({"stop_token": 23}, "token 23"),
+        ({"stop_tokens": [23]}, "token 23"),
     ],
 )
 def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> None:
@@ -259,8 +217,3 @@ def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> No
 def test_the_generator_must_be_on_the_models_device() -> None:
     with pytest.raises(ConfigurationError, match="generator is on cpu, but the model is on meta"):
         run(build_model(SETTINGS, seed=0, device="meta"))
-
-
-def test_together_needs_somebody() -> None:
-    with pytest.raises(ConfigurationError, match=r"no generator\. Give one for each text"):
-        generate_together(build_lively(SETTINGS), PROMPT, [], max_new_tokens=1)

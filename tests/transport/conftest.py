@@ -8,32 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport import ConnectionManager
-from tests.transport.connection_managers import MakeRank, Rank, makes
-from tests.transport.state_donors import Donor, Fetcher, MakeDonor
+from tests.transport.relays import Relays, relayed
 from tests.transport.swarms import Swarms
-from tests.transport.wires import Wires, deaf_manager
-
-
-@pytest.fixture
-def connections() -> Iterator[ConnectionManager]:
-    """A connection manager that ignores all messages."""
-    with deaf_manager(0) as made:
-        yield made
-
-
-@pytest.fixture
-def make_rank() -> Iterator[MakeRank]:
-    """Makes connection managers that record the messages they receive."""
-    yield from makes(Rank)
+from tests.transport.wires import Wires
 
 
 @pytest.fixture
 def wires() -> Iterator[Wires]:
-    """Makes ranks of a torch transport and closes them."""
+    """Makes ranks that are connected over TCP and closes them."""
     made = Wires()
     yield made
     made.close()
+
+
+@pytest.fixture
+def relays(wires: Wires) -> Iterator[Relays]:
+    """Relays in all connections of the test's transports."""
+    with relayed() as relays:
+        yield relays
+        wires.close()
 
 
 @pytest.fixture
@@ -43,17 +36,3 @@ def swarms(keys: Path) -> Iterator[Swarms]:
     yield made
     made.close()
     gc.collect()  # so that warnings about what Hivemind leaves open appear in this test
-
-
-@pytest.fixture
-def fetcher() -> Iterator[Fetcher]:
-    """A replica that fetches a state."""
-    made = Fetcher()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make_donor() -> Iterator[MakeDonor]:
-    """Makes replicas that serve a state."""
-    yield from makes(Donor)

@@ -1,82 +1,149 @@
-"""The processes of a case: all replicas train in the same way, and the victim stops at an exact point of one round.
+"""The processes of a fault: all replicas train in the same way, and the victim stops at a point of one round.
 
-There it reports to the test and waits for the fault that the test injects.
+There it reports to the test, and waits for the fault that the test injects.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from diloco.algorithm import Mean, Nesterov, RoundId, partition
+from diloco.algorithm import Codec, Nesterov, RoundId, SyncSchedule, make_codec, partition
 from diloco.errors import TransportError
-from diloco.events import Event
+from diloco.events import Event, RoundCommitted, RoundVoid
 from diloco.outer import DiLoCo
-from diloco.transport import (
-    Address,
-    ConnectionManager,
-    Contributed,
-    PayloadExchange,
-    Place,
-    ReliableLink,
-    Transport,
-    connect,
-    join,
-)
+from diloco.transport import Address, Place, TcpWire, Transport, connect, join
 from tests.processes import PRELOADED, receive, report
 from tests.replicas import quadratic
-from tests.transport.cut import Cut
-from tests.transport.fault_scenarios import (
-    BEFORE,
-    LAST,
-    LIMIT_S,
-    MERGED_AT,
-    NEVER_S,
-    PAUSE,
-    SCHEDULE,
-    SENT_AT,
-    TARGET,
-    Outcome,
-    Scenario,
-)
 
-__all__ = ["digests", "make_replica", "replica"]
+__all__ = [
+    "LAST", "LIMIT_S", "MERGED_AT", "PAUSE", "SCHEDULE", "SENT_AT", "TARGET", "Outcome", "Scenario", "digests",
+    "make_replica", "replica",
+]  # fmt: skip
 
 PRELOADED.extend(["torch._dynamo", __name__])  # the first optimizer of a process imports the former, which takes 3 s
 
+SCHEDULE = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)
+TARGET = RoundId(1, 1)
+SENT_AT, MERGED_AT = 10, 11  # the target, the only round in flight then
+PAUSE = 16  # the step by which the survivors have committed rounds without the victim
+LAST = 22
+LIMIT_S = 60.0  # many times as long as anything that is waited for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One case.
+
+    Attributes:
+        fault: ``kill``: the victim's process ends; ``freeze``: it stands still, and wakes up when the others have
+            reacted.
+        stage: ``before send``: the victim has not contributed to the target; ``in flight``: it sums the payloads, and
+            has not voted; ``merge``: it has merged the average.
+        on_failure: the setting ``on_failure``.
+        num_replicas: number of replicas M.
+        victim: number of the victim.
+        codec: fp4 uses an all-gather; float32 with three replicas uses a reduce-scatter.
+        raises: see `Policies.raise_on_loss`.
+        min_replicas: the setting ``min_replicas``.
+        rejoins: whether the others train until a process that replaces the victim has joined.
+    """
+
+    fault: Literal["kill", "freeze"]
+    stage: Literal["before send", "in flight", "merge"]
+    on_failure: Literal["continue", "stop"] = "continue"
+    num_replicas: int = 3
+    victim: int = 1
+    codec: str = "fp4"
+    raises: bool = True
+    min_replicas: int = 1
+    rejoins: bool = False
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(m for m in range(self.num_replicas) if m != self.victim)
+
+    @property
+    def goes_on(self) -> tuple[int, ...]:
+        """The replicas that continue: a majority or the half with replica 0, or all that are left after a known end."""
+        if self.on_failure == "stop" or len(self.others) < self.min_replicas:
+            return ()
+        if self.fault == "kill" or 2 * len(self.others) > self.num_replicas or 0 in self.others:
+            return self.others
+        return (self.victim,)
+
+    @property
+    def wire(self) -> TcpWire:
+        return TcpWire(
+            heartbeat_s=0.2,
+            silence_s=2.0 if self.fault == "freeze" and not self.rejoins else LIMIT_S,
+            round_timeout_s=LIMIT_S,
+            rendezvous_timeout_s=LIMIT_S,
+            piece_bytes=130,  # one fp4 block
+            continue_without_lost=self.on_failure == "continue",
+            raise_on_loss=self.raises,
+            min_replicas=self.min_replicas,
+        )
+
+
+@dataclass
+class Outcome:
+    """The report of a replica at its end.
+
+    Attributes:
+        digests: step -> digests of global parameters and outer state after it, by fragment.
+        last: the same digests at the end.
+        committed: round -> contributors.
+        void: round -> reason.
+        error: class and message of the error that ended the training, or None.
+        lost: the replicas that the error names.
+        steps: inner steps done, or begun when the error was raised.
+        members: members of the view at the end.
+    """
+
+    digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    last: tuple[str, ...] = ()
+    committed: dict[RoundId, tuple[int, ...]] = field(default_factory=dict)
+    void: dict[RoundId, str] = field(default_factory=dict)
+    error: tuple[str, str] | None = None
+    lost: tuple[int, ...] = ()
+    steps: int = 0
+    members: tuple[int, ...] = ()
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, RoundCommitted):
+            self.committed[RoundId(event.fragment, event.outer_step)] = event.contributors
+        elif isinstance(event, RoundVoid):
+            self.void[RoundId(event.fragment, event.outer_step)] = event.reason
+
 
 class Stretches(nn.Module):
-    """Three parameters of several fp4 blocks each, one for each of three fragments."""
+    """Two parameters of several fp4 blocks each, one for each fragment."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.first = nn.Parameter(torch.randn(1024, generator=generator))
         self.second = nn.Parameter(torch.randn(5, 205, generator=generator))
-        self.third = nn.Parameter(torch.randn(1023, generator=generator))
 
 
-def make_replica(transport: Transport, codec: str, note: Callable[[Event], None]) -> tuple[DiLoCo, Callable[[], None]]:
-    """A replica and its training step, up to the call of `DiLoCo.step`."""
+def make_replica(
+    transport: Transport, codec: Codec, note: Callable[[Event], None]
+) -> tuple[DiLoCo, Callable[[], None]]:
+    """Return a replica and its training step, up to the call of `DiLoCo.step`."""
     model, gradient = Stretches(), quadratic()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fragments = partition(model, num_fragments=3, strategy="balanced")
-    outer = Nesterov(learning_rate=0.4)
     diloco = DiLoCo(
         model,
         inner,
         transport=transport,
         schedule=SCHEDULE,
-        fragments=fragments,
-        outer_optimizer=outer,
+        fragments=partition(model, num_fragments=2, strategy="balanced"),
+        outer_optimizer=Nesterov(learning_rate=0.4),
         codec=codec,
         on_event=note,
     )
@@ -93,136 +160,24 @@ def digests(diloco: DiLoCo) -> tuple[str, ...]:
     return tuple(diloco.outer_loop.digest(fragment.index) for fragment in diloco.fragments)
 
 
-class Words:
-    """The commands of the test to this process, received by a thread of their own.
-
-    Most commands wait until `next` asks for them. ``silent`` acts at once: this process drops the ranks that it names,
-    whatever the clock says. So does ``heal``; see `Cut.heal`.
-    """
-
-    def __init__(self) -> None:
-        self.connections: ConnectionManager | None = None
-        self.acts: dict[str, Callable[[], None]] = {}
-        self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def next(self) -> str:
-        return self._waiting.get(timeout=LIMIT_S)
-
-    def _give_up(self, connections: ConnectionManager, ranks: list[int]) -> None:
-        """Drop ranks one heartbeat later, when their earlier messages have been received."""
-
-        def drop_all() -> None:
-            connections.drop_silent(connections.connected.intersection(ranks))
-
-        connections.loop.call_later(connections.timing.heartbeat_s, drop_all)
-
-    def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # the test has ended
-            while True:
-                word, *ranks = receive(NEVER_S)
-                if word == "silent":
-                    assert self.connections is not None
-                    self.connections.post(self._give_up, self.connections, ranks)
-                elif word in self.acts:
-                    self.acts[word]()
-                else:
-                    self._waiting.put(word)
+def hold() -> None:
+    """Report that the stage is reached, and wait for the fault."""
+    report("held")
+    receive(LIMIT_S)
 
 
-class Victim:
-    """Makes a process stop at the stage of its scenario."""
+def holding(codec: Codec) -> Callable[[], None]:
+    """Return a function after which the next sum of payloads stops before its first addend."""
+    accumulate, armed = codec.accumulate, [False]
 
-    def __init__(self, scenario: Scenario, words: Words) -> None:
-        self.scenario = scenario
-        self.words = words
-        self.way = Cut()
-        self.links: list[ReliableLink] = []
-        self.connections: ConnectionManager | None = None
-        self.decided = {TARGET: threading.Event(), BEFORE: threading.Event()}
-        words.acts["heal"] = self.heal
-        if scenario.stage == "in flight":
-            self._stop_in_flight()
-        elif scenario.stage == "vote":
-            self._stop_at_vote()
-        resolve, made = Contributed.resolve, ReliableLink.__init__
+    def stops(payload: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        if armed[0]:
+            armed[0] = False
+            hold()
+        accumulate(payload, out, weight)
 
-        def remembered(link: ReliableLink, *arguments: Any) -> None:
-            made(link, *arguments)
-            self.links.append(link)
-
-        def resolved(contributed: Contributed, round_id: RoundId, outcome: Any) -> None:
-            resolve(contributed, round_id, outcome)
-            if round_id in self.decided:
-                self.decided[round_id].set()
-
-        Contributed.resolve = resolved  # type: ignore[method-assign]
-        ReliableLink.__init__ = remembered  # type: ignore[method-assign]
-
-    def hold(self) -> None:
-        """Report that the stage is reached, and wait for the fault, in the calling thread."""
-        if self.scenario.fault == "freeze":
-            assert self.connections is not None
-            self.connections.pulse.begin(-math.inf)  # so that it notices a long freeze when it is thawed
-        report("held")
-        match self.words.next():
-            case "cut":
-                self.way.cut()
-            case "links":
-                for link in self.links:
-                    link.close()
-
-    def heal(self) -> None:
-        assert self.connections is not None
-        self.way.heal(self.connections)
-
-    def _stop_in_flight(self) -> None:
-        send, pieces = ReliableLink.send, 0
-
-        def stop_at_second(link: ReliableLink, tag: int, data: memoryview, sent: Future[None]) -> None:
-            nonlocal pieces
-            if tag >> 18 == 4 * (TARGET.fragment + 1) + TARGET.outer_step:
-                pieces += 1
-                if pieces == self.scenario.num_replicas:  # each of the other replicas has one piece
-                    self.hold()
-            send(link, tag, data, sent)
-
-        ReliableLink.send = stop_at_second  # type: ignore[method-assign]
-
-    def _stop_at_vote(self) -> None:
-        reduce, send, last = PayloadExchange.reduce, ConnectionManager.send, max(self.scenario.others)
-
-        def reduced(exchange: PayloadExchange, *arguments: Any) -> Mean:
-            mean = reduce(exchange, *arguments)
-            if exchange.contribution.round == TARGET:
-                assert self.decided[BEFORE].wait(LIMIT_S)
-                report("summed")
-                self.words.next()
-            return mean
-
-        def stop_before_last(connections: ConnectionManager, rank: int, message: Any, blob: bytes = b"") -> None:
-            if rank == last and _is_vote(message):
-                self.hold()
-            send(connections, rank, message, blob)
-
-        PayloadExchange.reduce = reduced  # type: ignore[method-assign]
-        ConnectionManager.send = stop_before_last  # type: ignore[method-assign]
-
-
-def _is_vote(message: Any) -> bool:
-    return bool(message["kind"] == "vote" and message["round"] == [TARGET.fragment, TARGET.outer_step])
-
-
-def _tell_of_votes(last: int) -> None:
-    """Report to the test when this process has sent its vote to all replicas."""
-    send = ConnectionManager.send
-
-    def telling(connections: ConnectionManager, rank: int, message: Any, blob: bytes = b"") -> None:
-        send(connections, rank, message, blob)
-        if rank == last and _is_vote(message):
-            report("voted")
-
-    ConnectionManager.send = telling  # type: ignore[method-assign]
+    codec.accumulate = stops  # type: ignore[method-assign]
+    return lambda: armed.__setitem__(0, True)
 
 
 def replica(index: int, scenario: Scenario, address: Address) -> None:
@@ -231,22 +186,16 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     Processes beyond the first M replace the victim.
     """
     number = index if index < scenario.num_replicas else scenario.victim
-    words = Words()
-    victim = Victim(scenario, words) if index == scenario.victim else None
-    if scenario.stage == "vote" and index in scenario.others:
-        _tell_of_votes(max(other for other in range(scenario.num_replicas) if other != index))
-    place = Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address)
-    connected = connect(place, scenario.wire)
-    transport, outcome = connected.transport, Outcome()
-    words.connections = transport.connections
-    diloco, train = make_replica(transport, scenario.codec, outcome.note)
+    stage, codec, outcome = scenario.stage if index == scenario.victim else "", make_codec(scenario.codec), Outcome()
+    arm = holding(codec)
+    connected = connect(Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address), scenario.wire)
+    transport = connected.transport
+    diloco, train = make_replica(transport, codec, outcome.note)
     assert connected.joining == (index >= scenario.num_replicas)
     if connected.joining:
         diloco.take_over(transport.view.members)
         diloco.steps = join(connected, LIMIT_S)
         report("joined")
-    if victim is not None:
-        victim.connections = transport.connections
     try:
         while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:
             if connected.joining and _has_found_its_way(outcome, number):
@@ -255,35 +204,25 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
             if stop is not None and diloco.steps >= stop:
                 break
             train()
-            _step(diloco, victim)
+            if diloco.steps == SENT_AT - 1 and stage == "before send":
+                hold()
+            elif diloco.steps == SENT_AT - 1 and stage == "in flight":
+                arm()
+            diloco.step()
+            if diloco.steps == MERGED_AT and stage == "merge":
+                hold()
             outcome.digests[diloco.steps] = digests(diloco)
             if diloco.steps == PAUSE and number in scenario.goes_on and not connected.joining:
                 report("continued")
-                words.next()
+                receive(LIMIT_S)
     except TransportError as error:
         outcome.error, outcome.lost = (type(error).__name__, str(error)), error.replicas
     if outcome.error is None and transport.failure is not None:
         outcome.error, outcome.lost = ("failure", str(transport.failure)), transport.failure.replicas
     outcome.last, outcome.steps, outcome.members = digests(diloco), diloco.steps, transport.view.members
     report(outcome)
-    words.next()
-    if victim is not None:
-        victim.heal()  # so that closing is not held back
+    receive(LIMIT_S)
     transport.close()
-
-
-def _step(diloco: DiLoCo, victim: Victim | None) -> None:
-    """Do `DiLoCo.step`, with the points at which the victim stops."""
-    stage = victim.scenario.stage if victim is not None else ""
-    if victim is not None and stage == "before send" and diloco.steps == SENT_AT - 1:
-        victim.hold()
-    diloco.begin()
-    if victim is not None and stage == "commit" and diloco.steps == MERGED_AT:
-        assert victim.decided[TARGET].wait(LIMIT_S)
-        victim.hold()
-    diloco.finish()
-    if victim is not None and stage == "merge" and diloco.steps == MERGED_AT:
-        victim.hold()
 
 
 def _has_found_its_way(outcome: Outcome, number: int) -> bool:

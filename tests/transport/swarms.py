@@ -104,6 +104,9 @@ class Swarms:
         self._open.append(connected.transport)
         return connected
 
+    def key(self, number: int) -> Path:
+        return self._keys / f"{number}.key"
+
     def peer_at(self, number: int, at: Sequence[str], **options: Any) -> Connected:
         """Start a peer that knows addresses."""
         return self.peer(number, at=at, **options)

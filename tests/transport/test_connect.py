@@ -1,20 +1,25 @@
-"""Connecting through a rendezvous: ports, incompatible ranks, missing ranks, and IPv6."""
+"""Connecting through a rendezvous: ports, ranks that do not fit or do not come, other programs, and IPv6."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import pytest
 import torch
 
 from diloco.errors import TransportError
 from diloco.protocol import Average, Entry, Registry
-from diloco.transport import Address, Connected, ConnectionManager, ask, connect, parse_address, serve
+from diloco.transport import Address, Connected, connect, parse_address, share_text
 from tests.transport.contract import contribution, exchange
-from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, wire
+from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
+from tests.transport.relays import frame, stranger_at, unframe
 from tests.transport.wires import at_once, rendezvous
 
 
@@ -42,45 +47,35 @@ def work_together(num_replicas: int, address: Address, held: Sequence[int] = ())
 # Ports and addresses of this machine.
 
 
-def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() -> None:
+def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_taken() -> None:
     before = diloco_threads()
     with socket.create_server(("127.0.0.1", 0)) as server, rendezvous(2) as address:
         port = server.getsockname()[1]
-        taken = wire(host="127.0.0.1", ports=str(port))
         with pytest.raises(TransportError, match=rf"can't listen on 127\.0\.0\.1 at port {port}: .*in use") as caught:
-            connect(place(1, 2, address), taken)
+            connect(place(1, 2, address), wire(host="127.0.0.1", ports=str(port)))
         assert "Choose another port (transport.ports)" in str(caught.value)
-        assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
+        last = min(port + 20, 65535)
+        with rendezvous(1) as other:
+            connected = connect(place(0, 1, other), wire(host="127.0.0.1", ports=f"{port}-{last}"))
+        assert port < connected.transport.address.port <= last
+        connected.transport.close()
+    assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
 
 
-def test_of_a_range_the_first_free_port_is_taken(connections: ConnectionManager) -> None:
-    for _ in range(20):  # until two neighbouring ports are found, of which the first is in use
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            try:
-                found = connections.listen("127.0.0.1", range(port, port + 2), "somewhere")
-            except TransportError:
-                continue
-            assert found == Address("somewhere", port + 1)
-            return
-    pytest.fail("no free port has a free neighbour")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "192.0.2.1"}, r"can't listen on 192\.0\.2\.1"),
+        ({"interface": "none7"}, r"interface 'none7' can't be determined.*transport\.interface"),
+    ],
+    ids=["host", "interface"],
+)
+def test_what_is_not_this_machines_is_named(settings: dict[str, str], words: str) -> None:
+    with rendezvous(1) as address, pytest.raises(TransportError, match=words):
+        connect(place(0, 1, address), wire(**settings))
 
 
-def test_a_host_that_is_not_this_machines_is_named() -> None:
-    with rendezvous(2) as address, pytest.raises(TransportError, match=r"can't listen on 192\.0\.2\.1"):
-        connect(place(1, 2, address), wire(host="192.0.2.1"))
-
-
-def test_an_interface_that_is_not_there_is_named() -> None:
-    with (
-        rendezvous(1) as address,
-        pytest.raises(TransportError, match="interface 'none7' can't be determined") as caught,
-    ):
-        connect(place(0, 1, address), wire(interface="none7"))
-    assert "transport.interface" in str(caught.value)
-
-
-# Incompatible ranks.
+# Ranks that do not fit.
 
 
 @pytest.mark.parametrize(
@@ -92,25 +87,22 @@ def test_an_interface_that_is_not_there_is_named() -> None:
     ],
     ids=["other settings", "same rank", "no such rank"],
 )
-def test_a_rank_that_does_not_fit_is_refused_alone(
-    rank: int, num_replicas: int, codec: str, words: str, connections: ConnectionManager
-) -> None:
+def test_a_rank_that_does_not_fit_is_refused_alone(rank: int, num_replicas: int, codec: str, words: str) -> None:
     """The others wait for one that fits. Before, each of these ended all ranks that waited."""
+    registry, found = Registry(3), list[Connected]()
 
     def right(rank: int) -> Connected:
         return connect(place(rank, 3, address), wire(facts={"codec": "fp4"}, rendezvous_timeout_s=60.0))
 
-    registry, found = Registry(3), list[Connected]()
-    serve(connections, registry)
-    address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
-    first = threading.Thread(target=lambda: found.append(right(0)))
-    first.start()
-    while not registry.entries:
-        first.join(0.01)
-    said = failure(connect, place(rank, num_replicas, address), wire(facts={"codec": codec}))
-    assert re.search(words, said), said
-    found += at_once([lambda: right(1), lambda: right(2)])
-    first.join()
+    with rendezvous(registry) as address:
+        first = threading.Thread(target=lambda: found.append(right(0)))
+        first.start()
+        while not registry.entries:
+            first.join(0.01)
+        said = failure(connect, place(rank, num_replicas, address), wire(facts={"codec": codec}))
+        assert re.search(words, said), said
+        found += at_once([lambda: right(1), lambda: right(2)])
+        first.join()
     assert [sorted(each.table.entries) for each in found] == [[0, 1, 2]] * 3
     for each in found:
         each.transport.close()
@@ -119,86 +111,191 @@ def test_a_rank_that_does_not_fit_is_refused_alone(
 def test_who_waits_in_vain_learns_why_another_was_refused() -> None:
     """It may itself be the one with the wrong setting."""
     with rendezvous(2) as address:
-        told = at_once(
-            [
-                lambda: connect(place(0, 2, address), wire(facts={"codec": "fp4"})),
-                lambda: connect(place(1, 2, address), wire(facts={"codec": "int8"})),
-            ]
-        )
+        codecs = ["fp4", "int8"]
+        told = at_once([lambda m=m: connect(place(m, 2, address), wire(facts={"codec": codecs[m]})) for m in range(2)])
     assert all("has codec = fp4 and replica 1" in str(each) for each in told), told
     assert sum(" (one was refused: replica 0 (" in str(each) for each in told) == 1, told
 
 
-def test_a_rank_that_did_not_come_is_named() -> None:
-    with rendezvous(3) as address:
-        (words,) = [str(each) for each in at_once([lambda: connect(place(1, 3, address), wire())])]
-    assert words == (
-        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ranks, or choose a longer "
-        "transport.rendezvous_timeout_s."
-    )
-
-
-def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first message says that there is no answer yet, and later ones name the missing ranks."""
-    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.1)
-    monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous.TELL_EVERY_S", 0.3)
-    with rendezvous(3) as address:
-        failure(connect, place(1, 3, address), wire())
-    waits = [record.getMessage() for record in caplog.records if record.name == "diloco.waiting"]
-    told = [re.sub(r"for [01] s", "for N s", words) for words in waits]
-    assert told[0] == f"waiting for an answer at the rendezvous {address} for N s; gives up after 1 s"
-    assert told[-1] == f"waiting for rank 0, 2 at the rendezvous {address} for N s; gives up after 1 s"
-
-
-def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
+def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() -> None:
     with rendezvous(2) as address:
-        failure(connect, place(1, 2, address), wire())
+        assert failure(connect, place(1, 2, address), wire()) == (
+            f"rank 1 waited 1 s at {address} for rank 0. Start the missing ranks, or choose a longer "
+            "transport.rendezvous_timeout_s."
+        )
         found = work_together(2, address)
     assert [sorted(each.table.entries) for each in found] == [[0, 1], [0, 1]]
 
 
-def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "a..b"], ids=["nobody there", "no name that a resolver takes"])
+def test_a_rank_that_can_not_be_reached_is_named_with_its_address(host: str) -> None:
+    """The other side registers an address at which it does not listen, as behind a router."""
+    with rendezvous(2) as address, nobody_at() as free, closing(stranger_at(address)) as other:
+        nowhere = Address(host, free.port)
+        other.sendall(frame({"kind": "register", "patience_s": 20.0, **Entry(0, str(nowhere)).to_message()}))
+        (error,) = at_once([lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=20.0, silence_s=1.0))])
+    assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(error))
+    assert error.replicas == (0,)
+    assert "`diloco doctor` checks the connection" in str(error)
+
+
+def test_a_run_that_is_over_is_not_joined() -> None:
+    """Its rendezvous (of a launcher, say) still answers, with addresses at which nothing listens any more."""
+    with nobody_at() as first, nobody_at() as second:
+        over = Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))])
+        with rendezvous(over) as address:
+            assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+
+
+# No rendezvous, or another program in its place.
+
+
+def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
+    before = diloco_threads()
+    with nobody_at() as address:
+        words = failure(connect, place(1, 2, address), wire())
+    assert words.startswith(f"rank 1 found no rendezvous at {address} within 1 s (")
+    assert "nothing listens there (connection refused). Start replica 0 there, open that port" in words
+    assert "no route to the rendezvous 'replica-0.invalid'" in failure(
+        connect, place(1, 2, Address("replica-0.invalid", 29400)), wire()
+    )
     assert "replica 0 was given no rendezvous. Use HOST:PORT of replica 0" in failure(
         connect, place(0, 2, None), wire()
     )
+    assert diloco_threads() <= before, "nothing stays open"
 
 
-def test_a_run_that_is_over_is_not_joined(connections: ConnectionManager) -> None:
-    """Its rendezvous (of a launcher, say) still answers, with addresses at which nothing listens any more."""
-    with nobody_at() as first, nobody_at() as second:
-        serve(connections, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
-        address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        assert "has ended: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "\N{SNOWMAN}" * 64], ids=range(3))
+def test_a_name_that_no_resolver_takes_is_no_rendezvous(host: str) -> None:
+    assert "there is no route to the rendezvous" in failure(connect, place(1, 2, Address(host, 1)), wire())
 
 
-def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: ConnectionManager) -> None:
-    """The other side registers an address at which it does not listen, as behind a router."""
-    with rendezvous(2) as address, nobody_at() as nowhere:
-        found = at_once(
-            [
-                lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=20.0)),
-                lambda: ask(connections, address, Entry(0, str(nowhere)), 20.0),
-            ]
-        )
-    assert re.match(rf"rank 1 can't reach rank 0 at {nowhere} within \d+ s: ", str(found[0]))
-    assert found[0].replicas == (0,)
-    assert "`diloco doctor` checks the connection" in str(found[0])
+@contextlib.contextmanager
+def another_program(answer: bytes | None) -> Iterator[Address]:
+    """Listen, answer every connection with these bytes, and close it; with None, send nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as callers:
+
+        def serve_all() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller = callers.enter_context(server.accept()[0])
+                    if answer is not None:
+                        caller.recv(4)
+                        caller.sendall(answer)
+                        caller.shutdown(socket.SHUT_RDWR)
+
+        serving = threading.Thread(target=serve_all)
+        serving.start()
+        yield Address("127.0.0.1", server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+        serving.join()
+
+
+ANSWERS = {
+    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not use this version of diloco's protocol"),
+    "hangs up": (b"", r"0 bytes read|reset"),
+    "huge": (struct.pack(">4sIQ", b"DLC1", 2, 1 << 40), "was announced"),
+    "no kind": (frame(b"{}"), "without a valid kind"),
+    "says nothing": (None, "no answer"),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_somebody_else_at_the_rendezvous_is_told_apart(case: str) -> None:
+    answer, words = ANSWERS[case]
+    with another_program(answer) as address:
+        said = failure(connect, place(1, 2, address), wire())
+    assert f"no rendezvous at {address}" in said
+    assert re.search(words, said)
+
+
+def test_rank_0_says_at_once_that_another_program_has_the_port() -> None:
+    began_s, before = time.monotonic(), diloco_threads()
+    with another_program(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
+        words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
+    assert time.monotonic() - began_s < 20, "far from the time-out"
+    assert words.startswith(f"port {address.port} of 127.0.0.1, the rendezvous at which replica 0 was to listen")
+    assert "in use by another program, which did not answer as a diloco does" in words
+    assert diloco_threads() <= before
+
+
+def test_rank_0_listens_once_what_had_the_port_has_ended() -> None:
+    """The replica 0 of a run that has just been stopped may do so, and closes the connection when it is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        address, asked = Address("127.0.0.1", before.getsockname()[1]), threading.Event()
+
+        def ends() -> None:
+            caller, _ = before.accept()
+            before.close()
+            caller.close()
+            asked.set()
+
+        threading.Thread(target=ends).start()
+        connected = connect(place(0, 1, address), wire())
+    assert asked.is_set()
+    assert not connected.joining
+    assert connected.transport.address == address
+    connected.transport.close()
+
+
+@pytest.mark.parametrize("patience_s", [-1.0, float("1e9"), "soon", None])
+def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> None:
+    with rendezvous(1) as address:
+        with closing(stranger_at(address)) as stranger:
+            stranger.sendall(frame({"kind": "register", "patience_s": patience_s, **Entry(0, "x:1").to_message()}))
+            assert stranger.recv(1) == b"", "the connection is closed and nothing is registered"
+        connected = connect(place(0, 1, address), wire())
+        assert not connected.joining
+        connected.transport.close()
+
+
+def test_the_rank_that_answers_at_the_rendezvous_is_never_the_one_that_does_not_fit() -> None:
+    """Its end would end the rendezvous, and the others would not learn why."""
+    with rendezvous(2, host=0) as address, contextlib.ExitStack() as open_ones:
+        answers = []
+        for rank, codec in ((1, "int8"), (0, "fp4")):
+            asking = open_ones.enter_context(closing(stranger_at(address)))
+            entry = Entry(rank, f"x:{rank + 1}", {"codec": codec})
+            asking.sendall(frame({"kind": "register", "patience_s": 0.3, **entry.to_message()}))
+            with closing(stranger_at(address)) as greeting:
+                greeting.sendall(frame({"kind": "who"}))
+                assert greeting.recv(4) == b"DLC1", "the one before has arrived"
+            answers.append(asking)
+        assert [unframe(asking.recv(1 << 16))[0]["kind"] for asking in answers] == ["refused", "incomplete"]
+
+
+# The store of torchrun.
+
+
+def test_rank_0_leaves_a_word_in_torchruns_store_and_the_others_read_it() -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    master = Address("127.0.0.1", store.port)
+    words = at_once(
+        [lambda mine=mine: share_text(master, mine, 20.0, "address") for mine in (None, "10.0.0.1:7", None)]
+    )
+    assert words == ["10.0.0.1:7"] * 3
+
+
+def test_a_store_that_gives_no_word_is_named_in_time() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:  # accepts but is silent, like a frozen agent
+        master = Address("127.0.0.1", frozen.getsockname()[1])
+        words = failure(share_text, master, None, PATIENCE_S, "address")
+    assert words.startswith(f"the store of torchrun at {master} gave no address of rank 0 within 1 s: ")
+    assert "--master-addr" in words
 
 
 # Successful connections.
 
 
 def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
+    """Whichever rank comes first; the others try again until it listens."""
     address = free_address()
-    found = work_together(3, address)
+    found = work_together(3, address, held=[0, 10, 20])
     assert parse_address(found[0].table.entries[0].address) == address
     assert {parse_address(entry.address).host for entry in found[2].table.entries.values()} == {"127.0.0.1"}
-
-
-def test_held_steps_of_all_are_known_to_all() -> None:
-    with rendezvous(2) as address:
-        found = work_together(2, address, held=[0, 10])
-    assert [[entry.held_step for entry in each.table.entries.values()] for each in found] == [[0, 10]] * 2
+    assert [[entry.held_step for entry in each.table.entries.values()] for each in found] == [[0, 10, 20]] * 3
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")

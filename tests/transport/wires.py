@@ -36,11 +36,14 @@ def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager
 
 
 @contextmanager
-def rendezvous(num_ranks: int, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
-    """A rendezvous at an address that belongs to no rank."""
+def rendezvous(
+    ranks: int | Registry, ranks_per_replica: int = 1, secret: str = "", host: int | None = None
+) -> Iterator[Address]:
+    """A rendezvous of so many ranks at an address that belongs to no rank, unless ``host`` names one."""
     with deaf_manager(secret=secret) as connections:
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        serve(connections, Registry(num_ranks, ranks_per_replica))
+        registry = ranks if isinstance(ranks, Registry) else Registry(ranks, ranks_per_replica)
+        serve(connections, registry, host=host)
         yield address
 
 
@@ -74,7 +77,7 @@ class Wires:
     """Makes and closes the transports of ranks that rendezvous at one address."""
 
     def __init__(self) -> None:
-        self._open: list[PeerTransport] = []
+        self.transports: list[PeerTransport] = []
         self._exits: list[Any] = []
 
     def meet(
@@ -101,10 +104,10 @@ class Wires:
             if isinstance(each, Exception):
                 raise each
         transports = [each.transport for each in found]
-        self._open += transports
+        self.transports += transports
         return transports
 
     def close(self) -> None:
-        at_once([transport.close for transport in self._open])
-        for context in self._exits:
-            context.__exit__(None, None, None)
+        at_once([transport.close for transport in self.transports])
+        while self._exits:
+            self._exits.pop().__exit__(None, None, None)

@@ -17,13 +17,11 @@ from .clipping import LARGEST_MEAN as LARGEST_MEAN
 from .clipping import check_mean as check_mean
 from .clipping import scale_factors as scale_factors
 from .clipping import vector_norm as vector_norm
-from .codec import make_codec as make_codec
 from .codec.base import Codec as Codec
-from .codec.base import codec_names as codec_names
 from .codec.base import divisor as divisor
 from .codec.base import largest_magnitude as largest_magnitude
+from .codec.base import make_codec as make_codec
 from .codec.base import pieces as pieces
-from .codec.base import register as register
 from .codec.casts import BFloat16 as BFloat16
 from .codec.casts import Float16 as Float16
 from .codec.casts import Float32 as Float32
@@ -89,6 +87,12 @@ from .outer_optimizer import at as at
 from .pace import StepRate as StepRate
 from .pace import steps_to_train as steps_to_train
 from .pace import trains_at as trains_at
+from .registry import AVERAGES as AVERAGES
+from .registry import CODECS as CODECS
+from .registry import INNER_OPTIMIZERS as INNER_OPTIMIZERS
+from .registry import MERGE_RULES as MERGE_RULES
+from .registry import OUTER_OPTIMIZERS as OUTER_OPTIMIZERS
+from .registry import Registry as Registry
 from .schedule import Merge as Merge
 from .schedule import Send as Send
 from .schedule import SyncSchedule as SyncSchedule

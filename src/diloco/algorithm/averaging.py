@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.codec.base import divisor
+from diloco.algorithm.codec.base import Codec, divisor
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm.codec.base import Codec, largest_magnitude
 from diloco.errors import CodecError
 
 __all__ = ["CHUNK_VALUES", "LARGEST_MEAN", "check_mean", "scale_factors", "vector_norm"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import Codec
 from diloco.algorithm.memory import empty
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, CodecError
@@ -62,7 +62,7 @@ class ErrorFeedback(Codec):
     Raises:
         ConfigurationError: if ``decay`` is out of range.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm.codec.base import make_codec
     >>> codec = ErrorFeedback(make_codec("fp4", block_size=8), numel=2)
     >>> values = torch.tensor([1.0, 0.005])  # the second is 1/200 of the first: too small for fp4
     >>> for _ in range(3):

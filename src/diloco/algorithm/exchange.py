@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.algorithm.averaging import Contribution
-from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import Codec
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.shards import Uplink, owned_shares, shard_bounds, speeds
 
@@ -88,7 +88,7 @@ def plan_exchange(
             all-gather.
         uplinks: What is known about the uplink of each replica; empty: nothing.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm.codec.base import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
     >>> plan.pattern, plan.sent, plan.received
     ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))

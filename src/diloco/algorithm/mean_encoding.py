@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec, Float32, Int8, make_codec
+from diloco.algorithm.codec.base import Codec, make_codec
+from diloco.algorithm.codec.casts import Float32
+from diloco.algorithm.codec.integers import Int8
 from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
 
 __all__ = ["PLAIN_MEAN", "MeanEncoding", "encode_mean"]
@@ -79,7 +81,7 @@ def encode_mean(values: Tensor, codec: Codec) -> Tensor:
     Returns:
         The payload, ``(payload_bytes(n),)`` uint8. With an exact codec it shares memory with ``values``.
 
-    >>> from diloco.algorithm.codec import FP4
+    >>> from diloco.algorithm.codec.fp4 import FP4
     >>> mean = torch.tensor([1.0, 0.7])
     >>> payload = encode_mean(mean, FP4())
     >>> mean

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import Codec
 from diloco.algorithm.outer_loop import OuterLoop
 
 __all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]

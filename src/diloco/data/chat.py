@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,7 @@ from diloco.data.settings import DataSettings
 from diloco.data.text import Row, RowError, read_records, usable
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["ChatCorpus", "Question", "build_chat_corpus", "chat_tokenizer", "heldout_rows", "read_questions"]
-
-
-@dataclass(frozen=True)
-class Question:
-    """The messages of a conversation up to its last answer, and that answer."""
-
-    messages: tuple[Message, ...]  # all messages before the answer
-    answer: str  # the text of the answer
-    more: Mapping[str, Any]  # further arguments of the chat template, such as ``tools``
-    needs_template: bool  # False: without a template, the texts of the messages are joined
-
-    def prompt(self, tokenizer: ChatTokenizer) -> list[int]:
-        """Return the tokens of the prompt for the answer."""
-        if tokenizer.template is None and not self.needs_template:
-            return tokenizer.plain_prompt(_joined(self.messages))
-        return tokenizer.prompt(self.messages, self.more)
+__all__ = ["ChatCorpus", "build_chat_corpus", "chat_tokenizer", "heldout_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,27 +121,6 @@ def heldout_rows(
     return PackedRows(
         kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing != "single", dtype=tokenizer.dtype
     )
-
-
-def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
-    """Yield the last answer of every conversation with the messages before it.
-
-    Raises:
-        DataError: the records can't be read, or a conversation does not end with an answer, as records of plain text.
-    """
-
-    for place, record in read_records(paths):
-        if isinstance(record, RowError):
-            raise record
-        conversation = read_conversation(place, record)
-        *before, answer = conversation.messages or ({"role": ""},)
-        if not before or answer["role"] != "assistant":
-            raise DataError(
-                f"{place} has no answer to compare with. Give records with messages, of which the last is the "
-                "assistant's, or with prompt and completion."
-            )
-        text = str(answer.get("content", ""))
-        yield Question(tuple(before), text, conversation.arguments, conversation.needs_template)
 
 
 _NOTES = {

@@ -6,9 +6,6 @@ from .bootstrap import Candidate as Candidate
 from .bootstrap import Candidates as Candidates
 from .bootstrap import LastViews as LastViews
 from .change import Change as Change
-from .grace import SHARE as SHARE
-from .grace import Grace as Grace
-from .grace import due_s as due_s
 from .lateness import Lateness as Lateness
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view

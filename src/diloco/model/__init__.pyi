@@ -10,7 +10,6 @@ from .build import base_digest as base_digest
 from .build import build_language_model as build_language_model
 from .build import check_vocabulary as check_vocabulary
 from .build import with_vocabulary as with_vocabulary
-from .huggingface import UNLIMITED as UNLIMITED
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .huggingface_folder import is_huggingface_folder as is_huggingface_folder
 from .huggingface_folder import stored_tensors as stored_tensors

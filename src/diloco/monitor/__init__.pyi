@@ -1,7 +1,6 @@
 from .console import LiveConsole as LiveConsole
 from .console import PlainConsole as PlainConsole
 from .console import VisibleConsole as VisibleConsole
-from .files import Curves as Curves
 from .files import MetricsFile as MetricsFile
 from .files import TensorBoardSink as TensorBoardSink
 from .files import read_metrics as read_metrics
@@ -16,5 +15,4 @@ from .sinks import make_sinks as make_sinks
 from .wandb_runs import WandbSink as WandbSink
 from .wandb_runs import run_id as run_id
 from .wording import exit_code as exit_code
-from .wording import line as line
 from .wording import nothing_committed as nothing_committed

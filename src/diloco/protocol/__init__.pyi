@@ -55,9 +55,7 @@ from .messages import change_message as change_message
 from .messages import facts_message as facts_message
 from .messages import next_view as next_view
 from .messages import read as read
-from .messages import read_answer as read_answer
 from .messages import speed_message as speed_message
-from .messages import speed_of as speed_of
 from .messages import view_message as view_message
 from .messages import view_of as view_of
 from .misbehaviour import Misbehaviour as Misbehaviour
@@ -71,6 +69,4 @@ from .round_state import RoundState as RoundState
 from .rules import Policies as Policies
 from .rules import Rules as Rules
 from .signing import SECRET_BYTES as SECRET_BYTES
-from .signing import is_signed as is_signed
 from .signing import public_key as public_key
-from .signing import sign as sign

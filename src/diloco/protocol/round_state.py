@@ -85,12 +85,6 @@ class RoundState:
         heard_s = [self.heard_s[each * rules.ranks_per_replica + rules.position] for each in contributors]
         return tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s)
 
-    def contributed_s(self, members: Sequence[int], rules: Rules) -> dict[int, float]:
-        """Return replica -> when its last header was received, for those ``members`` whose headers are complete."""
-        heard_s = {member: [self.heard_s.get(rank) for rank in rules.ranks((member,))] for member in members}
-        complete = {member: [each for each in times if each is not None] for member, times in heard_s.items()}
-        return {member: max(times) for member, times in complete.items() if len(times) == rules.ranks_per_replica}
-
     def free(self) -> None:
         """Release tensors that are no longer needed."""
         if self.concluded and not self.exchanging:

@@ -178,13 +178,6 @@ class RoundTable:
         """Return whether another rank has contributed to a round to which this one has not."""
         return any(state.headers and not state.was_begun for state in self._rounds.values())
 
-    def rounds_awaiting_this_rank(self) -> dict[tuple[int, int], dict[int, float]]:
-        """Return the open rounds without this rank's contribution: replica -> when its last header was received."""
-        if self.frozen:
-            return {}
-        open_ones = [state for state in self._rounds.values() if state.headers and not state.was_begun]
-        return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
-
     def late_contributors(self) -> frozenset[int]:
         """Return the replicas whose contribution this rank has awaited, since its own, for at least ``late_s / 2``."""
         half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2

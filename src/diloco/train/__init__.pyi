@@ -3,7 +3,6 @@ from .components import make_configured_codec as make_configured_codec
 from .components import make_fragments as make_fragments
 from .components import make_links as make_links
 from .components import make_mean_encoding as make_mean_encoding
-from .components import make_merge_rule as make_merge_rule
 from .components import make_outer_optimizer as make_outer_optimizer
 from .components import make_transport as make_transport
 from .components import outline as outline
@@ -13,7 +12,6 @@ from .describe import bytes_per_frozen as bytes_per_frozen
 from .describe import bytes_per_trained as bytes_per_trained
 from .describe import describe as describe
 from .dynamic_steps import DynamicSteps as DynamicSteps
-from .dynamic_steps import make_pace as make_pace
 from .fleet.base import InProcessFleet as InProcessFleet
 from .fleet.connecting import connect_peer as connect_peer
 from .fleet.connecting import connect_rank as connect_rank
@@ -26,7 +24,6 @@ from .inner_optimizer import inner_optimizer_in_words as inner_optimizer_in_word
 from .inner_optimizer import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
 from .joining import follow_views as follow_views
-from .joining import join_run as join_run
 from .launcher import IN_VAIN as IN_VAIN
 from .launcher import launch as launch
 from .launcher import start_process as start_process

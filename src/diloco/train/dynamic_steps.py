@@ -1,8 +1,8 @@
 """The choice of scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others.
 
-With dynamic steps (DyLU), a slow replica trains an evenly spaced share of the steps. With the grace rule, a late
-replica skips the steps for which other replicas would have to wait. A skipped step only advances the schedule: learning
-rate, rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
+With dynamic steps (DyLU), a slow replica trains an evenly spaced share of the steps. A skipped step only advances the
+schedule: learning rate, rounds and data continue as on every other replica, and its sequences are not trained in this
+epoch.
 """
 
 from __future__ import annotations
@@ -27,31 +27,18 @@ class DynamicSteps:
 
     Args:
         inner_steps: H.
-        shares: whether a replica slower than the fastest trains only a share of the steps.
-        grace_steps: tau under the grace rule, which skips steps that would not finish before another replica has to
-            wait (`diloco.membership.grace`). None: the others wait for a late replica.
     """
 
-    def __init__(
-        self,
-        replica: int,
-        inner_steps: int,
-        others: PeerFleet,
-        *,
-        shares: bool = True,
-        grace_steps: int | None = None,
-    ) -> None:
+    def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
         self._replica = replica
         self._inner_steps = inner_steps
         self._others = others
-        self._shares = shares
-        self._grace_steps = grace_steps
         self._rate = StepRate()
         self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
 
     def trains(self, step: int) -> bool:
         """Return whether this replica trains scheduled step ``step`` (counted from 0), the next to begin."""
-        return self._trains(self._replica, step) and self._fits()
+        return self._trains(self._replica, step)
 
     def members_training(self, step: int, *, trained: bool) -> int:
         """Return how many members train scheduled step ``step``, as far as this replica knows.
@@ -84,18 +71,8 @@ class DynamicSteps:
     def _trains(self, replica: int, step: int) -> bool:
         return trains_at(step, self.steps_of(replica), self._inner_steps)
 
-    def _fits(self) -> bool:
-        """Return whether this replica can finish a step before another replica has to wait for it."""
-        speed = self._rate.steps_per_s
-        if self._grace_steps is None or speed is None:
-            return True
-        left_s = self._others.time_left_s(self._grace_steps)
-        return left_s is None or left_s * speed >= 1
-
     def steps_of(self, replica: int) -> int:
         """Return how many of H scheduled steps a member trains, as far as this replica knows."""
-        if not self._shares:
-            return self._inner_steps
         known = dict(self._others.speeds())
         if (mine := self._rate.steps_per_s) is not None:
             known[self._replica] = mine

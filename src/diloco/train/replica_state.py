@@ -22,7 +22,7 @@ from diloco.train.inner import InnerLoop
 
 __all__ = ["ReplicaState", "with_rounds_void"]
 
-_OF_RANKS = ("fragments", "codecs", "in_flight", "mean_residuals")
+_OF_RANKS = ("fragments", "codecs", "in_flight")
 """The keys in the state of a `DiLoCo` that differ between ranks."""
 
 
@@ -77,11 +77,7 @@ class ReplicaState:
             return {}
         state = self.diloco.state_dict()
         candidates = [None if codec is None else codec.get("candidate") for codec in state["codecs"]]
-        return {
-            "in_flight": state["in_flight"],
-            "candidates": candidates,
-            "mean_residuals": state["mean_residuals"],
-        }
+        return {"in_flight": state["in_flight"], "candidates": candidates}
 
     def load(
         self,
@@ -195,7 +191,6 @@ class ReplicaState:
                 for codec, candidate in zip(now["codecs"], candidates, strict=True)
             ],
             "in_flight": rounds["in_flight"] if rounds is not None else [],
-            "mean_residuals": own.get("mean_residuals") if own is not None else None,
         }
         diloco.load_state_dict(with_rounds_void(state, void))
         return void

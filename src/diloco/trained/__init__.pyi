@@ -1,17 +1,12 @@
 from .evaluate import Evaluation as Evaluation
-from .evaluate import document_streams as document_streams
 from .evaluate import evaluate as evaluate
-from .evaluate import evaluate_windows as evaluate_windows
 from .evaluate import mean_evaluation as mean_evaluation
-from .evaluate import sliding_windows as sliding_windows
 from .export import export_adapter as export_adapter
 from .export import export_huggingface as export_huggingface
 from .export import export_safetensors as export_safetensors
+from .generate import Sampling as Sampling
 from .generate import TextStream as TextStream
-from .generate import answer as answer
-from .generate import answer_questions as answer_questions
 from .generate import generate as generate
-from .generate import generate_together as generate_together
 from .load import REST as REST
 from .load import Trained as Trained
 from .load import load_parameters as load_parameters
@@ -19,4 +14,3 @@ from .load import load_trained as load_trained
 from .load import model_settings as model_settings
 from .load import read_weights as read_weights
 from .load import rest_of_state as rest_of_state
-from .sampling import Sampling as Sampling

@@ -19,7 +19,6 @@ from diloco.data import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import Transformer, without_progress_bars
 from diloco.trained.load import ORIGIN_FILE, Trained
-from diloco.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,20 +34,17 @@ def export_huggingface(
     folder: Path,
     *,
     dtype: Dtype = "float32",
-    max_length: int | None = None,
-    max_shard_size: str = "5GB",
     overwrite: bool = False,
 ) -> PreTrainedModel:
     """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
+
+    The folder declares the sequence length of the training, beyond which a model performs poorly.
 
     It is written next to its final path and renamed, so it exists completely or not at all. If an empty folder exists
     at that path, it is filled instead, ``config.json`` last.
 
     Args:
         trained: model and tokeniser. The model is converted in place.
-        max_length: the longest sequence in tokens that the folder declares (``max_position_embeddings``); default: the
-            sequence length of its training, beyond which a model performs poorly.
-        max_shard_size: the largest size of one file of weights, such as "5GB".
         overwrite: replace a folder that contains an exported model.
 
     Returns:
@@ -60,13 +56,7 @@ def export_huggingface(
     """
     folder = Path(os.path.realpath(folder))  # keeps a link
     native = isinstance(trained.model, Transformer)
-    if max_length is not None and not native:
-        raise ConfigurationError(
-            f"max_length={max_length} can't be applied to a {type(trained.model).__name__}, which has its own limit. "
-            "Leave it out."
-        )
-    longest = trained.length(max_length, "max_length") if native else trained.model.max_sequence_length
-    shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
+    longest = trained.length(None, "") if native else trained.model.max_sequence_length
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
     made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs do not accept a dtype
@@ -78,7 +68,7 @@ def export_huggingface(
         made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     written = new_folder(folder, last="config.json", replaces=overwrite)
     with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
-        made.save_pretrained(partial, max_shard_size=shard_bytes)
+        made.save_pretrained(partial)
         tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
         _write_json(partial / ORIGIN_FILE, _origin(trained, dtype))

@@ -100,7 +100,10 @@ def local_host_towards(remote: Address) -> str:
     Raises:
         OSError: if the name does not resolve or there is no route.
     """
-    found = socket.getaddrinfo(remote.host, remote.port or 9, type=socket.SOCK_DGRAM)
+    try:
+        found = socket.getaddrinfo(remote.host, remote.port or 9, type=socket.SOCK_DGRAM)
+    except UnicodeError as error:  # a name such as "a..b", which no resolver takes
+        raise OSError(f"it is no valid name ({error})") from error
     family, kind, protocol, _, place = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)

@@ -39,7 +39,7 @@ class InProcessTransport:
         faults: the faults to inject.
 
     >>> import torch
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm import make_codec
     >>> transport, codec = InProcessTransport(2), make_codec("float32")
     >>> def contribution(replica: int, value: float) -> Contribution:
     ...     payload = codec.encode(torch.tensor([value]))

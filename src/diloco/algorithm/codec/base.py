@@ -1,20 +1,21 @@
-"""The base class of codecs and the registry of codecs by name."""
+"""The base class of codecs, which encode pseudo-gradients as bytes and decode them."""
 
 from __future__ import annotations
 
 import abc
 import math
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.memory import empty
 from diloco.algorithm.numbers import check_type
-from diloco.errors import CodecError, ConfigurationError, nearest
+from diloco.algorithm.registry import CODECS
+from diloco.errors import CodecError
 
-__all__ = ["Codec", "codec_class", "codec_names", "divisor", "largest_magnitude", "pieces", "register"]
+__all__ = ["Codec", "divisor", "largest_magnitude", "make_codec", "pieces"]
 
 
 class Codec(abc.ABC):
@@ -25,7 +26,7 @@ class Codec(abc.ABC):
     rounding and error bounds. Bytes are little-endian.
 
     Attributes:
-        name: The name that the codec is registered as; a class attribute of registered codecs.
+        name: The name by which replicas compare codecs.
         implementation: The implementation for CPU tensors, ``"torch"`` or ``"native (C)"``, with equal bytes. On other
             devices it is always torch.
         saturation_limit: The largest magnitude that is encoded without clamping; ``math.inf`` if nothing is clamped.
@@ -139,7 +140,7 @@ class Codec(abc.ABC):
         Raises:
             CodecError: if the payload has the wrong length or type, or ``start`` or ``stop`` is not between blocks.
 
-        >>> from diloco.algorithm.codec import Int8
+        >>> from diloco.algorithm.codec.integers import Int8
         >>> codec, values = Int8(block_size=4), torch.arange(10.0)
         >>> torch.equal(codec.cut(codec.encode(values), 10, 4, 10), codec.encode(values[4:]))
         True
@@ -247,39 +248,22 @@ def divisor(number: float, values: Tensor) -> Tensor:
     return values.new_full((1,), number)
 
 
-_REGISTRY: dict[str, type[Codec]] = {}
+def make_codec(name: str, **parameters: Any) -> Codec:
+    """Make the codec with a name of `CODECS`, or one of your own named as ``module:Class`` or ``file.py:Class``.
 
-CodecClass = TypeVar("CodecClass", bound=type[Codec])
+    Block-wise codecs and topk2 use the compiled kernels for CPU tensors if these were built; see
+    `Codec.implementation`.
 
-
-def register(codec: CodecClass) -> CodecClass:
-    """Register a codec class under its ``name``. Usable as a class decorator.
-
-    A class that is defined again, e.g. by running a notebook cell twice, replaces the old one.
+    Args:
+        name: The name.
+        parameters: The parameters of the codec, such as ``block_size`` for int8 and fp4.
 
     Raises:
-        ConfigurationError: if it is no codec, or another class has that name. Nothing was changed.
+        ConfigurationError: if a name or value is invalid. The message gives the nearest known name or the valid values.
+
+    >>> make_codec("fp4", block_size=64).payload_bytes(1000)
+    516
     """
-    check_type("what is registered", codec, abc.ABCMeta, "a subclass of Codec")
-    check_type("its name", getattr(codec, "name", None), str, "a text")
-    known = _REGISTRY.get(codec.name, codec)
-    again = known.__qualname__ == codec.__qualname__ and not known.__module__.startswith("diloco.")
-    if known is not codec and not again:
-        raise ConfigurationError(
-            f"The codec name {codec.name!r} already belongs to {known.__qualname__}. "
-            f"{codec.__qualname__} was not registered; give it another name."
-        )
-    _REGISTRY[codec.name] = codec
+    check_type("a codec's name", name, str, "a text such as 'fp4'")
+    codec: Codec = CODECS.make(name, parameters)
     return codec
-
-
-def codec_names() -> tuple[str, ...]:
-    """Return the names of all registered codecs, in the order of registration."""
-    return tuple(_REGISTRY)
-
-
-def codec_class(name: str) -> type[Codec]:
-    """Return the class registered as ``name``; raise `ConfigurationError` with the nearest name if there is none."""
-    if name not in _REGISTRY:
-        raise ConfigurationError(f"There is no codec {name!r}; {nearest(name, _REGISTRY)}")
-    return _REGISTRY[name]

@@ -64,17 +64,8 @@ class BlockwiseCodec(Codec):
             raise ConfigurationError(
                 f"{self.name}: block_size must be an even number from 2 to {_LARGEST_BLOCK}, got {block_size}."
             )
-        if implementation not in (None, "torch", "native"):
-            raise ConfigurationError(
-                f"{self.name}: implementation must be 'torch' or 'native', got {implementation!r}."
-            )
         self.block_size = block_size
-        self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
-        if implementation == "native" and self._kernels is None:
-            raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use "
-                "implementation='torch'."
-            )
+        self._kernels = native.load(self.name, native.BLOCKWISE, implementation)
         self.implementation = "native (C)" if self._kernels else "torch"
 
     def parameters(self) -> Mapping[str, int]:
@@ -86,9 +77,14 @@ class BlockwiseCodec(Codec):
     def _scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block_size) * self.scale_type.itemsize
 
+    def _addresses(self, payload: Tensor, numel: int) -> tuple[int, int]:
+        """Return the addresses of the scales and of the codes of a payload."""
+        return payload.data_ptr(), payload.data_ptr() + self._scale_bytes(numel)
+
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if self._kernels and values.device.type == "cpu":
-            self._kernels.encode(values, self.block_size, payload)
+            scales, codes = self._addresses(payload, values.numel())
+            self._kernels["encode"](values.data_ptr(), values.numel(), self.block_size, scales, codes)
             return
         scratch = self._scratch(values, rows=2).view(2, -1)
         for blocks in self._block_ranges(payload, values.numel()):
@@ -99,7 +95,8 @@ class BlockwiseCodec(Codec):
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
-            self._kernels.decode(payload, self.block_size, out)
+            addresses = self._addresses(payload, out.numel())
+            self._kernels["decode"](*addresses, out.numel(), self.block_size, out.data_ptr())
             return
         scratch = self._scratch(out)
         for blocks in self._block_ranges(payload, out.numel()):
@@ -107,7 +104,8 @@ class BlockwiseCodec(Codec):
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         if self._kernels and out.device.type == "cpu":
-            self._kernels.accumulate(payload, self.block_size, weight, out)
+            addresses = self._addresses(payload, out.numel())
+            self._kernels["accumulate"](*addresses, out.numel(), self.block_size, weight, out.data_ptr())
             return
         scratch = self._scratch(out)
         for blocks in self._block_ranges(payload, out.numel()):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import Codec, largest_magnitude, pieces, register
+from diloco.algorithm.codec.base import Codec, largest_magnitude, pieces
 
 __all__ = ["BFloat16", "Float16", "Float32"]
 
@@ -59,7 +59,6 @@ class _Cast(Codec):
         return part.view(self.wire_type)
 
 
-@register
 class Float32(_Cast):
     """Unchanged float32, 4 bytes per value. No error.
 
@@ -75,7 +74,6 @@ class Float32(_Cast):
         payload.copy_(values.view(torch.uint8))
 
 
-@register
 class Float16(_Cast):
     """IEEE half precision, 2 bytes per value. Saturates at +-65504 instead of overflowing.
 
@@ -91,7 +89,6 @@ class Float16(_Cast):
     saturation_limit = 65504.0
 
 
-@register
 class BFloat16(_Cast):
     """The upper half of a float32, 2 bytes per value. Saturates at +-3.3895e38, the largest bfloat16.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import register
 from diloco.algorithm.codec.blockwise import BlockwiseCodec
 
 __all__ = ["FP4"]
@@ -16,7 +15,6 @@ _GREATEST_EXPONENT = 254
 _SIGN_AND_CODE = -(1 << 31) | 7 << 23  # the bits of a float32 that hold the sign and the code
 
 
-@register
 class FP4(BlockwiseCodec):
     """Block-wise E3M0: a sign, three exponent bits and no mantissa, so values become powers of two.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import register
 from diloco.algorithm.codec.blockwise import BlockwiseCodec
 
 __all__ = ["Int8"]
@@ -15,7 +14,6 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = _LARGEST_FLOAT / 128  # the product of any byte, including -128, and a scale is finite
 
 
-@register
 class Int8(BlockwiseCodec):
     """Block-wise int8: ``scale = max|x| / 127``, ``code = round(x * (127 / max|x|))`` (half to even),
     ``value = code * scale``.

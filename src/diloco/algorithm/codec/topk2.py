@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, pieces, register
-from diloco.errors import ConfigurationError
+from diloco.algorithm.codec.base import Codec, pieces
 
 __all__ = ["TopK2"]
 
@@ -22,7 +21,6 @@ _LEAST_MAXIMUM = 2.0**-100  # the least maximum of a tile; below it `_LEVELS / m
 _LARGEST_LEVEL = float(torch.finfo(torch.bfloat16).max)
 
 
-@register
 class TopK2(Codec):
     """A sparse codec that keeps the 64 largest values of each 4096 (a tile), as position, sign and one of two levels.
 
@@ -62,12 +60,7 @@ class TopK2(Codec):
     needs_error_feedback = True
 
     def __init__(self, *, implementation: Literal["torch", "native"] | None = None) -> None:
-        self._kernels = None if implementation == "torch" else native.load_sparse(self.name)
-        if implementation == "native" and self._kernels is None:
-            raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use "
-                "implementation='torch'."
-            )
+        self._kernels = native.load(self.name, native.SPARSE, implementation)
         self.implementation = "native (C)" if self._kernels else "torch"
 
     def payload_bytes(self, numel: int) -> int:
@@ -76,7 +69,7 @@ class TopK2(Codec):
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if self._kernels and values.device.type == "cpu":
-            self._kernels.encode(values, payload)
+            self._kernels["encode"](values.data_ptr(), values.numel(), payload.data_ptr())
             return
         for tiles, records in self._tile_ranges(payload, values.numel()):
             _encode_tiles(values[tiles].view(len(records), -1), records)
@@ -87,7 +80,7 @@ class TopK2(Codec):
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         if self._kernels and out.device.type == "cpu":
-            self._kernels.accumulate(payload, weight, out)
+            self._kernels["accumulate"](payload.data_ptr(), out.numel(), weight, out.data_ptr())
             return
         for tiles, records in self._tile_ranges(payload, out.numel()):
             rows = out[tiles].view(len(records), -1)

@@ -129,10 +129,6 @@ class PeerFleet(Fleet):
         """Return the inner steps per second of each other member that has announced its speed."""
         return self.transport.speeds()
 
-    def time_left_s(self, overlap_steps: int) -> float | None:
-        """Return how many seconds this replica may train before another replica has to wait; see `PeerTransport`."""
-        return self.transport.time_left_s(overlap_steps)
-
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for the status page."""
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from diloco.algorithm import Contribution, RoundId
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import Event
-from diloco.membership import Grace, View
+from diloco.membership import View
 from diloco.protocol import (
     Answer,
     Average,
@@ -75,7 +74,6 @@ class PeerTransport(ProtocolRunner, Transport):
         # fragment -> digest of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
-        self._grace = Grace(rules.replica)
         self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
 
     @property
@@ -146,10 +144,7 @@ class PeerTransport(ProtocolRunner, Transport):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
-                took_s = pending.decided_s - pending.sent_s
-                self.last_transfer = pending.payload_bytes, took_s
-                late_s = dict(zip(outcome.contributors, outcome.late_s, strict=True))
-                self._grace.learn(outcome.round.fragment, took_s=took_s, late_s=late_s)
+                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
         elif not isinstance(outcome, ReplicaLostError):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
@@ -217,18 +212,6 @@ class PeerTransport(ProtocolRunner, Transport):
     def faults(self) -> Mapping[int, Faults]:
         """Return the faults of the other members, by replica, that this rank has observed in rounds."""
         return self._machine.views.contributions.misbehaviour.faults
-
-    def time_left_s(self, overlap_steps: int) -> float | None:
-        """Return how many seconds this replica may train before another has to wait for its contribution (>= 0).
-
-        Returns:
-            None if too few replicas have contributed to a round that this one has not, or if none has reported a speed.
-        """
-        with self._changed:
-            rounds, members = self._machine.views.contributions.rounds, len(self.view.members)
-            waiting = rounds.rounds_awaiting_this_rank() if rounds is not None else {}
-            due_s = self._grace.due_s(waiting, self._machine.speeds, members=members, overlap_steps=overlap_steps)
-        return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""

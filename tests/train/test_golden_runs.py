@@ -1,0 +1,110 @@
+"""`diloco train` ends with the bits that version 0.5 computed: shared start, then Streaming DiLoCo; on all transports.
+
+All arithmetic of the model is elementwise, so that the digest does not depend on how a processor multiplies matrices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.model import LanguageModel, LossParts
+from diloco.trained import load_trained
+from tests.commands import Command
+from tests.processes import Processes, free_port
+
+DIGEST = "6a0d6bf52720f242"
+MODEL = "tests.train.test_golden_runs:Tables"
+SETTINGS = (
+    f"--model.source {MODEL} --train.sequence-length 16 --train.batch-size 2 --train.device cpu --steps 30 "
+    "--data-parallel-steps 5 --inner-steps 6 --fragments 3 --fragments.strategy balanced --overlap-steps 1 --codec fp4 "
+    "--inner.learning-rate 1e-1 --inner.warmup-steps 2 --inner.clip-norm None "
+    "--evaluation.every-steps 0 --evaluation.sequences 4 --evaluation.sample-tokens 0 --checkpoint.every-steps 0"
+)
+STOP = "--stop-after 19"
+"""At this step a fragment is in flight."""
+
+
+class Tables(LanguageModel):
+    """Five tables with a vector for each token, trained towards whole numbers that depend on the next token."""
+
+    def __init__(self, vocab_size: int, max_sequence_length: int) -> None:
+        super().__init__()
+        self.vocab_size, self.max_sequence_length, self.num_layers = vocab_size, max_sequence_length, 0
+        self.tables = nn.ModuleList(nn.Embedding(vocab_size, width) for width in (3, 4, 5, 6, 7))
+
+    def forward(self, tokens: Tensor, cache: object = None, documents: Tensor | None = None) -> Tensor:
+        return torch.zeros(*tokens.shape, self.vocab_size)
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        vectors = torch.cat([table(tokens) for table in self.tables], -1)
+        aims = (targets[..., None] * torch.arange(1, 26)) % 7 - 3
+        loss = (vectors - aims).square().sum() / tokens.numel()
+        return LossParts(loss, loss.detach())
+
+    def new_cache(self) -> None:
+        return None
+
+    def flops_per_token(self, sequence_length: int | None = None) -> float:
+        return 1.0
+
+
+class Commands:
+    """Starts commands in folder ``out`` and in its neighbours."""
+
+    def __init__(self, processes: Processes, data: Path, out: Path, keys: Path) -> None:
+        self.processes, self.data, self.out, self.keys = processes, data, out, keys
+
+    def start(self, arguments: str, out: Path | None = None) -> Command:
+        words = f"train {SETTINGS} --data {self.data} --out {out or self.out} {arguments}".split()
+        return self.run(words)
+
+    def resume(self) -> Command:
+        return self.run(["train", "--resume", str(self.out), "--model", MODEL])
+
+    def run(self, words: Sequence[str]) -> Command:
+        return Command(self.processes, words, self.out.with_name(f"{len(self.processes.members)}.txt"))
+
+
+def in_process(commands: Commands) -> None:
+    commands.start("--replicas 2").end()
+
+
+def in_process_resumed(commands: Commands) -> None:
+    commands.start(f"--replicas 2 {STOP}").end()
+    commands.resume().end()
+
+
+def over_sockets_resumed(commands: Commands) -> None:
+    meeting = f"--transport torch --rendezvous 127.0.0.1:{free_port()} --replicas 2 {STOP}"
+    for rank in [commands.start(f"{meeting} --replica {m}") for m in range(2)]:
+        rank.end()
+    commands.resume().end()
+
+
+def over_the_swarm(commands: Commands) -> None:
+    place = "--transport hivemind --run golden --start-replicas 2 --swarm.listen /ip4/127.0.0.1/tcp/0 "
+    place += f"--swarm.no-map-ports --swarm.identity {commands.keys}"
+    first = commands.start(f"{place}/0 --replica 0")
+    address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
+    second = commands.start(f"{place}/1 --replica 1 --join {address}", commands.out.with_name("second"))
+    for peer in (first, second):
+        peer.end()
+
+
+@pytest.mark.parametrize("run", [in_process, in_process_resumed, over_sockets_resumed, over_the_swarm])
+def test_a_run_ends_with_the_bits_of_version_0_5(
+    run: Callable[[Commands], None], data: Path, tmp_path: Path, keys: Path
+) -> None:
+    with Processes() as processes:
+        run(Commands(processes, data, tmp_path / "run", keys))
+    digest = hashlib.sha256()
+    for parameter in load_trained(tmp_path / "run", source=MODEL).model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    assert digest.hexdigest()[:16] == DIGEST

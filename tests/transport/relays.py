@@ -1,0 +1,186 @@
+"""A relay in each TCP connection that this process opens: a test sees, changes, holds back or cuts what passes.
+
+It reads the wire format by itself, as another implementation would: a frame is 16 bytes (magic, size of the JSON text,
+size of the blob), the text and the blob. The first frame says what the connection is for. After the first frames, a
+connection for payloads (``link``) consists of parts: `PART` and a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import xxhash
+
+__all__ = ["PART", "Cut", "Relays", "Unit", "frame", "part", "relayed", "said_to", "stranger_at", "unframe"]
+
+FRAME = struct.Struct(">4sIQ")
+PART = struct.Struct(">cQIIIIQ")  # kind, number of the message, tag, total, start, size of the body, checksum
+LIMIT_S = 30.0
+
+
+def frame(message: Mapping[str, Any] | bytes, blob: bytes = b"", *, magic: bytes = b"DLC1") -> bytes:
+    """Return the bytes of a control message; ``message`` may be any text."""
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return FRAME.pack(magic, len(text), len(blob)) + text + blob
+
+
+def unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the message and the blob of a frame."""
+    _, size, _ = FRAME.unpack_from(data)
+    return json.loads(data[FRAME.size : FRAME.size + size]), data[FRAME.size + size :]
+
+
+def part(body: bytes, *, kind: bytes = b"D", number: int = 1, tag: int = 7, total: int, start: int = 0) -> bytes:
+    """Return the bytes of a part of a payload message."""
+    return PART.pack(kind, number, tag, total, start, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+class Cut(Exception):
+    """Raised by a test to end the connection."""
+
+
+@dataclass
+class Unit:
+    """A frame or a part on its way.
+
+    Attributes:
+        kind: the kind of the connection's first frame: ``hello``, ``link``, ``fetch``, ``register``...
+        rank: the rank that opened the connection, if its first frame says so; else -1.
+        port: the port to which the connection leads.
+        answers: whether it goes to the side that opened the connection.
+        number: its number on this connection and in this direction, from 0.
+        data: its bytes.
+    """
+
+    kind: str
+    rank: int
+    port: int
+    answers: bool
+    number: int
+    data: bytes
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a payload, and no acknowledgement."""
+        return self.kind == "link" and self.number > 0 and self.data[:1] in b"DZ"
+
+
+@dataclass
+class Relays:
+    """``hook`` gets each unit, and returns the bytes that pass instead; if it raises `Cut`, the connection ends."""
+
+    hook: Callable[[Unit], bytes] = lambda unit: unit.data
+    opened: list[str] = field(default_factory=list)  # the kind of each connection
+    _sockets: list[socket.socket] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def towards(self, host: str, port: int) -> int:
+        """Return the port of a relay for one connection to an address."""
+        there = socket.create_connection((host, port), timeout=LIMIT_S)
+        there.settimeout(None)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._sockets += [there, listening]
+        self._start(self._relay, listening, there, port)
+        return int(listening.getsockname()[1])
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _relay(self, listening: socket.socket, there: socket.socket, port: int) -> None:
+        here, _ = listening.accept()
+        listening.close()
+        self._sockets.append(here)
+        about, told = {"kind": "", "rank": -1}, threading.Event()
+        self._start(self._pump, there, here, port, about, told)
+        self._pump(here, there, port, about, told, answers=False)
+
+    def _pump(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        port: int,
+        about: dict[str, Any],
+        told: threading.Event,
+        *,
+        answers: bool = True,
+    ) -> None:
+        data, number = b"", 0
+        with contextlib.suppress(OSError, Cut):
+            while more := source.recv(1 << 16):
+                data += more
+                while (size := _size(data, parts=number > 0 and about["kind"] == "link")) is not None:
+                    unit, data = data[:size], data[size:]
+                    if number == 0 and not answers:
+                        message = unframe(unit)[0]
+                        about |= {"kind": message["kind"], "rank": message.get("rank", -1)}
+                        self.opened.append(message["kind"])
+                        told.set()
+                    assert told.wait(LIMIT_S)
+                    sink.sendall(self.hook(Unit(about["kind"], about["rank"], port, answers, number, unit)))
+                    number += 1
+            sink.shutdown(socket.SHUT_WR)
+            return
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+
+def _size(data: bytes, *, parts: bool) -> int | None:
+    """Return the size of the unit that ``data`` begins with; None if it is not complete."""
+    head = PART if parts else FRAME
+    if len(data) < head.size:
+        return None
+    fields = head.unpack_from(data)
+    size = head.size + (fields[5] if parts else fields[1] + fields[2])
+    return size if len(data) >= size else None
+
+
+@contextlib.contextmanager
+def relayed() -> Iterator[Relays]:
+    """Send every connection that asyncio opens in this process through a relay."""
+    relays, dial = Relays(), asyncio.open_connection
+
+    async def through(host: str, port: int, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        relay = await asyncio.to_thread(relays.towards, host, port)
+        return await dial("127.0.0.1", relay, **options)
+
+    with mock.patch.object(asyncio, "open_connection", through):
+        try:
+            yield relays
+        finally:
+            relays.close()
+
+
+def stranger_at(address: Any) -> socket.socket:
+    """Open a raw connection, as an unknown peer."""
+    stranger = socket.create_connection((address.host, address.port))
+    stranger.settimeout(LIMIT_S)
+    return stranger
+
+
+def said_to(address: Any, data: bytes) -> bytes:
+    """Return all data that an unknown peer receives after it has sent ``data`` and closed its direction."""
+    with contextlib.closing(stranger_at(address)) as stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            return b"".join(iter(lambda: stranger.recv(4096), b""))
+        return b""

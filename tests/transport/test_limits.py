@@ -1,0 +1,74 @@
+"""Bounds on what others may ask for, as values: connections by origin, bytes per second, pauses between attempts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.transport import Backoff, ConnectionLimit, TokenBucket
+
+
+def test_a_flood_from_one_origin_keeps_nobody_out() -> None:
+    limit = ConnectionLimit[str](64, most_of_one=64)
+    flood = [f"flood {n}" for n in range(64)]
+    assert [limit.enter(each, ["liar"]) for each in flood] == [None] * 64
+    assert limit.enter("flood 64", ["liar"]) == "flood 64"
+    for n in range(32):
+        assert limit.enter(f"honest {n}", [f"peer {n}"]) == flood[n], "the oldest connection of the flood"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_there_are_never_more_connections_than_there_are_places(arrivals: list[tuple[int, bool]]) -> None:
+    """Property: no origin exceeds its share, and the one with the fewest connections loses none to others."""
+    limit, inside = ConnectionLimit[int](5, most_of_one=3), dict[int, str]()
+    for number, (origin, leaves) in enumerate(arrivals):
+        if leaves and inside:
+            limit.leave(gone := min(inside))
+            del inside[gone]
+        of_one = [each for each in inside.values() if each == str(origin)]
+        inside[number] = str(origin)
+        out = limit.enter(number, [str(origin)])
+        counts = Counter(inside.values())
+        assert (out == number) == (len(of_one) == 3)
+        assert (out is None) == (len(of_one) < 3 and len(inside) <= 5)
+        if out is not None:
+            assert out == number or counts[inside[out]] == max(counts.values())
+            del inside[out]
+        assert len(inside) <= 5
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000)), min_size=1, max_size=50),
+    st.floats(1, 1e6),
+    st.integers(1, 10_000),
+)
+def test_no_more_leaves_than_the_bucket_allows(asked: list[tuple[float, int]], rate: float, burst: int) -> None:
+    """Between any two departures, whenever they were requested; first come, first served."""
+    bucket, now_s, left = TokenBucket(rate, burst), 0.0, []
+    for pause_s, size in asked:
+        now_s += pause_s
+        left.append((now_s + bucket.take(now_s, size), size))
+    for first in range(len(left)):
+        total = 0
+        for last in range(first, len(left)):
+            total += left[last][1]
+            span_s = left[last][0] - left[first][0]
+            assert total <= (burst + left[first][1] + rate * span_s) * (1 + 1e-6) + 1e-3
+    assert [when for when, _ in left] == sorted(when for when, _ in left)
+    assert TokenBucket(None, 1).take(1.0, 1 << 40) == 0.0
+
+
+@pytest.mark.parametrize(("first_s", "longest_s"), [(0.2, 4.0), (1.0, 30.0), (1.0, 0.1)])
+def test_pauses_between_attempts_grow_to_a_limit_and_differ_between_peers(first_s: float, longest_s: float) -> None:
+    """Before, a peer that refused was dialled over 64 connections a second."""
+    backoffs = [Backoff(first_s, longest_s, seed=f"rank {rank}") for rank in range(20)]
+    first = [each.next_s() for each in backoffs]
+    assert len(set(first)) == 20
+    assert all(first_s / 2 <= each <= first_s for each in first)
+    later = [backoffs[0].next_s() for _ in range(20)]
+    assert all(max(first_s, longest_s) / 2 <= each <= max(first_s, longest_s) for each in later[10:])
+    backoffs[0].reset()
+    assert backoffs[0].next_s() <= first_s

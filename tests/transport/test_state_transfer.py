@@ -1,0 +1,377 @@
+"""Fetching a fragment's state from other replicas over TCP: bit for bit, whatever happens to connections and donors."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.errors import TransportError
+from diloco.transport import PeerTransport
+from tests.same import same_values
+from tests.transport.contract import contribution, exchange
+from tests.transport.relays import Cut, Relays, Unit, frame, stranger_at, unframe
+from tests.transport.wires import Wires, at_once
+
+NUMEL = 400_000
+SIZE = 2 * 4 * NUMEL  # bytes of a state
+
+
+def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "global_params": torch.randn(numel, generator=generator),
+        "outer_step": 3,
+        "slots": {"momentum": torch.randn(numel, generator=generator), "nothing": torch.empty(0)},
+        "finished_rounds": finished,
+        "rate": 0.1,
+    }
+
+
+class Source:
+    """A donor's state, which counts how often it is copied."""
+
+    def __init__(self, transport: PeerTransport, held: Mapping[str, Any]) -> None:
+        self.held, self.copies, self.asked = held, 0, threading.Event()
+        transport.publish(self.copied, self.version)
+
+    def version(self, fragment: int) -> int:
+        self.asked.set()
+        return id(self.held)
+
+    def copied(self, fragment: int) -> Mapping[str, Any]:
+        self.copies += 1
+        return {**self.held, "fragment": fragment}
+
+
+def meet(wires: Wires, *held: Mapping[str, Any], **wire: Any) -> tuple[PeerTransport, list[Source]]:
+    """Return replica 0, which fetches, and the sources of replicas 1, 2..., which hold these states."""
+    first, *donors = wires.meet(1 + len(held), **wire)
+    return first, [Source(donor, each) for donor, each in zip(donors, held, strict=True)]
+
+
+def chunks(unit: Unit, port: int | None = None) -> bool:
+    """Return whether a unit is a chunk of a state, from the donor at ``port`` if that is given."""
+    is_chunk = unit.kind == "fetch" and unit.answers and len(unit.data) > 2000
+    return is_chunk and port in (None, unit.port)
+
+
+ODD: list[dict[str, Any]] = [
+    {
+        "matrix": torch.arange(6, dtype=torch.int32).reshape(2, 3).t(),
+        "scalar": torch.tensor(0.1, dtype=torch.float64),
+        "counts": torch.arange(7),
+        "slots": {"bytes": torch.ones(3, dtype=torch.uint8), "none": None, "yes": True, "words": "é"},
+    },
+    {},
+    {"slots": {}},
+    {"global_params": torch.empty(0), "outer_step": 2**62},
+]
+
+
+@pytest.mark.parametrize("held", ODD, ids=range(4))
+def test_what_arrives_is_the_donors_bit_for_bit(wires: Wires, held: dict[str, Any]) -> None:
+    first, _ = meet(wires, held)
+    assert same_values(first.fetch(4, [1]), {**held, "fragment": 4})
+
+
+def test_a_cut_connection_goes_on_where_it_stopped(wires: Wires, relays: Relays) -> None:
+    """It is cut at every seventh chunk, which is lost. All other bytes are sent once, and the state is copied once."""
+    first, (source,) = meet(wires, state())
+    seen, lost = [0], [0]
+
+    def cut(unit: Unit) -> bytes:
+        seen[0] += chunks(unit)
+        if chunks(unit) and seen[0] % 7 == 0:
+            lost[0] += len(unit.data)
+            raise Cut
+        return unit.data
+
+    relays.hook = cut
+    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+    assert relays.opened.count("fetch") == seen[0] // 7 + 1 > 1
+    assert SIZE <= first.fetched_bytes <= SIZE + lost[0]
+    assert source.copies == 1
+
+
+def test_damage_on_the_way_costs_the_chunk(wires: Wires, relays: Relays) -> None:
+    first, (source,) = meet(wires, state())
+    seen = [0]
+
+    def damage(unit: Unit) -> bytes:
+        seen[0] += chunks(unit)
+        return unit.data[:-1] + bytes([unit.data[-1] ^ 1]) if chunks(unit) and seen[0] == 4 else unit.data
+
+    relays.hook = damage
+    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+    assert first.fetched_bytes < 1.5 * SIZE
+
+
+def test_a_donor_that_breaks_off_is_made_up_for_and_the_last_one_is_named(wires: Wires, relays: Relays) -> None:
+    first, sources = meet(wires, state(), state())
+    broken = {first.registry.entries[1].address.rpartition(":")[2]}
+
+    def cut(unit: Unit) -> bytes:
+        if chunks(unit) and str(unit.port) in broken:
+            raise Cut
+        return unit.data
+
+    relays.hook = cut
+    assert same_values(first.fetch(0, [1, 2]), {**sources[0].held, "fragment": 0})
+    broken.add(first.registry.entries[2].address.rpartition(":")[2])
+    with pytest.raises(
+        TransportError, match=r"replicas 1, 2 were asked for fragment 0.*replica 1: .*replica 2: "
+    ) as caught:
+        first.fetch(0, [1, 2])
+    assert caught.value.replicas == (1, 2)
+
+
+def test_the_majority_of_the_foremost_is_taken(wires: Wires) -> None:
+    """A liar that claims more rounds is not believed beside two, and one that is behind is not chosen."""
+    first, sources = meet(wires, state(7, finished=1 << 50), state(3, finished=5), state(3, finished=5))
+    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[1].held, "fragment": 0})
+
+
+def test_who_lags_is_waited_for_until_it_has_caught_up(wires: Wires) -> None:
+    first, (source,) = meet(wires, state(finished=1))
+    transports = [first, wires.transports[1]]
+    for outer_step in range(2):
+        exchange(transports, [contribution(m, outer_step=outer_step) for m in range(2)])
+    fetching = first.fetch_in_background(0, [1])
+    assert source.asked.wait(30)
+    source.held = state(7, finished=2)
+    assert same_values(fetching.result(30), {**source.held, "fragment": 0})
+
+
+def test_a_state_that_moves_on_is_the_old_one_or_the_new_one_and_never_a_mixture(wires: Wires, relays: Relays) -> None:
+    old, new = state(1, finished=1), state(2, finished=2)
+    first, (source,) = meet(wires, old)
+    seen = [0]
+
+    def move(unit: Unit) -> bytes:
+        seen[0] += chunks(unit)
+        if chunks(unit) and seen[0] == 3:
+            source.held = new
+            raise Cut
+        return unit.data
+
+    relays.hook = move
+    fetched = first.fetch(0, [1])
+    assert any(same_values(fetched, {**each, "fragment": 0}) for each in (old, new))
+    assert same_values(first.fetch(0, [1]), {**new, "fragment": 0})
+
+
+def test_all_are_named_with_their_reasons(wires: Wires) -> None:
+    first, (_, failing, silent) = meet(wires, state(), state(), state(), round_timeout_s=0.5)
+    wires.transports[1].publish(None)  # type: ignore[arg-type]  # as before the first time
+    wires.transports[2].publish(lambda fragment: {}[fragment])
+    never = threading.Event()
+    wires.transports[3].publish(lambda fragment: {"x": never.wait(30)})
+    with pytest.raises(TransportError, match=r"replica 1: it has published nothing; replica 2: KeyError: 0") as caught:
+        first.fetch(0, [1, 2])
+    assert caught.value.replicas == (1, 2)
+    with pytest.raises(TransportError, match=r"none provided it within 0\.5 s \(replica 3: it has not answered"):
+        first.fetch(0, [3])
+    never.set()
+    with pytest.raises(TransportError, match="no such other member"):
+        first.fetch(0, [7])
+    assert (failing.copies, silent.copies) == (0, 0)
+
+
+# What donors may not do.
+
+Message = dict[str, Any]
+
+
+def with_checksum(message: Message, blob: bytes) -> tuple[Message, bytes]:
+    return {**message, "checksum": xxhash.xxh3_64_hexdigest(blob)}, blob
+
+
+def offers(**fields: Any) -> Callable[[Message, bytes], tuple[Message, bytes]]:
+    return lambda message, blob: ({**message, **fields}, blob)
+
+
+def deep(levels: int) -> Any:
+    return 1 if levels == 0 else {"dict": {"a": deep(levels - 1)}}
+
+
+ONE = {"dict": {"a": {"tensor": "a"}}}
+LIES: dict[str, tuple[str, Callable[[Message, bytes], tuple[Message, bytes]], str]] = {
+    "other bytes": ("chunk", lambda m, b: with_checksum(m, bytes(len(b))), "block 0 does not match the digest"),
+    "damaged bytes": ("chunk", lambda m, b: (m, b[:-1] + bytes([b[-1] ^ 1])), "were damaged in transit"),
+    "another place": ("chunk", lambda m, b: ({**m, "offset": "here"}, b), "bytes at here arrived where byte 0"),
+    "too much": ("chunk", lambda m, b: with_checksum(m, 20 * b), "was announced, more than the limit"),
+    "another answer": ("offer", lambda m, b: ({"kind": "what"}, b), "it answered 'what'"),
+    "another digest": ("offer", offers(snapshot="0" * 16), "names its snapshot '0000000000000000'"),
+    "another size": ("offer", lambda m, b: ({**m, "bytes": m["bytes"] + 1}, b), "announces .* bytes, but its tensors"),
+    "no checksums": ("offer", offers(blocks=[]), "does not give the checksums"),
+    "no dictionary": ("offer", offers(skeleton=1), "not a dictionary"),
+    "a huge shape": (
+        "offer",
+        offers(skeleton=ONE, tensors={"a": ["torch.uint8", [1 << 30, 1 << 30]]}),
+        "excessive shape",
+    ),
+    "a negative shape": ("offer", offers(skeleton=ONE, tensors={"a": ["torch.uint8", [-1]]}), "shape"),
+    "nine dimensions": ("offer", offers(skeleton=ONE, tensors={"a": ["torch.uint8", [1] * 9]}), "shape"),
+    "another type": ("offer", offers(skeleton=ONE, tensors={"a": ["torch.bool", [1]]}), "a tensor of 'torch.bool'"),
+    "a tensor that is nowhere": ("offer", offers(skeleton={"dict": {}}), "each of its tensors exactly once"),
+    "many entries": ("offer", offers(skeleton={"dict": {str(n): 0 for n in range(5000)}}), "more than 4096 entries"),
+    "nine levels": ("offer", offers(skeleton=deep(9), tensors={}), "8 levels"),
+    "infinity": ("offer", offers(skeleton={"dict": {"a": {"float": "inf"}}}, tensors={}), "malformed"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_donor_that_lies_is_survived_and_named(wires: Wires, relays: Relays, lie: str) -> None:
+    first, sources = meet(wires, state(), state(), state())
+    liar, (kind, change, words) = wires.transports[1].address.port, LIES[lie]
+
+    def lies(unit: Unit) -> bytes:
+        if unit.kind == "fetch" and unit.answers and unit.port == liar:
+            message, blob = unframe(unit.data)
+            if message["kind"] == kind:
+                return frame(*change(message, blob))
+        return unit.data
+
+    relays.hook = lies
+    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[0].held, "fragment": 0})
+    with pytest.raises(TransportError, match=f"replica 1: .*{words}"):
+        first.fetch(0, [1])
+
+
+SCRAPS = st.sampled_from(["skeleton", "tensors", "tensor", "dict", "float", "torch.float32", "torch.bool", "bytes", ""])
+ANYTHING = st.recursive(
+    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none() | SCRAPS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCRAPS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def test_whatever_is_offered_is_refused_and_costs_nobody_else(wires: Wires, relays: Relays) -> None:
+    first, (source,) = meet(wires, state(numel=10))
+    offered: list[Any] = []
+    relays.hook = lambda unit: (
+        frame(offered[-1]) if unit.kind == "fetch" and unit.answers and unit.number == 0 and offered else unit.data
+    )
+
+    @settings(max_examples=50)
+    @given(ANYTHING, ANYTHING)
+    def refused(skeleton: Any, tensors: Any) -> None:
+        offered.append({"kind": "offer", "skeleton": {"dict": {"a": skeleton}}, "tensors": tensors})
+        with pytest.raises(TransportError, match="replica 1: "):
+            first.fetch(0, [1])
+
+    refused()
+    offered.clear()
+    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+
+
+@pytest.mark.parametrize("place", ["global_params", "momentum"])
+def test_what_is_not_finite_is_refused_and_named(wires: Wires, place: str) -> None:
+    bad = state(numel=5)
+    {**bad, **bad["slots"]}[place][3] = math.nan if place == "momentum" else -math.inf
+    first, sources = meet(wires, bad, bad, state())
+    with pytest.raises(TransportError, match=rf"replica 1: its .*{place} hold NaN or infinity"):
+        first.fetch(0, [1])
+    assert same_values(first.fetch(0, [1, 2, 3]), {**sources[2].held, "fragment": 0})
+
+
+def test_more_than_expected_is_refused_before_it_comes(wires: Wires) -> None:
+    first, _ = meet(wires, state())
+    with pytest.raises(TransportError, match=f"at most {SIZE - 1} bytes are expected"):
+        first.fetch(0, [1], expected_bytes=SIZE - 1)
+    assert not first.fetched_bytes
+    assert first.fetch(0, [1], expected_bytes=SIZE)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1, dtype=torch.complex64), math.nan, [1], {1}, 1 << 70], ids=str)
+def test_a_state_that_nobody_would_take_is_refused_by_its_donor(wires: Wires, value: Any) -> None:
+    first, _ = meet(wires, {"global_params": value})
+    with pytest.raises(TransportError, match="replica 1: its state can't be sent: "):
+        first.fetch(0, [1])
+
+
+# What fetchers may not do.
+
+
+def ask(fragment: Any = 0, snapshot: Any = "", **more: Any) -> bytes:
+    return frame({"kind": "fetch", "fragment": fragment, "after": 0, "snapshot": snapshot, **more})
+
+
+def heard(stranger: Any) -> Message:
+    head = stranger.recv(16, 256)  # MSG_WAITALL
+    size = int.from_bytes(head[4:8], "big") + int.from_bytes(head[8:16], "big")
+    return unframe(head + stranger.recv(size, 256))[0]
+
+
+STRANGE: list[dict[str, Any]] = [
+    {"fragment": -1},
+    {"fragment": "0"},
+    {"snapshot": "known", "offset": -1, "size": 1},
+    {"snapshot": "known", "offset": 0, "size": 0},
+    {"snapshot": "known", "offset": 800, "size": 1},
+    {"snapshot": "known", "offset": 0, "size": 1e3},
+    {"snapshot": "known"},
+]
+
+
+def test_a_request_that_is_none_ends_its_connection_only(wires: Wires) -> None:
+    first, (source,) = meet(wires, state(numel=100))
+    for request in STRANGE:
+        with closing(stranger_at(wires.transports[1].address)) as stranger:
+            stranger.sendall(ask())
+            digest = heard(stranger)["snapshot"]
+            stranger.sendall(ask(**{**request, **({"snapshot": digest} if "snapshot" in request else {})}))
+            assert stranger.recv(1) == b""
+    with closing(stranger_at(wires.transports[1].address)) as stranger:
+        stranger.sendall(ask(0, "feedfeedfeedfeed", offset=0, size=1))
+        assert heard(stranger) == {"kind": "moved"}
+    assert same_values(first.fetch(0, [1]), {**source.held, "fragment": 0})
+
+
+def test_a_few_are_served_at_once_and_the_others_come_again(wires: Wires) -> None:
+    first, (source,) = meet(wires, state())
+    with ExitStack() as leaving:
+        for _ in range(20):
+            stranger = leaving.enter_context(closing(stranger_at(wires.transports[1].address)))
+            stranger.sendall(ask())
+            answer = heard(stranger)
+        assert answer["kind"] == "later"
+        assert "it is serving 4 others" in answer["reason"]
+        fetching = first.fetch_in_background(0, [1])
+        assert not fetching.done()
+    assert same_values(fetching.result(30), {**source.held, "fragment": 0})
+    assert source.copies == 1, "one copy for all"
+
+
+def test_a_donor_in_the_middle_of_a_change_goes_on_meanwhile(wires: Wires) -> None:
+    """It exchanges rounds while its state is being copied."""
+    first, (source,) = meet(wires, state())
+    donor, entered, changed = wires.transports[1], threading.Event(), threading.Event()
+
+    def slow(fragment: int) -> Mapping[str, Any]:
+        entered.set()
+        assert changed.wait(30)
+        return source.copied(fragment)
+
+    donor.publish(slow)
+    fetching = first.fetch_in_background(0, [1])
+    assert entered.wait(30)
+    averages = exchange([first, donor], [contribution(m) for m in range(2)])
+    assert averages[0].contributors == (0, 1)
+    changed.set()
+    assert same_values(fetching.result(30), {**source.held, "fragment": 0})
+
+
+def test_many_fetch_at_once(wires: Wires) -> None:
+    first, (source, _) = meet(wires, state(), state())
+    results = at_once([lambda: first.fetch(0, [1]), lambda: wires.transports[2].fetch(0, [1])])
+    assert all(same_values(each, {**source.held, "fragment": 0}) for each in results)

@@ -1,0 +1,130 @@
+"""What a program that is no replica may send to the port of one: nobody else is affected, and no memory is taken."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from diloco.transport import PeerTransport
+from tests.transport.contract import contribution, exchange
+from tests.transport.relays import Relays, Unit, frame, said_to, stranger_at
+from tests.transport.wires import Wires
+
+HELLO = {"kind": "hello", "rank": 3, "address": "a:1"}
+OPENINGS = {
+    "nothing": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    "random": bytes((17 * n * n + 3) % 256 for n in range(4096)),
+    "another version": frame(HELLO, magic=b"DLC0"),
+    "a text of 4 GB": b"DLC1" + (0xFFFFFFFF).to_bytes(4, "big") + bytes(8),
+    "a blob of 4 EB": b"DLC1" + (2).to_bytes(4, "big") + (1 << 62).to_bytes(8, "big") + b"{}",
+    "17 kB of text": frame(HELLO | {"more": "x" * 17_000}),
+    "a blob of 5 kB": frame({"kind": "who"}, bytes(5000)),
+    "16 kB of lists": frame({"kind": "who", "more": [[]] * 5000}),
+    "half a frame": frame(HELLO)[:-1],
+    "no JSON": frame(b"{kind: hello}"),
+    "deep JSON": frame(b"[" * 10_000),
+    "a list": frame(b'["hello"]'),
+    "no kind": frame(b"{}"),
+    "a kind that is no text": frame({"kind": 7}),
+    "an unknown kind": frame({"kind": "launch-missiles"}),
+    "NaN": frame(b'{"kind": "hello", "rank": NaN, "address": "a:1"}'),
+    "no rank": frame({"kind": "hello"}),
+    "a rank that is no number": frame(HELLO | {"rank": "first"}),
+    "a rank that is too large": frame(HELLO | {"rank": 1 << 40}),
+    "a negative rank": frame(HELLO | {"rank": -3}),
+    "a rank beyond the run": frame(HELLO),
+    "its own rank": frame(HELLO | {"rank": 0}),
+    "a living rank": frame(HELLO | {"rank": 1}),
+    "no address": frame(HELLO | {"address": "a:b"}),
+    "an address with escapes": frame(HELLO | {"address": "\x1b[2J:1"}),
+    "a registration without end": frame({"kind": "register", "patience_s": 1e300, "rank": 0, "address": "a:1"}),
+    "a state of no fragment": frame({"kind": "fetch", "fragment": -1, "after": 0, "snapshot": ""}),
+    "a probe of 1 TB": frame({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
+}
+
+
+class Live:
+    """Two replicas that continue to exchange."""
+
+    def __init__(self, transports: list[PeerTransport]) -> None:
+        self.transports, self.outer_step = transports, 0
+
+    def still_works(self) -> None:
+        given = [contribution(m, outer_step=self.outer_step) for m in range(2)]
+        self.outer_step += 1
+        assert {average.contributors for average in exchange(self.transports, given)} == {(0, 1)}
+        assert [each.failure for each in self.transports] == [None, None]
+        assert [each.view.id for each in self.transports] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    wires = Wires()
+    yield Live(wires.meet(2))
+    wires.close()
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -> None:
+    live.still_works()
+    tracemalloc.start()
+    for transport in live.transports:
+        said_to(transport.address, OPENINGS[opening])
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+    live.still_works()
+
+
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "probe": {"kind": "probe", "ask": "ping"},
+    "fetch": {"kind": "fetch", "fragment": 0, "after": 0, "snapshot": ""},
+}
+
+
+@pytest.mark.parametrize("service", QUESTIONS)
+@pytest.mark.parametrize("sizes", [(1 << 20, 0), (2, 1 << 20)], ids=["text", "blob"])
+def test_who_asks_for_a_service_can_not_make_it_buffer_a_megabyte(
+    live: Live, service: str, sizes: tuple[int, int]
+) -> None:
+    with closing(stranger_at(live.transports[0].address)) as stranger:
+        stranger.sendall(frame(QUESTIONS[service]))
+        assert stranger.recv(4096)
+        stranger.sendall(b"DLC1" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
+        assert stranger.recv(1) == b""
+
+
+def test_connections_that_do_nothing_are_bounded(live: Live) -> None:
+    with ExitStack() as idle:
+        address = live.transports[0].address
+        for _ in range(256):
+            idle.enter_context(closing(stranger_at(address)))
+        with closing(stranger_at(address)) as one_too_many:
+            assert one_too_many.recv(1) == b""
+        live.still_works()
+    live.still_works()
+
+
+def test_who_does_not_read_what_it_is_told_is_lost(wires: Wires, relays: Relays) -> None:
+    """Otherwise its messages would pile up here."""
+    first, _ = wires.meet(2, continue_without_lost=True, silence_s=60.0)
+    free = threading.Event()
+
+    def hold_back(unit: Unit) -> bytes:
+        assert free.wait(60)
+        return unit.data
+
+    relays.hook = hold_back
+    for _ in range(24):  # part of it is buffered in the kernel
+        first.connections.post(first.connections.send, 1, {"kind": "x"}, bytes(1 << 20))
+    average = first.average(contribution(0)).wait()
+    free.set()
+    assert average.contributors == (0,)
+    assert "does not read its messages" in first.reason

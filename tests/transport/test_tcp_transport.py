@@ -1,0 +1,205 @@
+"""The transport over TCP: the contract, refused contributions, speeds of members, closing, and who sees whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.protocol import header_of
+from diloco.transport import PeerTransport, Transport, congestion_control, in_thread, streams_to_each
+from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
+from tests.transport.wires import Wires, at_once
+
+LIMIT_S = 60.0
+
+
+class TestTcpContract(TransportContract):
+    @pytest.fixture
+    def make_endpoints(self, wires: Wires) -> MakeEndpoints:
+        def make(num_replicas: int) -> Sequence[Transport]:
+            return wires.meet(num_replicas)
+
+        return make
+
+
+def test_payloads_may_take_another_interface(wires: Wires) -> None:
+    transports = wires.meet(2, interface="lo")
+    averages = exchange(transports, [contribution(m) for m in range(2)])
+    assert averages[0].contributors == (0, 1)
+    assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
+
+
+def test_of_a_congestion_control_that_loss_slows_down_more_streams_are_opened() -> None:
+    assert congestion_control() in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    for others in (1, 2, 4):
+        assert streams_to_each(others, "bbr") * others == 4
+        assert streams_to_each(others, "cubic") == streams_to_each(others, "") == 4 * streams_to_each(others, "bbr")
+
+
+# Contributions that are refused name who sent them.
+
+
+def say(transport: PeerTransport, to: int, contribution: Any, **fields: Any) -> None:
+    """Send a header that nothing follows."""
+    message = replace(header_of(contribution), **fields).to_message(transport.view.id)
+    transport.connections.post(transport.connections.send, to, message)
+
+
+def test_who_contributes_twice_is_named_and_the_first_one_stands(wires: Wires) -> None:
+    first, second = wires.meet(2)
+    pending = second.average(contribution(1))
+    say(second, 0, contribution(1), weight=5.0)
+    average = first.average(contribution(0)).wait()
+    assert torch.equal(average.values, pending.wait().values)
+    assert average.weight == 2.0
+    notes = [average.note]
+    for outer_step in range(1, 5):
+        notes.append(exchange([first, second], [contribution(m, outer_step=outer_step) for m in (0, 1)])[0].note)
+    told = "a contribution of replica 1 to fragment 0, outer step 0 was refused: "
+    assert notes.count(told + "it had contributed already") == 1, "with the round itself, or with the next"
+    say(second, 0, contribution(1))
+    average, other = exchange([first, second], [contribution(m, outer_step=5) for m in (0, 1)])
+    assert average.note in (told + "that round ended long ago", told + "it had contributed already")
+    assert other.note == ""
+
+
+def test_what_is_left_out_of_a_mean_is_told_of(wires: Wires) -> None:
+    transports = wires.meet(3, min_contributors=2)
+    given = [contribution(m) for m in range(3)]
+    given[1] = replace(given[1], payload=torch.full_like(given[1].payload, 255))
+    averages = exchange(transports, given)
+    assert {average.contributors for average in averages} == {(0, 2)}
+    assert {average.note.partition(":")[0] for average in averages} == {"the contribution of replica 1 was refused"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"numel": 999}, "replica 1 was refused: it holds 999 values instead of 1000 values"),
+        ({"buffers": None}, "replica 1 was refused: it holds no floating buffers"),
+        ({"weight": 1e19}, "replica 1 was refused: its weight is 1e\\+19"),
+        ({"withdrawn": "gradients that are not finite"}, "replica 1 was refused: gradients that are not finite"),
+    ],
+)
+def test_whose_contribution_makes_a_round_void_is_named(wires: Wires, change: dict[str, Any], words: str) -> None:
+    transports = wires.meet(3)
+    pending = [transports[m].average(contribution(m)) for m in (0, 2)]
+    for rank in (0, 2):
+        say(transports[1], rank, contribution(1), **change)
+    for each in pending:
+        with pytest.raises(RoundVoidError, match=words):
+            each.wait()
+
+
+def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
+    """Each other replica notices the fault in its own exchange; in this test all stop when one is lost."""
+    transports = wires.meet(3)
+
+    def contribute() -> None:
+        for outer_step in range(9):
+            given = [contribution(m, outer_step=outer_step, scale=1e37 if m == 1 else 1.0) for m in range(3)]
+            for each in [transport.average(one) for transport, one in zip(transports, given, strict=True)]:
+                with suppress(RoundVoidError):
+                    each.wait()
+
+    with pytest.raises(ReplicaLostError, match="replica 1 has spoilt at least 3 recent rounds: the mean has values up"):
+        contribute()
+
+
+# Speeds that members report to each other.
+
+
+def all_have_heard(transports: Sequence[PeerTransport], name: str) -> None:
+    """Wait until all earlier messages have been processed, as the messages of a connection arrive in order."""
+    met = at_once([lambda each=each: each.meet(name, 0) for each in transports])
+    assert met == [dict.fromkeys(range(len(transports)), 0)] * len(transports)
+
+
+def next_view_of(transport: PeerTransport) -> threading.Event:
+    """Return an event that is set once the transport has adopted a view."""
+    adopted = threading.Event()
+    transport.on_change = lambda following: adopted.set()
+    return adopted
+
+
+def test_members_hear_each_others_speeds_and_forget_who_leaves(wires: Wires) -> None:
+    first, second, third = transports = wires.meet(3, continue_without_lost=True)
+    for number, transport in enumerate(transports):
+        transport.announce_speed(1.5 + number)
+    all_have_heard(transports, "told")
+    assert first.speeds() == {1: 2.5, 2: 3.5}
+    assert second.speeds() == {0: 1.5, 2: 3.5}
+    third.announce_speed(0.25)
+    all_have_heard(transports, "told again")
+    assert first.speeds() == {1: 2.5, 2: 0.25}
+    adopted = next_view_of(first)
+    third.leave()
+    assert adopted.wait(LIMIT_S)
+    assert first.speeds() == {1: 2.5}
+
+
+@pytest.mark.parametrize("value", ["-1.0", "nan", 3.0])
+def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires, value: object) -> None:
+    first, second = wires.meet(2, continue_without_lost=True, min_replicas=1)
+    adopted = next_view_of(first)
+    second.connections.post(second.connections.send, 0, {"kind": "speed", "steps_per_s": value})
+    assert adopted.wait(LIMIT_S)
+    assert "replica 1" in first.reason
+    assert "field 'steps_per_s' must be" in first.reason
+    assert first.speeds() == {}
+
+
+# Closing, and who sees whom.
+
+
+def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other replica is silent: it contributes nothing, enters no barrier, and never publishes its state."""
+    transport, other = wires.meet(2)
+    asked, ready = threading.Event(), threading.Event()
+    other.publish(lambda fragment: {"ready": asked.set() or ready.wait()})
+    waiting = [
+        in_thread(transport.average(contribution(0)).wait, "round"),
+        in_thread(lambda: transport.meet("the end", 1), "barrier"),
+        in_thread(lambda: transport.agree({"seed": "0"}), "agreement"),
+        transport.fetch_in_background(0, [1]),
+    ]
+    assert asked.wait(20)
+    # the control thread never processes what is submitted while it ends
+    monkeypatch.setattr(transport.connections, "post", lambda *call: None)
+    waiting.append(in_thread(transport.average(contribution(0, fragment=1)).wait, "late"))
+    try:
+        transport.close()
+        for each in waiting:
+            with pytest.raises(TransportError, match="closed"):
+                each.result(10)
+    finally:
+        ready.set()
+    transport.close()
+    assert not any(thread.name == "diloco-control-0" for thread in threading.enumerate())
+    for late in (lambda: transport.average(contribution(0, outer_step=1)), lambda: transport.meet("later", 1)):
+        with pytest.raises(TransportError, match="has closed its transport"):
+            late()
+
+
+def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
+    """A replica that the third has lost can't accuse another one: two of three continue, whichever they are."""
+    transports = wires.meet(3, continue_without_lost=True)
+    told = [next_view_of(each) for each in transports]
+    for mine, other in ((transports[0], 1), (transports[1], 0)):
+        mine.connections.post(mine.connections.drop_silent, [other])
+    assert told[2].wait(LIMIT_S)
+    going = transports[2].view.members
+    assert going in ((0, 2), (1, 2))
+    assert all(told[number].wait(LIMIT_S) for number in going)
+    assert transports[going[0]].view == transports[2].view
+    assert transports[2].failure is None

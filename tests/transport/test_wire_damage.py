@@ -1,0 +1,285 @@
+"""Damage on the wire between whole transports: a payload arrives as it was sent, or the round is void for all."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import zstandard
+
+from diloco.algorithm import Contribution, RoundId, make_codec, weighted_mean
+from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.protocol import Average
+from diloco.transport import PeerTransport
+from tests.transport.relays import PART, Cut, Relays, Unit, frame, part, stranger_at
+from tests.transport.wires import Wires, at_once
+
+LIMIT_S = 30.0
+NUMEL = 300_000
+
+
+def contribution(replica: int, outer_step: int = 0, codec: str = "float32") -> Contribution:
+    """Return a contribution of many parts."""
+    encoder, generator = make_codec(codec), torch.Generator().manual_seed(10 * outer_step + replica)
+    payload = encoder.encode(torch.randn(NUMEL, generator=generator))
+    return Contribution(
+        round=RoundId(0, outer_step), replica=replica, codec=encoder, numel=NUMEL, payload=payload, digest="d"
+    )
+
+
+def check_round(transports: Sequence[PeerTransport], outer_step: int = 0, codec: str = "float32") -> list[Average]:
+    """Exchange one round, and check its bits."""
+    given = [contribution(each.replica, outer_step, codec) for each in transports]
+    pending = [each.average(one) for each, one in zip(transports, given, strict=True)]
+    averages = [each.wait() for each in pending]
+    expected = weighted_mean(given).values
+    assert all(torch.equal(each.values, expected) for each in averages)
+    return averages
+
+
+def one_of_them_soon(transports: Sequence[PeerTransport], first: int = 0) -> None:
+    """Exchange rounds until one is committed; a round may be void, for all."""
+    for outer_step in range(first, first + 4):
+        results = at_once([lambda each=each: attempt(each, outer_step) for each in transports])  # noqa: B023
+        assert len({type(each) for each in results}) == 1, results
+        if isinstance(results[0], Average):
+            given = [contribution(each.replica, outer_step) for each in transports]
+            assert all(torch.equal(each.values, weighted_mean(given).values) for each in results)
+            return
+        assert isinstance(results[0], RoundVoidError), results
+    raise AssertionError("no round was committed")
+
+
+def attempt(transport: PeerTransport, outer_step: int) -> Average:
+    return transport.average(contribution(transport.replica, outer_step)).wait()
+
+
+@pytest.mark.parametrize("codec", ["float32", "fp4"])
+def test_what_a_broken_connection_lost_is_sent_again(wires: Wires, relays: Relays, codec: str) -> None:
+    """Payload connections are cut again and again, in both directions."""
+    cuts, lock = [0, 0], threading.Lock()
+
+    def cut(unit: Unit) -> bytes:
+        with lock:
+            if unit.is_part and unit.number % 3 == 2 and cuts[unit.answers] < 3:
+                cuts[unit.answers] += 1
+                raise Cut
+        return unit.data
+
+    transports = wires.meet(3, streams=1)
+    relays.hook = cut
+    for outer_step in range(3):
+        check_round(transports, outer_step, codec)
+    assert sum(cuts) >= 3
+    assert relays.opened.count("link") > 3, "connections were opened again"
+    assert [each.view.id for each in transports] == [0] * 3
+
+
+def test_a_damaged_part_is_sent_again(wires: Wires, relays: Relays) -> None:
+    damaged: list[int] = []
+
+    def damage(unit: Unit) -> bytes:
+        if unit.is_part and not damaged:
+            damaged.append(len(unit.data))
+            return unit.data[:-1] + bytes([unit.data[-1] ^ 1])
+        return unit.data
+
+    relays.hook = damage
+    check_round(wires.meet(2, streams=1))
+    assert damaged
+    assert relays.opened.count("link") == 2
+
+
+def compressed(content: bytes, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(content)
+
+
+def bomb(size: int) -> bytes:
+    """Return a small frame of many zeros, made without them."""
+    frame = zstandard.ZstdCompressor().compressobj(size=size)
+    return b"".join([*(frame.compress(bytes(1 << 20)) for _ in range(size >> 20)), frame.flush()])
+
+
+def changed(data: bytes, body: bytes | None = None, **fields: Any) -> bytes:
+    """Return a part with other fields, or another body, and a checksum that fits."""
+    names = ("kind", "number", "tag", "total", "start")
+    given = dict(zip(names, PART.unpack_from(data), strict=False)) | fields
+    return part(data[PART.size :] if body is None else body, **given)
+
+
+def injected(*parts: bytes) -> Callable[[bytes], bytes]:
+    return lambda data: b"".join([*parts, data])
+
+
+HOSTILE: dict[str, Callable[[bytes], bytes]] = {
+    "a message of a gigabyte": lambda data: changed(data, total=1 << 30),
+    "a message of another size": lambda data: changed(data, total=NUMEL * 4 + 1),
+    "a part of four gigabytes": lambda data: data[:25] + b"\xff" * 4 + data[29:],
+    "a part outside of its message": lambda data: changed(data, start=1 << 31),
+    "a part that overlaps the next one": lambda data: changed(data, start=1),
+    "a part of one byte": lambda data: changed(data, data[PART.size : PART.size + 1]),
+    "a kind that is none": lambda data: changed(data, kind=b"?"),
+    "an acknowledgement of nothing": lambda data: PART.pack(b"A", 77, 0, 0, 0, 0, 0) + data,
+    "a number far ahead": lambda data: changed(data, number=1 << 40),
+    "many messages that nobody has asked for": injected(
+        *(part(b"x", number=n, tag=n, total=100_000, start=99_999) for n in range(1000, 3000))
+    ),
+    "no compressed frame": lambda data: changed(data, b"any bytes", kind=b"Z"),
+    "a compressed frame that was cut": lambda data: changed(data, compressed(bytes(1000))[:-1], kind=b"Z"),
+    "two compressed frames": lambda data: changed(data, 2 * compressed(bytes(1000)), kind=b"Z"),
+    "a compressed frame of unknown size": lambda data: changed(
+        data, compressed(bytes(1000), write_content_size=False), kind=b"Z"
+    ),
+    "an empty compressed frame": lambda data: changed(data, compressed(b""), kind=b"Z"),
+    "a bomb": lambda data: changed(data, bomb(1 << 28), kind=b"Z"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_no_part_of_a_payload_takes_more_memory_than_documented_or_stops_the_run(
+    wires: Wires, relays: Relays, case: str
+) -> None:
+    """The first part is replaced. The round is right or void, and a later one is right."""
+    before: list[bytes] = []
+
+    def attack(unit: Unit) -> bytes:
+        if unit.is_part and not before:
+            before.append(unit.data)
+            return HOSTILE[case](unit.data)
+        return unit.data
+
+    transports = wires.meet(2, streams=1, round_timeout_s=2.0, continue_without_lost=True)
+    relays.hook = attack
+    tracemalloc.start()
+    try:
+        one_of_them_soon(transports)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert before
+    assert peak_bytes < 100 << 20, "64 MiB of early messages, and what two transports and a relay need"
+    assert [each.view.members for each in transports] == [(0, 1)] * 2
+
+
+LINKS: list[dict[str, Any]] = [
+    {"kind": "link", "key": "0/0-1/0", "connection": 0, "rank": 5},
+    {"kind": "link", "key": "0/0-1/0", "connection": 1 << 40, "rank": 0},
+    {"kind": "link", "key": ["0/0-1/0"], "connection": {}, "rank": None},
+    {"kind": "link"},
+]
+
+
+def test_a_stranger_takes_no_payload_connection(wires: Wires) -> None:
+    transports = wires.meet(2)
+    check_round(transports)
+    for transport in transports:
+        for message in LINKS:
+            with closing(stranger_at(transport.address)) as stranger:
+                stranger.sendall(frame(message) + part(b"x" * 1000, total=1000))
+    check_round(transports, 1)
+
+
+# Control connections.
+
+
+def lost_soon(transport: PeerTransport) -> TransportError:
+    """Take part in rounds until this replica is told that it may not."""
+    for outer_step in range(1, 100):
+        try:
+            attempt(transport, outer_step)
+        except RoundVoidError:
+            continue
+        except TransportError as error:
+            return error
+    raise AssertionError("it went on")
+
+
+def contributors(transport: PeerTransport, others: Sequence[int]) -> Average:
+    """Take part in rounds until one is committed with these replicas alone."""
+    for outer_step in range(1, 100):
+        try:
+            average = attempt(transport, outer_step)
+        except RoundVoidError:
+            continue
+        if average.contributors == tuple(others):
+            return average
+    raise AssertionError("they never went on without the other")
+
+
+def test_who_sends_what_is_no_message_is_left_behind_and_the_others_go_on(wires: Wires, relays: Relays) -> None:
+    """One byte of its heartbeats is damaged."""
+    transports = wires.meet(3, continue_without_lost=True)
+
+    def damage(unit: Unit) -> bytes:
+        mine = unit.kind == "hello" and (unit.rank == 2) != unit.answers
+        return b"?" + unit.data[1:] if mine and unit.number > 1 and 2 in (unit.rank, rank_of[unit.port]) else unit.data
+
+    rank_of = {each.address.port: each.replica for each in transports}
+    relays.hook = damage
+    first, second, error = at_once(
+        [
+            lambda: contributors(transports[0], (0, 1)),
+            lambda: contributors(transports[1], (0, 1)),
+            lambda: lost_soon(transports[2]),
+        ]
+    )
+    assert torch.equal(first.values, second.values)
+    assert isinstance(error, TransportError)
+    assert transports[0].view == transports[1].view
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("survive", [True, False], ids=["continue", "stop"])
+def test_a_cut_network_never_has_two_histories(wires: Wires, relays: Relays, victim: int, *, survive: bool) -> None:
+    """Nothing reaches or leaves one of three, and no connection ends; later the network heals."""
+    transports = wires.meet(3, continue_without_lost=survive, heartbeat_s=0.1, silence_s=1.0)
+    check_round(transports)
+    whole, rank_of = threading.Event(), {each.address.port: each.replica for each in transports}
+
+    def hold_back(unit: Unit) -> bytes:
+        if victim in (unit.rank, rank_of.get(unit.port)):
+            assert whole.wait(LIMIT_S)
+        return unit.data
+
+    relays.hook = hold_back
+    others = [each for each in transports if each.replica != victim]
+    numbers = [each.replica for each in others]
+    goes_on = [lambda each=each: contributors(each, numbers) for each in others]  # type: ignore[misc]
+    stops = [lambda each=each: lost_soon(each) for each in others]  # type: ignore[misc]
+    alone: list[Any] = []
+    cut_off = threading.Thread(target=lambda: alone.append(lost_soon(transports[victim])))
+    cut_off.start()
+    results = at_once(goes_on if survive else stops)
+    whole.set()
+    cut_off.join(LIMIT_S)
+    assert isinstance(alone[0], ReplicaLostError), alone
+    if survive:
+        assert torch.equal(results[0].values, results[1].values)
+        assert [each.failure for each in others] == [None, None]
+    else:
+        assert all(isinstance(each, ReplicaLostError) and each.replicas == (victim,) for each in results), results
+
+
+def test_a_payload_connection_that_can_not_be_made_costs_one_of_the_two(wires: Wires, relays: Relays) -> None:
+    def refuse(unit: Unit) -> bytes:
+        if unit.kind == "link" and 1 in (unit.rank, rank_of[unit.port]):
+            raise Cut
+        return unit.data
+
+    transports = wires.meet(3, continue_without_lost=True, heartbeat_s=0.1, silence_s=0.5, rendezvous_timeout_s=1.0)
+    rank_of = {each.address.port: each.replica for each in transports}
+    relays.hook = refuse
+    first, error, third = at_once(
+        [
+            lambda: contributors(transports[0], (0, 2)),
+            lambda: lost_soon(transports[1]),
+            lambda: contributors(transports[2], (0, 2)),
+        ]
+    )
+    assert torch.equal(first.values, third.values)
+    assert isinstance(error, TransportError)
