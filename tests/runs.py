@@ -12,10 +12,10 @@ from diloco.events import Event
 from diloco.train import resolve, run_training
 
 SMALL = (
-    "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 2 --inner.learning-rate 1e-2 --inner.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
+    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --sequence-length 16 "
+    "--batch-size 2 --learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
     "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
-    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --train.device cpu --data"
+    "--evaluation.sample-prompts --checkpoint.every-steps 0 --device cpu --data"
 )
 
 
@@ -50,7 +50,7 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Configuration:
     """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them."""
     configuration = load_configuration([*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()])
-    return resolve(configuration, num_layers=configuration.model.layers)
+    return resolve(configuration, num_layers=configuration.model.settings.layers)
 
 
 def train(

@@ -34,7 +34,7 @@ from tests.lazy import Lazy
 
 transformers = Lazy("transformers")
 
-KEYS = ("model.source", "codec.name", "outer.name", "outer.average", "merge.rule", "inner.name", "monitor.sinks")
+KEYS = ("model.source", "sync.codec", "sync.outer", "sync.average", "sync.merge", "optimizer.name", "monitor.sinks")
 ROOT = Path(__file__).parent.parent
 NETS = """
 import torch
@@ -66,7 +66,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = ["--data", str(folder / "text.txt"), "--stop-after", "4", "--out"]
     assert main(["train", str(folder / "run.toml"), *data, str(folder / "native")]) == 0
     (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model]") : SMALL.index("[data]")], ""))
-    named = ["--model", str(folder / "nets.py") + ":build", "--fragments.strategy", "balanced"]
+    named = ["--model", str(folder / "nets.py") + ":build", "--sync.fragment-strategy", "balanced"]
     assert main(["train", str(folder / "own.toml"), *named, *data, str(folder / "own")]) == 0
     return folder
 
@@ -227,13 +227,13 @@ def test_a_malformed_definition_is_refused(definition: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "name", "words"),
     [
-        *(("codec.name", nn.Module, name, "of the library") for name in ("os:system", "builtins:exec", "pickle:loads")),
+        *(("sync.codec", nn.Module, name, "of the library") for name in ("os:system", "builtins:exec", "pickle:loads")),
         ("model.source", nn.Module, "torch.hub:load", "of the library torch"),
         ("model.source", nn.Module, "NETS:system", "of the library posix"),
         ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
-        ("codec.name", Codec, "NETS:Net", "Net is no Codec of diloco"),
-        ("outer.name", OuterOptimizer, "NETS:Net", "Net has no method init"),
-        ("inner.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
+        ("sync.codec", Codec, "NETS:Net", "Net is no Codec of diloco"),
+        ("sync.outer", OuterOptimizer, "NETS:Net", "Net has no method init"),
+        ("optimizer.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
     ],
 )
 def test_what_a_name_means_is_checked_before_it_is_called(
@@ -285,7 +285,7 @@ def test_ones_own_module_class_and_partial_function_are_accepted(tmp_path: Path)
         assert isinstance(made, nn.Module)
     call("monitor.sinks", f"{tmp_path}/nets.py:sink", kind=Sink, arguments={})
     find("model.source", "torch.nn:Linear", nn.Module)
-    find("inner.name", "torch.optim:SGD", torch.optim.Optimizer)
+    find("optimizer.name", "torch.optim:SGD", torch.optim.Optimizer)
 
 
 LOADERS = ("from_pretrained", "from_config", "load_dataset")

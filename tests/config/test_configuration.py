@@ -165,8 +165,8 @@ def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> 
     ("flags", "words"),
     [
         ("--stepz 5", ["--stepz", "--steps"]),
-        ("--train.stepz 5", ["--train.stepz", "--train.steps"]),
-        ("--sync.iner-steps 5", ["--sync.iner-steps", "--sync.inner-steps"]),
+        ("--train.stepz 5", ["--train.stepz", "--steps"]),
+        ("--sync.iner-steps 5", ["--sync.iner-steps", "--inner-steps"]),
         ("--steps many", ["--steps", "many"]),
         ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
         ("--steps", ["--steps"]),
