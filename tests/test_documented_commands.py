@@ -45,8 +45,8 @@ def parse(command: str, arguments: list[str]) -> None:
         parse_arguments(arguments)
     elif command == "finetune":
         module.parse_arguments(arguments)
-    elif command == "tokenize":
-        parse_flags(module.TokenizeSettings, command, "", arguments, shown={})
+    elif command in ("tokenize", "plan"):
+        parse_flags(getattr(module, f"{command.capitalize()}Settings"), command, "", arguments, shown={})
     else:
         parse_options(getattr(module, f"{command.capitalize()}Options"), command, "", arguments)
 

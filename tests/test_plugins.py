@@ -149,7 +149,7 @@ def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[st
     for words in (
         "# outer optimizer: Signs(learning_rate=0.001, momentum=0.9)",
         "# average: Median()",
-        "# merge: Share(share=0.25)",
+        "# merge: Share(share=0.25), ",
         "# codec: largest with error feedback",
         "# inner optimizer: Lion of lion.py",
     ):

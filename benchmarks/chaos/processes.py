@@ -77,7 +77,7 @@ class Tail:
                 if record["event"] == "StepFinished":
                     self.steps_s, self.step = record["time_s"], record["step"]
                 elif record["event"] == "RunStarted":
-                    self.facts = record["facts"]
+                    self.facts = record["details"]
                 elif record["event"] == "RunFinished":
                     self.finished = True
                 elif record["event"] == "RoundCommitted" and len(record["contributors"]) > 1:

@@ -38,7 +38,7 @@ for line in sys.stdin:
     os.write(replies, f"{code}\\n".encode())
 """
 VARYING = {"time_s", "step_s", "wall_s", "tokens_per_s", "save_s", "model_flops_utilization", "size_bytes"} | {
-    "free_bytes", "late_s", "path", "paths", "source", "out", "resumed_from", "facts", "note", "reason"
+    "free_bytes", "late_s", "path", "paths", "source", "out", "resumed_from", "facts", "details", "note", "reason"
 }  # fmt: skip
 FILES = ("config.toml", "summary.json", "metrics.jsonl")
 WAITS = {"wait_s", "compute_utilization"}

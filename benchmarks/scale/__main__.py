@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.markdown import table, write_below
 from diloco.algorithm import SyncSchedule, make_codec, plan_exchange
-from diloco.simulate import Cluster, Workload, simulate_cycles
+from diloco.plan import Cluster, Workload, simulate_cycles
 from diloco.transport import Link, streams_to_each
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@
     │   ├── RoundTimeoutError         an average did not arrive in the time allowed
     │   ├── DivergedError             this replica's global parameters or outer state differ from the majority's
     │   ├── RendezvousError           the replicas did not find each other; nothing was started
-    │   │   └── RunOverError          the other replicas have finished the run
+    │   │   └── RunFinishedError          the other replicas have finished the run
     │   └── ReplicaLostError          a replica is lost, and this one can't or may not continue without it
     ├── DataError                     text, tokens or shards that cannot be read or are too few
     │   └── NoDataError               the named data is missing or empty; also a ConfigurationError
@@ -46,7 +46,7 @@ __all__ = [
     "ReplicaLostError",
     "RoundTimeoutError",
     "RoundVoidError",
-    "RunOverError",
+    "RunFinishedError",
     "TransportError",
     "ViewChangedError",
     "from_extra",
@@ -138,7 +138,7 @@ class RendezvousError(TransportError):
     """The replicas did not find each other, or refused each other. Raised before the first step."""
 
 
-class RunOverError(RendezvousError):
+class RunFinishedError(RendezvousError):
     """The other replicas have finished the run, so there is no replica left to join."""
 
 

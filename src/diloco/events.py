@@ -62,7 +62,13 @@ class RunStarted(Event):
     data_parallel_bytes_per_step: int | None = None
     """A lower bound on the bytes that one replica would send in each step of data-parallel training."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Everything derived from the settings, as name -> readable value, in the order to print it."""
+    """What tells the user that this is the right run, as name -> readable value, in the order to print it."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Further facts about the run and this process, which the console prints with --verbose."""
+    names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
+    best_heldout_loss: float | None = None  # the lowest held-out loss before this start, if the run resumes
+    rounds_committed: int = 0  # before this start, as the next one
+    rounds_void: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,7 @@ class StepFinished(Event):
     """False if this process skipped the step because it is slower than others (dynamic steps). Loss, learning
     rate and gradient norm are then those of the last step that it trained."""
     pace: float = 1.0  # fraction of the scheduled steps that this process currently trains (dynamic steps)
+    epoch: int = 1  # the pass over the data, or over the source that has been read most often
     model_flops_utilization: float | None = None
     """The model's operations in this step, as a fraction of what the device of this process could have done in
     ``step_s``; None if the peak is unknown or the step was skipped."""
@@ -154,7 +161,8 @@ class ViewChanged(Event):
     joined: tuple[int, ...]
     left: tuple[int, ...]  # members of the previous view that are not in this one, for any reason
     lost: tuple[int, ...] = ()  # those of `left` that did not announce their departure
-    reason: str
+    reason: str  # with all details
+    names: Mapping[str, str] = field(default_factory=dict)  # the names of replicas that have one, by number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +223,7 @@ class Note(Event):
     """A message for the user that is emitted once."""
 
     text: str
+    detail: bool = False  # whether the console prints it only with --verbose
 
 
 @dataclass(frozen=True, kw_only=True)

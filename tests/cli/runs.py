@@ -41,7 +41,6 @@ sample_tokens = 4
 every_steps = 0
 [monitor]
 console = "quiet"
-tensorboard = false
 """
 
 

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from diloco.algorithm import Sgd, SyncSchedule
 from diloco.cli import main
 from diloco.config import load_configuration
+from diloco.model import ModelSettings, build_language_model
+from diloco.outer import DiLoCo
 from diloco.train import describe, outline, resolve
+from tests.finetuning import write_base
 from tests.runs import SMALL, train, write_text
 
 LINK = "--bandwidth 500Mbit --latency 80ms --step-time 0.8s"
@@ -68,7 +73,7 @@ def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: 
     plan = read(f"{SMALL.removesuffix('--data')} {run} --model.arguments.vocab-size 257", capsys)
     assert plan["site"]["links"] == [{"bandwidth_bits_per_s": 1.5e5, "latency_s": 0.05}] * 2
     own = plan["prediction"]
-    assert own["compute_utilization"] < own["ideal_utilization"] < 0.9
+    assert own["p90_utilization"] < own["compute_utilization"] <= own["ideal_utilization"] < 0.9
     assert own["ideal_utilization"] == pytest.approx(summary["compute_utilization"], abs=0.05)
 
 
@@ -83,9 +88,7 @@ def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[
     )
     reached = [each["prediction"]["compute_utilization"] for each in (equal, slower, swarm)]
     assert reached[1] < 0.9 * reached[0]
-    assert reached[2] != reached[0]
-    assert (equal["site"]["conditions"]["wire"], swarm["site"]["conditions"]["wire"]) == ("torch", "hivemind")
-    assert "over hivemind" in swarm["accuracy"]
+    assert reached[2] == reached[0], "payloads of a swarm travel over connections of the same kind"
 
 
 def test_work_that_was_not_measured_is_not_counted_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +108,28 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_round_that_its_timeout_would_end_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exceed network.round_timeout=600" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
     assert "round_timeout_s" not in output_of(f"{SIZE} --bandwidth 1Gbit --step-time 1s", capsys)
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (4, "bfloat16")])
+def test_the_memory_is_what_a_replica_keeps(
+    rank: int, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, lora = write_base(tmp_path), {"lora_rank": rank, "base_dtype": dtype} if rank else {}
+    flags = f"--lora.rank {rank} --model.base-dtype {dtype}" if rank else ""
+    plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --outer.name sgd {LINK}", capsys)
+    model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    loop = DiLoCo(model, optimizer, outer_optimizer=Sgd(learning_rate=1.0), schedule=SyncSchedule(inner_steps=2))
+    tokens = torch.arange(16).reshape(2, 8) + 60
+    model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    optimizer.step()
+    kept = [*model.parameters(), *(parameter.grad for parameter in trained)]
+    kept += loop.outer_loop.named_global_params().values()
+    kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    num_bytes = sum(value.numel() * value.element_size() for value in kept if value is not None)
+    assert plan["model"]["memory_bytes"] == num_bytes
+    assert plan["model"]["trained"] == sum(parameter.numel() for parameter in trained)
 
 
 def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
 def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
     out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-tokens", "0"]
     assert main(train(files, "--out", str(out), *short)) == 0
-    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["facts"] for each in (files / "run", out)]
+    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["details"] for each in (files / "run", out)]
     assert ["codec kernels" in facts for facts in told] == [True, False]
 
 
@@ -139,9 +139,8 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     values = tomllib.loads(shown)
     assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
-    assert facts["tokens"] == "256 in 8 steps of 32 (2 replicas x 1 sequences x 16)"
-    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, then every 3 steps; merged 1 step later"
-    assert facts["rounds"] == "3 in all (2, 1 by fragment)"
+    assert facts["rounds"] == "2 data-parallel steps, then 2 fragments every 3 steps as int8"
+    assert facts["batch"] == "2 replicas x 1 sequences x 16 tokens"
 
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.membership import Decision, Policy, View, consequences, decide
+from diloco.membership import Decision, Policy, View, decide
 
 
 @dataclass(frozen=True)
@@ -148,35 +147,6 @@ def test_who_leaves_is_never_silent() -> None:
     both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
     assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 continues")
     assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
-
-
-@pytest.mark.parametrize("split", ["stop", "go-on"])
-@pytest.mark.parametrize("num_replicas", range(1, 8))
-@pytest.mark.parametrize("least", range(1, 8))
-def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, least: int) -> None:
-    """How many may be lost, known to have ended or merely silent, and whether two sides can continue."""
-    policy, words = Policy(least, split), consequences(Policy(least, split), num_replicas)
-
-    def goes_on(lost: set[int], gone: set[int]) -> bool:
-        return decide(View.of(num_replicas), lost=lost, gone=gone, joining=(), policy=policy).members is not None
-
-    sets = [set(range(num_replicas - count, num_replicas)) for count in range(1, num_replicas)]
-    ended = max((len(lost) for lost in sets if goes_on(lost, lost)), default=0)
-    silent = max((len(lost) for lost in sets if goes_on(set(range(len(lost))), set())), default=0)
-    lucky = max((len(lost) for lost in sets if goes_on(lost, set())), default=0)
-    if not ended:
-        assert "needed: when one is lost, the others stop." in words
-    elif silent == ended:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue.")
-    else:
-        assert words.startswith(f"Of {num_replicas} replicas, {ended} may end at once, or ")
-        assert (f"or {silent} may become unreachable" in words) == (silent > 0)
-        assert ("lowest-numbered" in words) == (lucky > silent)
-        assert lucky == silent or f"or {lucky} " in words
-    sides = [(set(range(cut)), set(range(cut, num_replicas))) for cut in range(1, num_replicas)]
-    two = any(goes_on(one, set()) and goes_on(other, set()) for one, other in sides)
-    assert ("two histories" in words) == two
-    assert ("at most one history" in words) == (not two)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

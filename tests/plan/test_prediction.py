@@ -25,51 +25,46 @@ def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 2, step_s: 
 
 
 def test_the_cost_of_each_fragment_by_hand() -> None:
-    """Without overheads, 1 MB takes 1 s at 8 Mbit/s, and payload and vote one latency each."""
+    """A byte takes a nanosecond at 8 Gbit/s, payload and vote one latency each, and bbr loses nothing at the start."""
     blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=50, num_fragments=4), codec=make_codec("float32"))
-    cost = predict(blocking, site(8e9, latency=0.0))
+    cost = predict(blocking, site(8e9, latency=0.002, congestion_control="bbr"))
     assert [each.values for each in cost.fragments] == list(blocking.fragment_sizes)
     assert [each.first_step for each in cost.fragments] == [50, 62, 75, 87]
     assert [each.sent_bytes for each in cost.fragments] == [8e6, 8e6, 8e6, 4e6]
     assert cost.sent_bytes_per_step == 28e6 / 50
     round_s = [each.round_s for each in cost.fragments]
-    assert round_s == pytest.approx([8 * each.sent_bytes / (0.7 * 8e9) for each in cost.fragments]), "70 % is payload"
+    assert round_s == pytest.approx([1e-9 * each.sent_bytes + 2 * 0.002 for each in cost.fragments])
     assert [each.waited_s for each in cost.fragments] == pytest.approx(round_s), "nothing overlaps"
     assert cost.longest_wait_s == pytest.approx(max(round_s))
     assert cost.compute_utilization == pytest.approx(12.5 / (12.5 + sum(round_s)))
-    ideal_s = 8 * 28e6 / 8e9
-    assert cost.ideal_utilization == pytest.approx(12.5 / (12.5 + ideal_s))
+    assert cost.ideal_utilization == cost.compute_utilization > cost.p90_utilization
     assert cost.step_s == pytest.approx(0.25 / cost.compute_utilization)
 
 
 def test_rounds_that_end_within_the_overlap_cost_no_utilisation() -> None:
-    hidden, shown = predict(STREAMING, site(1e9)), predict(STREAMING, site(1e7))
+    hidden, shown = predict(STREAMING, site(1e9)), predict(STREAMING, site(2e7, latency=0.5))
     assert hidden.compute_utilization == hidden.p90_utilization == 1
     assert all(each.round_s < 5 * 0.25 and each.waited_s == 0 for each in hidden.fragments)
     assert shown.p90_utilization < shown.compute_utilization < shown.ideal_utilization <= 1
     assert all(each.round_s < each.p90_round_s for each in shown.fragments)
 
 
-def test_a_long_link_costs_round_trips_and_the_work_of_sends_and_merges() -> None:
-    """H = 5 and tau = 3, once predicted to reach 100 % at 500 ms, was measured at 67.1 %."""
-    once = Exchange(
-        schedule=SyncSchedule(inner_steps=5, num_fragments=3, overlap_steps=3),
-        fragment_sizes=(8_391_339, 8_391_339, 8_391_338),
-        codec=make_codec("fp4"),
-    )
-    conditions = Conditions(congestion_control="bbr")
-    cost = predict(once, Site(links=(Link(2e8, 0.25),) * 2, step_time_s=(0.254,) * 2, conditions=conditions))
-    assert cost.compute_utilization == pytest.approx(0.671, abs=0.05)
+def test_the_work_of_sends_and_merges_costs_utilisation() -> None:
+    blocking = replace(STREAMING, schedule=SyncSchedule(inner_steps=10, num_fragments=4))
+    place = site(1e12, latency=0.0, send_s_per_value=1e-7, merge_s_per_value=2e-7)
+    cost = predict(blocking, place)
+    assert cost.compute_utilization == pytest.approx(2.5 / (2.5 + 0.3 * 7), abs=1e-3)
+    assert cost.p90_utilization == pytest.approx(2.5 / (2.5 + 1.25 * 0.3 * 7), abs=1e-3)
 
 
-def test_loss_and_slow_starts_cost_more_with_fewer_connections() -> None:
+def test_loss_and_slow_starts_cost_utilisation() -> None:
     def reached(**how: Any) -> float:
         return predict(STREAMING, site(3e8, latency=0.1, replicas=3, step_s=0.05, **how)).p90_utilization
 
     keeping, cubic = reached(congestion_control="bbr"), reached(congestion_control="cubic")
-    losing = {streams: reached(congestion_control="cubic", loss=0.005, streams=streams) for streams in (1, 2, 8)}
+    losing = [reached(congestion_control="cubic", loss=loss) for loss in (0.05, 0.005)]
     assert reached(congestion_control="bbr", loss=0.005) <= keeping
-    assert losing[1] < losing[2] < losing[8] < cubic <= keeping
+    assert losing[0] < losing[1] < cubic <= keeping
 
 
 def test_encoded_means_and_whole_contributions_change_the_bytes() -> None:
@@ -96,7 +91,9 @@ def test_data_parallel_steps_exchange_all_gradients_in_each_step() -> None:
     cost = predict(Exchange.of_gradients(1_000_000), site(8e6, latency=0.0))
     (whole,) = cost.fragments
     assert (cost.inner_steps, cost.codec, cost.sent_bytes_per_step) == (1, "float32", 4e6)
-    assert whole.waited_s == pytest.approx(4 / 0.7)
+    assert whole.waited_s == pytest.approx(4)
+    rows = table(Exchange.of_gradients(1_000_000), site(8e6), inner_steps=(10,), codecs=("float32",))
+    assert [(row.inner_steps, row.sent_bytes_per_step) for row in rows] == [(10, 4e5)], "DiLoCo in its place"
 
 
 def rows_of(exchange: Exchange = STREAMING, **how: Any) -> tuple[Prediction, ...]:

@@ -131,8 +131,8 @@ def test_a_worse_link_or_a_larger_payload_never_helps(
         over(schedule, fragments, bandwidth / slower, latency),
         over(schedule, fragments, bandwidth, latency + more_s),
         over(schedule, fragments, bandwidth, latency, codec=FLOAT32),
-        over(schedule, fragments, bandwidth, latency, overheads=Overheads(goodput=1 / slower)),
-        over(schedule, fragments, bandwidth, latency, overheads=Overheads(round_trips=more_s)),
+        over(schedule, fragments, bandwidth, latency, overheads=Overheads(queue_trips=more_s)),
+        over(schedule, fragments, bandwidth, latency, overheads=Overheads(average_s_per_value=1e-6 * more_s)),
     ):
         assert worse.compute_utilization <= good + 1e-9
 

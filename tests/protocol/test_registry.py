@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
-from diloco.protocol import MOST_RANK, Entry, Fields, MessageError, Registry, difference, entries_message, entries_of
+from diloco.protocol import (
+    MAX_NAME,
+    MOST_RANK,
+    Entry,
+    Fields,
+    MessageError,
+    Registry,
+    difference,
+    entries_message,
+    entries_of,
+)
 
 NAMES = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=300)
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
@@ -42,8 +52,14 @@ def test_whoever_comes_last_completes_the_run(order: Sequence[int]) -> None:
 
 @given(st.integers(0, MOST_RANK), NAMES, st.dictionaries(st.text(), st.text(), max_size=3), st.integers(-1, 10**9))
 def test_an_entry_survives_its_way(rank: int, address: str, facts: dict[str, str], held_step: int) -> None:
-    given_entry = Entry(rank, address, facts, held_step)
+    given_entry = Entry(rank, address, facts, held_step, name=address[:MAX_NAME])
     assert Entry.from_message(given_entry.to_message()) == given_entry
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "x" * (MAX_NAME + 1)])
+def test_a_name_that_could_deceive_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must be a"):
+        Entry.from_message(entry(0).to_message() | {"name": name})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from diloco.errors import RendezvousError, RunOverError
+from diloco.errors import RendezvousError, RunFinishedError
 from diloco.protocol import Entry
 from diloco.train import TorchFleet
 from diloco.transport import PeerTransport, Place, TcpWire, ask, connect
@@ -154,5 +154,5 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
         if second.transport.run_is_over:
             break
         second.transport.connections.call(asyncio.sleep(0.01))
-    with pytest.raises(RunOverError, match="the others have finished the run, and no member is left to join"):
+    with pytest.raises(RunFinishedError, match="the others have finished the run, and no member is left to join"):
         second.rejoin(LIMIT_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.data import Shares
-from diloco.errors import RunOverError
+from diloco.errors import RunFinishedError
 from diloco.train import Held, PeerThreads, Seats, SwarmFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
@@ -40,6 +40,7 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
             ),
             replica=number,
+            name="anna-pc",
             join_window_s=join_window_s,
         )
         fleets.append(
@@ -68,12 +69,13 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     first.close_to_joiners("")
     second = make(1, standing, first)
     second.join(LIMIT_S)
+    assert first.names() == second.names() == {"0": "anna-pc/0", "1": "anna-pc/1"}
     first.tell_finished()
     first.close()
     second.transport.close()
-    with pytest.raises(RunOverError, match="the others have finished run 'run', and no member is left"):
+    with pytest.raises(RunFinishedError, match="the others have finished run 'run', and no member is left"):
         second.rejoin(LIMIT_S)
-    with pytest.raises(RunOverError):
+    with pytest.raises(RunFinishedError):
         make(2, standing)
     assert not make(3, standing, held_step=5).joining
 

@@ -30,7 +30,7 @@ from diloco.units import (
 if TYPE_CHECKING:
     from diloco.plan import Site
 
-__all__ = ["run"]
+__all__ = ["PlanSettings", "run"]
 
 DESCRIPTION = """Predict what the settings of `diloco train` cost on a link: compute utilisation, bytes and
 waiting, for each fragment; and the same for other H and codecs, to choose from.
@@ -53,7 +53,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning(Configuration):
+class PlanSettings(Configuration):
     """The settings of a run, and what is known about its machines and links."""
 
     bandwidth: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
@@ -78,26 +78,26 @@ class Planning(Configuration):
     """Print JSON."""
 
 
-OWN = {field.name for field in fields(Planning)} - {field.name for field in fields(Configuration)}
+OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in fields(Configuration)}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the cost of the settings, and the table of others."""
-    shown = flatten(Planning()) | preset_values(Planning.preset)
+    shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
     common = [*(name for name in shown if name in OWN), *SHOWN]
-    line = parse_flags(Planning, "plan", DESCRIPTION, arguments, shown=shown, common=common)
+    line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
     if line.print_config:
         raise ConfigurationError("--print-config belongs to `diloco train`, which prints these settings.")
-    options = Planning(**{name: value for name, value in line.values.items() if name in OWN})
+    options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     asked = compose(replace(line, values={name: value for name, value in line.values.items() if name not in OWN}))
     record = _record(options, asked)
     print(json.dumps(record, indent=2) if options.json else _report(record))
     return 0
 
 
-def _record(options: Planning, asked: Configuration) -> dict[str, Any]:
+def _record(options: PlanSettings, asked: Configuration) -> dict[str, Any]:
     """Return what ``--json`` prints."""
-    from diloco.plan import Exchange, accuracy, predict, table
+    from diloco.plan import ACCURACY, Exchange, predict, table
 
     settings, model, sizes = _model(options, asked)
     site, work_is_known = _site(options, asked, settings)
@@ -114,7 +114,7 @@ def _record(options: Planning, asked: Configuration) -> dict[str, Any]:
         "algorithm": settings.algorithm,
         "prediction": asdict(own),
         "data_parallel": asdict(baseline),
-        "accuracy": accuracy(site.conditions.wire),
+        "accuracy": ACCURACY,
         "round_timeout_s": settings.network.round_timeout,
         "steps": steps,
         "data_parallel_steps": start,
@@ -125,7 +125,7 @@ def _record(options: Planning, asked: Configuration) -> dict[str, Any]:
     }
 
 
-def _model(options: Planning, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
+def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
     """Return the resolved settings, facts about the model, and the number of values in each fragment."""
     from diloco.plan import Workload
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
@@ -157,7 +157,7 @@ def _model(options: Planning, asked: Configuration) -> tuple[Configuration, dict
     return settings, {"parameters": total, "trained": trained, **facts, "memory_bytes": memory}, sizes
 
 
-def _site(options: Planning, asked: Configuration, settings: Configuration) -> tuple[Site, bool]:
+def _site(options: PlanSettings, asked: Configuration, settings: Configuration) -> tuple[Site, bool]:
     """Return the machines and links, and whether the work of sends and merges is known."""
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
@@ -166,12 +166,8 @@ def _site(options: Planning, asked: Configuration, settings: Configuration) -> t
     rates = [parse_rate_bits_per_s(text, "--bandwidth") for text in options.bandwidth]
     latencies = [parse_duration_s(text, "--latency") for text in options.latency]
     times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time
-    conditions = Conditions(
-        wire="hivemind" if settings.network.transport == "hivemind" else "torch",
-        congestion_control=options.congestion_control,
-        loss=parse_share(options.loss, "--loss"),
-    )
-    work_is_known = options.measure or not settings.train.device.startswith("cuda")
+    conditions = Conditions(congestion_control=options.congestion_control, loss=parse_share(options.loss, "--loss"))
+    work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
         if options.step_time or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
@@ -210,7 +206,7 @@ def _report(record: dict[str, Any]) -> str:
         "memory": f"{format_bytes(model['memory_bytes'])} per replica, plus activations",
         "replicas": f"{len(site['links'])}, steps of {_list(format_duration, sorted(set(site['step_time_s'])))}",
         "links": f"{_list(format_rate, rates)}, {_list(format_duration, latencies)} one way, "
-        f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}, over {conditions['wire']}",
+        f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}",
         "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
         f"tau = {own['overlap_steps']}, {own['codec']}",
         "utilisation": f"{own['compute_utilization']:.1%}; {own['p90_utilization']:.1%} at p90 round time; "

@@ -103,4 +103,5 @@ def _facts(configuration: Configuration) -> dict[str, str]:
     from diloco.train import describe, outline
 
     vocab_size = configuration.model.settings.vocab_size or corpus_vocabulary_size(configuration.data)
-    return describe(configuration, outline(configuration, vocab_size))
+    facts, details = describe(configuration, outline(configuration, vocab_size))
+    return facts | details

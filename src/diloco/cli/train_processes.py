@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint import lock_folder
-from diloco.cli import INTERRUPTED
+from diloco.cli import DONE, FAILED, INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder,
     continue_record,
@@ -21,14 +21,15 @@ from diloco.cli.run_folder import (
 )
 from diloco.config import CONFIG_FILE, Configuration, RunPlan, join_command, resume_command
 from diloco.events import Event, RoundVoid
-from diloco.monitor import MonitorSettings, Sinks, exit_code, make_sinks, nothing_committed
+from diloco.monitor import Sinks, make_sinks
+from diloco.plugins import is_own
 from diloco.train import Role, TrainSettings
 from diloco.transport import Address
 
 if TYPE_CHECKING:
     from diloco.train import SwarmFleet, TorchFleet
 
-__all__ = ["launch_ranks", "monitor_settings", "train_alone", "train_peer", "train_rank"]
+__all__ = ["launch_ranks", "train_alone", "train_peer", "train_rank"]
 
 
 def train_alone(plan: RunPlan, folder: Path) -> int:
@@ -61,12 +62,11 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
         fleets.append(fleet)
-        fleet.join_command = join
         notes.extend(fleet.beginning())
-        for line in fleet.invitation():
-            print(line, file=sys.stderr, flush=True)
-        if settings.network.secret_file is not None:
-            print("diloco: each of them also gives its copy of the secret, as --secret-file FILE", file=sys.stderr)
+        addresses = fleet.invitation()
+        secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
+        invitation = f"others join with\n  {join}{secret} {addresses}" if addresses else "no other peer can join here"
+        print(f"diloco: {invitation}", file=sys.stderr, flush=True)
         return fleet
 
     with closing(_watch(settings, folder)) as sink:
@@ -160,14 +160,15 @@ def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> i
 
 def _exit_code(summary: Mapping[str, Any], void_reason: str, *, quiet: bool = False) -> int:
     """Return the exit code of a process that has trained: a run whose rounds were all void has failed."""
-    if nothing_committed(summary) and not quiet:
+    in_vain = summary["rounds_void"] and not summary["rounds_committed"]
+    if in_vain and not quiet:
         print(
             f"diloco: no round was committed, so the replicas have learned nothing from each other: all "
             f"{summary['rounds_void']} were void. The reason of the last one: {void_reason or 'see metrics.jsonl'}. "
             "Remove the cause, then start a new run.",
             file=sys.stderr,
         )
-    return exit_code(summary)
+    return INTERRUPTED if summary["interrupted"] else FAILED if in_vain else DONE
 
 
 class _Watched:
@@ -197,32 +198,23 @@ def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
 
 
 def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> _Watched:
-    """Return the sinks of the process that trains in ``folder``. ``role`` is as in `monitor_settings`."""
-    monitor = monitor_settings(configuration, folder, role)
-    config = dataclasses.asdict(configuration)
-    return _Watched(make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=config))
+    """Return the sinks of the process that trains in ``folder``.
 
-
-def monitor_settings(configuration: Configuration, folder: Path, role: Role | None = None) -> MonitorSettings:
-    """Return the monitor settings of this process, with the name and group of its run in a tracker.
-
-    A process with all replicas is a single run; any other process is one run of a group.
+    A process with all replicas is a single run of a tracker; any other process is one run of a group.
 
     Args:
         role: the rank that this process is. None: it holds all replicas, or is a peer of a swarm.
     """
-    wandb, group = configuration.monitor.wandb, None
-    name, mode = wandb.name or folder.resolve().name, wandb.mode
+    monitor, name, group = configuration.monitor, folder.resolve().name, None
     if role is not None:
         home = folder.resolve()
         home = home.parent if role.position else home
-        home = home.parent if role.replica else home
-        group = wandb.name or home.name
-        name = f"{group}-replica-{role.replica}" if role.replica else group
-        if role.position or (role.replica and wandb.replicas == "first"):
-            mode = "off"
+        group = (home.parent if role.replica else home).name
+        name = f"{group}-replica-{role.replica}"
+        if role.position:  # it reports what position 0 does
+            monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
     elif configuration.network.transport == "hivemind":
         group = configuration.network.run
-        name = f"{name}-{platform.node()}"
-    wandb = dataclasses.replace(wandb, mode=mode, name=name, group=wandb.group or group)
-    return dataclasses.replace(configuration.monitor, wandb=wandb)
+        name = configuration.network.name or platform.node()
+    is_terminal, config = sys.stdout.isatty(), dataclasses.asdict(configuration)
+    return _Watched(make_sinks(monitor, folder, is_terminal=is_terminal, config=config, name=name, group=group))

@@ -43,7 +43,7 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
 
 
 def join_command(command: str, configuration: Configuration, folder: Path) -> str:
-    """Return the command with which other peers join the swarm of ``configuration``, up to the address after --join.
+    """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
 
     It sets the fewest keys from which the same settings follow, except those in `_PRIVATE`. Settings that no flags
     express are read from the record in ``folder``.
@@ -71,8 +71,8 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
         text = command_text(command, *([] if place is None else [_from_here(place)]), flags=_flags(shown))
         with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
             if parse_arguments(shlex.split(text)[2:]).values == shown:
-                return f"{text} --join"
-    return command_text("train", folder / CONFIG_FILE) + " --join"
+                return text
+    return command_text("train", folder / CONFIG_FILE)
 
 
 def _fewest(goal: Values, settings_of: Callable[[Values], Values], always: set[str]) -> Values | None:

@@ -48,8 +48,9 @@ _COMMON = {
     **dict.fromkeys(("h", "sync-every", "sync-steps"), "inner-steps"),
     **dict.fromkeys(("dtype", "bf16"), "precision"),
     **dict.fromkeys(("ctx", "context-length", "block-size"), "sequence-length"),
-    **{"name": "run", "run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
-    **{"grad-clip": "optimizer.clip-norm", "momentum": "outer-momentum", "wandb": "monitor.sinks"},
+    **{"run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
+    **{"grad-clip": "optimizer.clip-norm", "momentum": "outer-momentum"},
+    **dict.fromkeys(("wandb", "tensorboard", "report-to"), "sinks"),
     **{"lora": "lora-rank", "val-split": "data.heldout-fraction", "hidden-size": "model.arguments"},
 }
 """Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""

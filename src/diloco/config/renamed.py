@@ -78,7 +78,7 @@ RENAMED: dict[str, str] = {
     **{f"model.lora_{name}": f"model.arguments.lora_{name}" for name in ("alpha", "dropout", "targets")},
     "data.bpe_vocab_size": "data.tokenizer bpe:SIZE",
     "data.chat_template": "data.format FILE.jinja",
-    "data.document_separator": "data.sources",
+    **{f"data.{name}": "data.sources" for name in ("text_field", "document_separator")},
     "data.streaming_block": "",
     **{f"data.{name}": "" for name in ("bpe_documents", "streaming_heldout", "prefetch_batches")},
     **{f"data.{name}": "DataSettings in Python" for name in ("sharding", "max_documents")},

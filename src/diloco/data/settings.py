@@ -54,8 +54,6 @@ class DataSettings:
     packing: Literal["joined", "masked", "single"] | None = None
     """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
     single: each sequence holds one conversation. Default: joined, or masked with format chat."""
-    text_field: str = "text"
-    """The field of records that holds the text."""
     skip_bad: bool = False
     """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
     tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
@@ -66,6 +64,7 @@ class DataSettings:
     streaming: bool = False
     """Read, tokenise and pack the documents during training instead of before it."""
     # the rest is for Python code alone: no TOML file and no flag sets it
+    text_field: Suppress[str] = "text"  # the field of records that holds the text
     document_separator: Suppress[str | None] = None  # splits text files into documents; None: a file is one
     max_documents: Suppress[int | None] = None  # use as many documents, those with the lowest hashes
     bpe_documents: Suppress[int | None] = None  # train the BPE on the first ones; None: all, or 10,000 while streaming

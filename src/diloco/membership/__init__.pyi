@@ -16,7 +16,6 @@ from .proofs import SignedVote as SignedVote
 from .quorum import Decision as Decision
 from .quorum import Policy as Policy
 from .quorum import byzantine_quorum as byzantine_quorum
-from .quorum import consequences as consequences
 from .quorum import decide as decide
 from .quorum import enough_without as enough_without
 from .quorum import names_of as names_of

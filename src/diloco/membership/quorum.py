@@ -12,7 +12,6 @@ __all__ = [
     "Decision",
     "Policy",
     "byzantine_quorum",
-    "consequences",
     "decide",
     "enough_without",
     "makes_one_history",
@@ -129,49 +128,3 @@ def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
     (True, False)
     """
     return decide(view, lost=lost, gone=(), joining=(), policy=policy).members is not None
-
-
-def consequences(policy: Policy, num_replicas: int) -> str:
-    """Describe what happens under ``policy`` if some of ``num_replicas`` replicas are lost at once.
-
-    >>> print(consequences(Policy(), 3))
-    Of 3 replicas, 2 may end at once, or 1 may become unreachable: the others continue. A network partition leaves at \
-most one history: the smaller side stops.
-    >>> print(consequences(Policy(min_replicas=2), 4))
-    Of 4 replicas, 2 may end at once, or 1 may become unreachable, or 2 if the lowest-numbered one is not among them: \
-the others continue. A network partition leaves at most one history: the smaller side stops.
-    >>> print(consequences(Policy(min_replicas=3, split="go-on"), 5))
-    Of 5 replicas, 2 may be lost at once: the others continue. A network partition leaves at most one history: two \
-sides can't both have 3 replicas.
-    >>> print(consequences(Policy(min_replicas=2, split="go-on"), 4))
-    Of 4 replicas, 2 may be lost at once: the others continue. A network partition can make two histories: two sides \
-can both have 2 replicas; min_replicas=3 would prevent it.
-    >>> print(consequences(Policy(min_replicas=2), 2))
-    All 2 replicas are needed: when one is lost, the others stop. A network partition leaves at most one history: the \
-smaller side stops.
-    """
-    least = max(1, policy.min_replicas)
-    ended = max(0, num_replicas - least)
-    unreachable = min(ended, (num_replicas - 1) // 2)
-    half = num_replicas // 2
-    if not ended:
-        all_of_them = f"All {num_replicas} replicas are" if num_replicas > 1 else "The only replica is"
-        lost = f"{all_of_them} needed: when one is lost, the others stop."
-    elif policy.split == "go-on" or unreachable == ended:
-        lost = f"Of {num_replicas} replicas, {ended} may be lost at once: the others continue."
-    else:
-        ways = [f"{ended} may end at once"]
-        ways += [f"{unreachable} may become unreachable"] if unreachable else []
-        if num_replicas % 2 == 0 and half <= ended:  # the remaining half then has the lowest number
-            if unreachable:
-                ways.append(f"{half} if the lowest-numbered one is not among them")
-            else:
-                ways.append(f"{half} may become unreachable if it is not the lowest-numbered one")
-        lost = f"Of {num_replicas} replicas, {', or '.join(ways)}: the others continue."
-    if policy.split == "stop":
-        return f"{lost} A network partition leaves at most one history: the smaller side stops."
-    if 2 * least > num_replicas:
-        sides = f"two sides can't both have {least} replicas."
-        return f"{lost} A network partition leaves at most one history: {sides}"
-    sides = f"two sides can both have {least} replica{'s' if least > 1 else ''}; min_replicas={half + 1}"
-    return f"{lost} A network partition can make two histories: {sides} would prevent it."

@@ -2,93 +2,139 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderHook, RenderResult
+from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
 from rich.live import Live
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from diloco import events
-from diloco.monitor import wording
+from diloco.membership import names_of
 from diloco.monitor.progress import RunProgress
 from diloco.terminal import plain, show_visibly
-from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity, visible_lines
+from diloco.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_perplexity,
+    format_ratio,
+    perplexity,
+    visible_lines,
+)
 
-__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole"]
+__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole", "line"]
+
+Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
 
 _HEADER_EVERY = 30
+_STYLES = {
+    events.Evaluated: "green",
+    events.RoundVoid: "yellow",
+    events.ViewChanged: "cyan",
+    events.Interrupted: "bold yellow",
+}
 
 
-class PlainConsole:
+class _Console:
+    """What both consoles print: the facts of a run, a line per notable event, samples and the summary.
+
+    Args:
+        verbose: whether to print details, too.
+        hint: whether to say at the end how to see the curves of the run.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, verbose: bool = False, hint: bool = False
+    ) -> None:
+        self._clock = clock
+        self._verbose = verbose
+        self._hint = hint
+        self._progress = RunProgress(verbose=verbose)
+
+    def _print(self, text: str, style: str = "") -> None:
+        raise NotImplementedError
+
+    def _tell(self, event: events.Event) -> float:
+        """Print what ``event`` is worth, and return the time."""
+        now_s, progress = self._clock(), self._progress
+        news = progress.take(event, now_s)
+        match event:
+            case events.RunStarted():
+                self._print(_title(event), "bold")
+                self._print(_table(_facts(event, verbose=self._verbose)))
+            case events.SampleGenerated():
+                at = "" if event.final else f" at step {event.step:,}"
+                self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
+                sample = (event.prompt + event.text).strip("\n").replace("\n", "\n  ")
+                self._print(f"  {sample}" if event.final else f"  {sample}\n")
+            case events.RunFinished():
+                done, total = progress.step, progress.total_steps
+                self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
+                self._print(_table(_summary(event.summary, hint=self._hint)))
+            case _ if news:
+                width = _width(progress)
+                text = line(event, progress).replace("\n", "\n" + " " * (width + 2))
+                self._print(f"{_done(event.step, progress):>{width}}  {text}", _STYLES.get(type(event), ""))
+        return now_s
+
+    def _shown(self, text: str) -> str:
+        """Show control characters, and write what the stream can't encode as escapes."""
+        return visible_lines(text).encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+class PlainConsole(_Console):
     """Plain lines for a log: the facts of the run, a row every ``every_steps`` steps, and a line per notable event.
 
     The output contains no control characters, and lines have at most 80 columns unless a path or a message is longer.
-    Every line is flushed. Characters that the stream cannot encode are written as escapes.
+    Every line is flushed.
 
     Args:
         stream: the stream to write to; by default, standard output at the time of the call.
         every_steps: steps between two rows, at least 1. The last step always has a row.
+        options: as for `_Console`.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, *, every_steps: int = 10, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, every_steps: int = 10, **options: Any) -> None:
+        super().__init__(**options)
         self._stream = sys.stdout if stream is None else stream
+        self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._every_steps = every_steps
-        self._clock = clock
-        self._progress = RunProgress()
         self._rows = 0
         self._row_step = -1
 
     def handle(self, event: events.Event) -> None:
         """Write the lines for ``event``, if there are any."""
-        progress = self._progress
-        news = progress.take(event, self._clock())
+        if isinstance(event, events.Evaluated | events.Interrupted | events.RunFinished):
+            self._row()
+        self._tell(event)
         match event:
             case events.RunStarted():
-                self._write(wording.title(event))
-                self._write(wording.table(wording.facts(event)) + "\n")
-                self._header()
-            case events.StepFinished():
-                if news:
-                    self._note(event)
-                if event.step % self._every_steps == 0 or event.step == progress.total_steps:
-                    self._row()
-            case events.SampleGenerated():
-                at = "" if event.final else f" at step {event.step:,}"
-                self._write(f"\nsample{at}, prompt {event.prompt!r}")
-                sample = visible_lines(event.prompt + event.text).strip("\n")
-                self._write("\n".join(f"  {text}" for text in sample.split("\n")) + ("" if event.final else "\n"))
-            case events.RunFinished():
+                self._heads()
+            case events.StepFinished(step=step) if step % self._every_steps == 0 or step == self._progress.total_steps:
                 self._row()
-                self._write("\n" + wording.ending(progress))
-                self._write(wording.table(wording.summary(event.summary)))
-            case _:
-                if isinstance(event, events.Evaluated | events.Interrupted):
-                    self._row()
-                if news:
-                    self._note(event)
 
     def close(self) -> None:
         """Do nothing: every line has been flushed, and the stream stays open."""
 
-    def _note(self, event: events.Event) -> None:
-        width = _width(self._progress)
-        text = visible_lines(wording.line(event, self._progress)).replace("\n", "\n" + " " * (width + 2))
-        self._write(f"{_done(event.step, self._progress):>{width}}  {text}")
+    def _print(self, text: str, style: str = "") -> None:
+        self._stream.write(self._shown(text) + "\n")
+        self._stream.flush()
 
-    def _header(self) -> None:
+    def _heads(self) -> None:
         used = f" {'MFU':>6}" if self._progress.peak_known else ""
-        heads = f"{'loss':>7} {'perplexity':>10} {'tokens/s':>8}{used} {'sent':>8} {'compute':>7} {'time left':>9}"
-        self._write(f"{'step':>{_width(self._progress)}}  {heads}")
+        names = (
+            f"{'loss':>7} {'perplexity':>10} {'epoch':>5} {'tokens/s':>8}{used} {'sent':>8} {'compute':>7} {'left':>6}"
+        )
+        self._print(f"{'step':>{_width(self._progress)}}  {names}")
 
     def _row(self) -> None:
         """Write the row of the last step, unless it has been written."""
@@ -97,22 +143,14 @@ class PlainConsole:
             return
         self._row_step = last.step
         if self._rows and self._rows % _HEADER_EVERY == 0:
-            self._header()
+            self._heads()
         self._rows += 1
-        exp_loss = format_perplexity(perplexity(progress.loss))
         used = f" {_utilization(progress):>6}" if progress.peak_known else ""
-        self._write(
-            f"{_done(last.step, progress):>{_width(progress)}}  {progress.loss:7.4f} {exp_loss:>10} "
-            f"{_speed(progress):>8}{used} {format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % "
-            f"{_time_left(progress):>9}"
+        self._print(
+            f"{_done(last.step, progress):>{_width(progress)}}  {progress.loss:7.4f} "
+            f"{format_perplexity(perplexity(progress.loss)):>10} {last.epoch:5} {_speed(progress):>8}{used} "
+            f"{format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % {_time_left(progress):>6}"
         )
-
-    def _write(self, text: str) -> None:
-        if not text:
-            return
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
 
 
 class VisibleConsole(Console):
@@ -135,7 +173,7 @@ class VisibleConsole(Console):
         )
 
 
-class LiveConsole:
+class LiveConsole(_Console):
     """A progress display at the bottom of the terminal. Lines for notable events scroll above it.
 
     The display is redrawn when an event arrives, at most every ``refresh_s`` seconds, so it needs no thread. `close`
@@ -144,47 +182,25 @@ class LiveConsole:
     Args:
         console: the console to draw on; by default, one on standard output.
         refresh_s: the minimum time between two redraws, in seconds.
+        options: as for `_Console`.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        refresh_s: float = 0.2,
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, refresh_s: float = 0.2, **options: Any) -> None:
+        super().__init__(**options)
         self._console = console or VisibleConsole()
-        self._clock = clock
+        self.encoding = self._console.encoding
         self._refresh_s = refresh_s
-        self._progress = RunProgress()
         self._live = Live(_Display(self._progress), console=self._console, auto_refresh=False)
         self._drawn_s = -float("inf")
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``: print its lines above the display, and redraw the display if it is due."""
-        now_s = self._clock()
-        news = self._progress.take(event, now_s)
-        match event:
-            case events.RunStarted():
-                self._print(Text(wording.title(event), style="bold"))
-                self._print(self._rows(wording.facts(event)))
-                self._print(Text())
-                self._live.start()
-            case events.SampleGenerated():
-                if event.final:
-                    self._live.stop()
-                self._print(Text(f"\nsample at step {event.step:,}" if not event.final else "\nsample", style="bold"))
-                prompt, text = (self._text(visible_lines(part)) for part in (event.prompt, event.text.rstrip("\n")))
-                self._print(Padding(Text.assemble((prompt, "bold cyan"), text), (0, 0, 0, 2)))
-            case events.RunFinished():
-                self._live.stop()
-                self._print(Text("\n" + wording.ending(self._progress), style="bold"))
-                self._print(self._rows(wording.summary(event.summary)))
-            case events.Evaluated(final=True):
-                self._live.stop()  # training has ended: the display stays as it is, and further lines go below it
-                self._print(self._line(event))
-            case _ if news:
-                self._print(self._line(event))
+        if isinstance(event, events.RunFinished) or getattr(event, "final", False):
+            self._live.stop()  # training has ended: the display stays as it is, and further lines go below it
+        now_s = self._tell(event)
+        if isinstance(event, events.RunStarted):
+            self._print("")
+            self._live.start()
         if self._live.is_started and now_s - self._drawn_s >= self._refresh_s:
             self._drawn_s = now_s
             self._live.refresh()
@@ -193,41 +209,12 @@ class LiveConsole:
         """Draw the display a last time and restore the terminal."""
         self._live.stop()
 
-    def _print(self, what: RenderableType) -> None:
-        self._console.print(what, markup=False, highlight=False)
-
-    def _line(self, event: events.Event) -> Table:
-        style = {
-            events.Evaluated: "green",
-            events.RoundVoid: "yellow",
-            events.ViewChanged: "cyan",
-            events.Interrupted: "bold yellow",
-        }
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(justify="right", style="dim", no_wrap=True, width=_width(self._progress))
-        grid.add_column(overflow="fold")
-        line = self._text(visible_lines(wording.line(event, self._progress)))
-        grid.add_row(Text(_done(event.step, self._progress)), Text(line, style=style.get(type(event), "")))
-        return grid
-
-    def _rows(self, rows: wording.Rows) -> Padding:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in rows:
-            grid.add_row(Text(name), Text(self._text(visible_lines(value))))
-        return Padding(grid, (0, 0, 0, 2))
-
-    def _text(self, text: str) -> str:
-        return text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(self._shown(text), style), soft_wrap=True)
 
 
 class _Display:
-    """The content of the live display: a progress bar and four lines of two readings, or eight lines if it is narrow.
-
-    Column widths are fixed, so that only digits change between redraws. `rich.table` would recompute the widths for
-    every redraw, which takes eight times as long (4 ms instead of 0.5 ms).
-    """
+    """The content of the live display: a progress bar and two lines, cut to the width of the terminal."""
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -241,36 +228,17 @@ class _Display:
         if len(done) < width:
             bar = ProgressBar(total, progress.step, width - len(done), complete_style="cyan", finished_style="green")
             yield from console.render(bar, options)
-        dim, columns = Style(dim=True), 2 if width >= 80 else 1
-        for index, (name, value) in enumerate(_readings(progress)):
-            if index % columns == 0:
-                yield Segment.line()
-            room = min(width, 80 if columns == 1 else (46, 34)[index % 2]) - 15
-            shown = value if len(value) <= room else value[: max(0, room - 3)] + "..."
-            yield Segment(f"{name:<13}  "[:width], dim)
-            yield Segment(f"{shown:<{room}}" if index % columns < columns - 1 else shown)
+        last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
+        if last is not None and loss is not None:
+            lowest = "" if best is None else f" (best {best:.4f})"
+            tried = "" if heldout is None else f"held-out {heldout:.4f}{lowest}  "
+            used = f", MFU {_utilization(progress)}" if progress.peak_known else ""
+            exp_loss = format_perplexity(perplexity(loss))
+            yield Segment(f"\nloss {loss:.4f} (perplexity {exp_loss})  {tried}epoch {last.epoch}"[: width + 1])
+            rounds = f"rounds {progress.committed}, void {progress.void}  {format_bytes(last.sent_bytes)} sent"
+            speed = f"{_speed(progress)} tokens/s{used}  {100 * last.compute_utilization:.1f} % compute"
+            yield Segment(f"\n{speed}  {rounds}  lr {last.learning_rate:.1e}"[: width + 1])
         yield Segment.line()
-
-
-def _readings(progress: RunProgress) -> list[tuple[str, str]]:
-    """Return eight (name, value) pairs, of which the wide layout puts two on each line."""
-    last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
-    rounds = progress.rounds
-    return [
-        ("loss", "-" if loss is None else f"{loss:.4f} (perplexity {format_perplexity(perplexity(loss))})"),
-        ("tokens/s, MFU", f"{_speed(progress)}, {_utilization(progress)}")
-        if progress.peak_known
-        else ("speed", f"{_speed(progress)} tokens/s"),
-        (
-            "held-out loss",
-            "-" if heldout is None else f"{heldout:.4f}" + (f" (best {best:.4f})" if best is not None else ""),
-        ),
-        ("learning rate", f"{last.learning_rate:.2e}" if last else "-"),
-        ("rounds", f"{rounds.committed} committed, {rounds.void} void"),
-        ("sent", f"{format_bytes(last.sent_bytes)} per replica" if last else "-"),
-        ("in flight", wording.fragments_in_flight(rounds.in_flight)),
-        ("utilisation", f"{100 * last.compute_utilization:.1f} % compute" if last else "-"),
-    ]
 
 
 def _done(step: int, progress: RunProgress) -> str:
@@ -283,8 +251,7 @@ def _width(progress: RunProgress) -> int:
 
 
 def _speed(progress: RunProgress) -> str:
-    rate = progress.speed.tokens_per_s
-    return "-" if rate is None else format_count(rate)
+    return "-" if progress.tokens_per_s is None else format_count(progress.tokens_per_s)
 
 
 def _utilization(progress: RunProgress) -> str:
@@ -292,5 +259,146 @@ def _utilization(progress: RunProgress) -> str:
 
 
 def _time_left(progress: RunProgress) -> str:
-    left = progress.speed.eta_s(progress.total_steps)
-    return "-" if left is None else format_duration(left)
+    return "-" if progress.left_s is None else format_duration(progress.left_s)
+
+
+def _table(rows: Rows) -> str:
+    """Format rows as two columns. Long values are not wrapped, so that they can be copied."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _title(event: events.RunStarted) -> str:
+    """Return the first line of a run's output."""
+    size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps of {event.tokens_per_step:,} tokens"
+    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
+    return f"{text}, resuming after step {event.step}" if event.step else text
+
+
+def _facts(event: events.RunStarted, *, verbose: bool = False) -> Rows:
+    """Return the facts about the run to print at its start; ``verbose``: all of them."""
+    more = {"resumed from": event.resumed_from} if event.resumed_from else {}
+    return [*event.facts.items(), *((more | dict(event.details)).items() if verbose else ())]
+
+
+def line(event: events.Event, progress: RunProgress) -> str:
+    """Return the text for an event for which `RunProgress.take` returned True, with the names of replicas."""
+    return _named(_line(event, progress), progress.names)
+
+
+def _line(event: events.Event, progress: RunProgress) -> str:
+    match event:
+        case events.Evaluated():
+            text = (
+                f"held-out loss {event.heldout_loss:.4f}  perplexity {format_perplexity(event.perplexity)}  "
+                f"{event.bits_per_byte:.4f} bits per byte"
+            )
+            return f"{text}  (final)" if event.final else f"{text}{'  (best)' * (progress.best_step == event.step)}"
+        case events.CheckpointSaved():
+            return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
+        case events.RoundVoid():
+            name = f"fragment {event.fragment}, outer step {event.outer_step}"
+            return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+        case events.RoundCommitted():
+            return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
+        case events.ViewChanged():
+            return f"{_change(event)}\n{event.reason}" if progress.verbose else _change(event)
+        case events.RoundSent():
+            return (
+                f"fragment {event.fragment}: values outside the codec's range were clamped (reported once per fragment)"
+            )
+        case events.StepFinished():
+            return f"the gradient scaler skipped the inner step of {_counted(event.skipped_replicas)}"
+        case events.Interrupted():
+            return f"{event.signal}: the state has been saved and the run stops"
+        case events.Note():
+            return event.text
+        case _:
+            return type(event).__name__
+
+
+def _change(event: events.ViewChanged) -> str:
+    """Say in one sentence who came and went."""
+    parts, left = [], tuple(each for each in event.left if each not in event.lost)
+    if event.lost:
+        parts.append(f"{names_of(event.lost)} {_be(event.lost, 'is', 'are')} gone ({_brief(event.reason)})")
+    if left:
+        parts.append(f"{names_of(left)} {_be(left, 'has', 'have')} left")
+    if event.joined:
+        parts.append(f"{names_of(event.joined)} joined")
+    if not parts:
+        parts.append(f"the replicas connect again ({_brief(event.reason)})")
+    rest = f" {_be(event.members, 'continues', 'continue')}" if event.left else ""
+    return f"{'; '.join(parts)}; {_counted(len(event.members))}{rest}"
+
+
+def _be(replicas: Sequence[int], one: str, several: str) -> str:
+    return one if len(replicas) == 1 else several
+
+
+def _brief(reason: str) -> str:
+    """Return the first clause of a reason, without what is in parentheses and without addresses."""
+    before = ""
+    while reason != before:  # parentheses in parentheses
+        before, reason = reason, re.sub(r" ?\([^()]*\)", "", reason)
+    clause = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
+    return re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", clause)
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    """Put the names of replicas in place of their numbers."""
+
+    def name(numbers: re.Match[str]) -> str:
+        if names.keys().isdisjoint(numbers[1].split(", ")):
+            return numbers[0]
+        return ", ".join(names.get(number, f"replica {number}") for number in numbers[1].split(", "))
+
+    return re.sub(r"\breplicas? (\d+(?:, \d+)*)", name, text)
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _summary(values: Mapping[str, Any], *, hint: bool = False) -> Rows:
+    """Return the rows of a finished run's summary, skipping values that are missing or None.
+
+    The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
+    data-parallel training. With ``hint``, two rows say how to see the curves of the run.
+    """
+
+    def part(name: str, text: str, of: Callable[[Any], Any] = lambda value: value) -> str:
+        value = values.get(name)
+        return "" if value is None else text.format(of(value))
+
+    sent, baseline = values.get("sent_bytes_per_replica"), values.get("data_parallel_bytes_per_replica") or 0
+    start, steps = values.get("shared_start_steps", 0), values.get("steps", 0)
+    later = (sent or 0) - values.get("shared_start_sent_bytes_per_replica", 0)
+    rows = {
+        "held-out loss": [
+            part("heldout_loss", "{:.4f} nats per token"),
+            part("perplexity", "perplexity {}", format_perplexity),
+            part("bits_per_byte", "{:.4f} bits per byte"),
+        ],
+        "trained": [
+            part("steps", "{} steps"),
+            part("tokens", "{} tokens", format_count),
+            part("wall_s", "in {}", format_duration),
+            part("tokens_per_s", "{} tokens/s", format_count),
+            part("model_flops_utilization", "MFU {:.1%}"),
+        ],
+        "sent": [] if sent is None else [_sent(sent, baseline)],
+        "after start": [_sent(later, baseline * (steps - start) / steps)] if 0 < start < steps else [],
+        "utilisation": [part("compute_utilization", "{:.1%} compute")],
+        "rounds": [part("rounds_committed", "{} committed"), part("rounds_void", "{} void")],
+        "digest": [part("global_params_digest", "{}")],
+        "run folder": [part("out", "{}")],
+        "curves": [part("out", "diloco watch {}", shlex.quote)] if hint else [],
+        "TensorBoard": ["--sinks tensorboard (pip install 'diloco[monitor]')"] if hint else [],
+    }
+    return [(name, ", ".join(filter(None, parts))) for name, parts in rows.items() if any(parts)]
+
+
+def _sent(sent: float, baseline: float) -> str:
+    text = f"{format_bytes(sent)} per replica" + (f"; data-parallel: {format_bytes(baseline)}" if baseline else "")
+    return f"{text}, {format_ratio(baseline / sent)} as much" if sent and baseline else text

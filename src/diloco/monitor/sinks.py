@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, nearest
 from diloco.events import Event, Sink
+from diloco.monitor.console import LiveConsole, PlainConsole
+from diloco.monitor.metrics_file import MetricsFile
 from diloco.monitor.settings import MonitorSettings
-from diloco.plugins import call
+from diloco.monitor.trackers import TRACKERS
+from diloco.plugins import call, is_own, takes
 
-__all__ = ["Sinks", "make_sinks", "print_message"]
+__all__ = ["Sinks", "make_sinks"]
 
 
 class Sinks:
@@ -21,16 +24,6 @@ class Sinks:
 
     Args:
         sinks: name -> sink; messages use the name.
-
-    >>> class Broken:
-    ...     def handle(self, event): raise OSError("no space left on device")
-    ...     def close(self): pass
-    >>> from diloco.events import Note
-    >>> sinks = Sinks({"metrics.jsonl": Broken()})
-    >>> with contextlib.redirect_stderr(sys.stdout):
-    ...     sinks.handle(Note(step=1, text="hello"))
-    ...     sinks.handle(Note(step=2, text="no second message"))
-    metrics.jsonl failed at step 1 and is no longer written (OSError: no space left on device); training continues.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -47,7 +40,10 @@ class Sinks:
             try:
                 sink.handle(event)
             except Exception as error:
-                self._drop(name, sink, event.step, error)
+                del self._sinks[name]
+                with contextlib.suppress(Exception):  # it has just failed, and would report the same error again
+                    sink.close()
+                _print(f"{name} failed at step {event.step} and is no longer written", error, "training continues.")
 
     def close(self) -> None:
         """Close every sink, even if closing one of them fails. A second call does nothing."""
@@ -56,26 +52,26 @@ class Sinks:
             try:
                 sink.close()
             except Exception as error:
-                print_message(f"{name} could not be closed ({_described(error)}); its last lines may be missing.")
-
-    def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
-        del self._sinks[name]
-        with contextlib.suppress(Exception):  # the sink has just failed, and would report the same error again
-            sink.close()
-        print_message(
-            f"{name} failed at step {step} and is no longer written ({_described(error)}); training continues."
-        )
+                _print(f"{name} could not be closed", error, "its last lines may be missing.")
 
 
 def make_sinks(
-    settings: MonitorSettings, folder: Path, *, is_terminal: bool, config: Mapping[str, Any] | None = None
+    settings: MonitorSettings,
+    folder: Path,
+    *,
+    is_terminal: bool,
+    config: Mapping[str, Any] | None = None,
+    name: str = "",
+    group: str | None = None,
 ) -> Sinks:
-    """Create the sinks that ``settings`` ask for: a console, ``metrics.jsonl``, TensorBoard, trackers and user sinks.
+    """Create the sinks that ``settings`` ask for: a console, ``metrics.jsonl``, trackers and the user's own.
 
     Args:
         folder: the run folder, which is created if it does not exist.
         is_terminal: whether standard output is a terminal with cursor movement.
         config: the settings of the run by section, for trackers.
+        name: what a tracker calls this process. Default: the name of the folder.
+        group: what a tracker calls all processes of the run, if there are several.
 
     Raises:
         ConfigurationError: if a setting cannot work. Nothing has been written then.
@@ -86,31 +82,33 @@ def make_sinks(
             'monitor.console="live" needs a terminal, but standard output is not one. Use "plain", or "auto" to choose '
             "automatically."
         )
-    from diloco.monitor.console import LiveConsole, PlainConsole
-    from diloco.monitor.files import MetricsFile, TensorBoardSink
-
-    own = {name: call("monitor.sinks", name, folder, kind=Sink, arguments={}) for name in settings.sinks}
-    sinks: dict[str, Sink] = {}
-    if settings.wandb.mode != "off":
-        from diloco.monitor.wandb_runs import WandbSink
-
-        sinks["W&B"] = WandbSink(settings.wandb, folder, every_steps=settings.every_steps, config=config or {})
-    sinks |= own
-    if settings.tensorboard:
-        sinks["TensorBoard"] = TensorBoardSink(folder / "tensorboard", settings.every_steps)
+    offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
+    sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
+    verbose, hint = settings.verbose, TRACKERS.keys().isdisjoint(settings.sinks)
     if kind == "live" or (kind == "auto" and is_terminal):
-        sinks["the progress display"] = LiveConsole()
+        sinks["the progress display"] = LiveConsole(verbose=verbose, hint=hint)
     elif kind != "quiet":
-        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps)
+        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps, verbose=verbose, hint=hint)
     return Sinks(sinks)
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _make_sink(text: str, folder: Path, offered: Mapping[str, Any]) -> Sink:
+    """Make the sink that ``monitor.sinks`` names; it gets those of the offered arguments that it takes."""
+    if is_own(text):
+        sink: Sink = call("monitor.sinks", text, folder, kind=Sink, arguments={}, offered=offered)
+        return sink
+    if text not in TRACKERS:
+        raise ConfigurationError(
+            f"monitor.sinks={text!r} is unknown; {nearest(text, TRACKERS)} Your own is MODULE:NAME or FILE.py:NAME."
+        )
+    kind: Any = TRACKERS[text]
+    made: Sink = kind(folder, **{name: value for name, value in offered.items() if takes(kind, name)})
+    return made
 
 
-def print_message(message: str) -> None:
-    """Print ``message`` to stderr. It never raises, unlike `warnings` under ``-W error``."""
+def _print(what: str, error: Exception, then: str) -> None:
+    """Print a message to stderr. It never raises, unlike `warnings` under ``-W error``."""
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     with contextlib.suppress(Exception):
-        print(message, file=sys.stderr, flush=True)
+        print(f"{what} ({why}); {then}", file=sys.stderr, flush=True)

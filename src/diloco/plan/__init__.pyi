@@ -1,13 +1,8 @@
 from .cluster import Cluster as Cluster
 from .measure import measure_step as measure_step
-from .overheads import FITTED as FITTED
-from .overheads import MERGE_S_PER_VALUE as MERGE_S_PER_VALUE
-from .overheads import SEND_S_PER_VALUE as SEND_S_PER_VALUE
+from .overheads import ACCURACY as ACCURACY
 from .overheads import Conditions as Conditions
-from .overheads import Constants as Constants
 from .overheads import Overheads as Overheads
-from .overheads import Wire as Wire
-from .overheads import accuracy as accuracy
 from .paper import GRID_GBIT_PER_S as GRID_GBIT_PER_S
 from .paper import PUBLISHED as PUBLISHED
 from .paper import TARGETS as TARGETS
@@ -20,6 +15,5 @@ from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
-from .traffic import Traffic as Traffic
 from .traffic import Workload as Workload
 from .traffic import outer_traffic as outer_traffic

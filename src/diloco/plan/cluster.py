@@ -66,11 +66,11 @@ class Cluster:
 
     @property
     def links(self) -> LinkArrays:
-        """The links with the bandwidth that is left for payload."""
+        """The links with the bandwidth that TCP uses of them."""
         rates, tcp = self.bandwidth_bits_per_s, self.overheads.tcp
         if tcp is not None:
             rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
-        return LinkArrays(self.overheads.goodput * rates, self.latency_s)
+        return LinkArrays(rates, self.latency_s)
 
     def overhead_s(self, parcel: Parcel, links: LinkArrays) -> Floats:
         """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.
@@ -85,8 +85,7 @@ class Cluster:
         rates = links.bandwidth_bits_per_s
         # at most the transfer time of the payload: a payload that does not fill the link builds no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
-        overhead_s: Floats = self.overheads.round_trips * round_trip_s
-        overhead_s = overhead_s + self.overheads.queue_trips * filling_s
+        overhead_s: Floats = self.overheads.queue_trips * filling_s
         overhead_s = overhead_s + self.overheads.average_s_per_value * parcel.numel
         if tcp is not None:
             start_s = tcp.start_s(parcel.sent_bytes, rates, round_trip_s)

@@ -161,6 +161,8 @@ def table(
 ) -> tuple[Prediction, ...]:
     """Predict ``exchange`` with every H and codec in place of its own, and with its own.
 
+    In place of gradients, it is the whole model that is sent every H steps.
+
     Args:
         most_steps: an H above this is left out, and so is one below the number of fragments or of overlapped steps.
 
@@ -170,10 +172,11 @@ def table(
     own = exchange.schedule
     least = max(own.num_fragments, own.overlap_steps)
     schedules = {H: replace(own, inner_steps=H, offsets=None) for H in inner_steps if least <= H <= most_steps}
-    schedules[own.inner_steps] = own
-    named = {codec.name: codec for codec in (*map(make_codec, codecs), exchange.codec)}
+    named = {codec.name: codec for codec in map(make_codec, codecs)}
+    if not exchange.gradients:
+        schedules[own.inner_steps], named[exchange.codec.name] = own, exchange.codec
     rows = [
-        predict(replace(exchange, schedule=schedule, codec=codec), site)
+        predict(replace(exchange, schedule=schedule, codec=codec, gradients=False), site)
         for schedule in schedules.values()
         for codec in named.values()
     ]

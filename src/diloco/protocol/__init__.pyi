@@ -59,6 +59,7 @@ from .messages import speed_message as speed_message
 from .messages import view_message as view_message
 from .messages import view_of as view_of
 from .misbehaviour import Misbehaviour as Misbehaviour
+from .registry import MAX_NAME as MAX_NAME
 from .registry import Entry as Entry
 from .registry import Registry as Registry
 from .registry import difference as difference

@@ -10,7 +10,10 @@ from diloco.errors import RendezvousError
 from diloco.protocol.fields import Fields
 from diloco.units import visible
 
-__all__ = ["Entry", "Registry", "difference", "entries_message", "entries_of"]
+__all__ = ["MAX_NAME", "Entry", "Registry", "difference", "entries_message", "entries_of"]
+
+MAX_NAME = 32
+"""The most characters of the name of a replica."""
 
 _MOST_PLACES = 16
 _MOST_FACT = 500
@@ -27,6 +30,7 @@ class Entry:
     facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks: name -> value
     held_step: int = -1  # the newest step of which the rank has a checkpoint; -1 for none
     places: tuple[str, ...] = ()  # further addresses of the rank, in the network's own format
+    name: str = ""  # what people call it
 
     def to_message(self) -> dict[str, Any]:
         """Convert to JSON."""
@@ -36,6 +40,7 @@ class Entry:
             "facts": dict(self.facts),
             "held_step": self.held_step,
             "places": list(self.places),
+            "name": self.name,
         }
 
     @classmethod
@@ -48,6 +53,7 @@ class Entry:
             fields.texts("facts"),
             fields.integer("held_step", -1),
             fields.list_of_texts("places", _MOST_PLACES),
+            fields.printable("name", MAX_NAME) if "name" in message else "",
         )
 
 

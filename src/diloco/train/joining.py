@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from diloco.checkpoint import Checkpoint, open_checkpoint
-from diloco.errors import CheckpointError, ConfigurationError, RunOverError, TransportError
+from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.local_replica import Replica
@@ -81,7 +81,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     """
     step = session.totals.steps
     if notice := fleet.take_notices():
-        emit(Note(step=step, text=notice))
+        emit(Note(step=step, text=notice, detail=True))
     for news in fleet.take_news():
         now = news.view.members if news.view else ()
         left = set(news.previous.members) - set(now)
@@ -95,6 +95,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 left=tuple(sorted(left)),
                 lost=tuple(sorted(left - {replica for replica, _ in news.left})),
                 reason=news.reason,
+                names=fleet.names(),
             )
         )
     lost = fleet.failure is not None
@@ -111,7 +112,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 with stop.interrupting():
                     fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
                 break
-            except RunOverError:
+            except RunFinishedError:
                 raise
             except TransportError as error:
                 emit(Note(step=session.totals.steps, text=f"Rejoining failed and is tried again: {error}"))
@@ -119,12 +120,12 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 time.sleep(_RETRY_S)
     except StopAsked:
         return
-    except RunOverError as error:
+    except RunFinishedError as error:
         emit(Note(step=step, text=f"{error} The work that this replica has not shared is in its checkpoint."))
         stop.ask(OVER)
         return
-    how = "has rejoined" if len(fleet.view.members) > 1 else "continues alone"
-    emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
+    how = "has rejoined the others" if len(fleet.view.members) > 1 else "continues alone"
+    emit(Note(step=session.totals.steps, text=f"This replica {how}."))
 
 
 def rejoin(

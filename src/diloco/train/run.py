@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,8 @@ from diloco.model import (
 from diloco.outer import frozen_digests
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outline, stored_definition
-from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import make_pace
+from diloco.train.environment import describe_environment
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.joining import find_beginning, follow_views
@@ -239,26 +240,23 @@ class _Run:
         return agreed is not None
 
     def _train_step(self) -> None:
-        epochs = self._epochs()
+        epochs = self.session.epochs
         done = self.session.step()
         if self.peers and done.trained:
             mine = self.settings.train.batch_size * self.settings.train.sequence_length
             self.peers.note(loss=done.loss, tokens_per_s=mine / max(1e-9, done.step_s))
         self.emit(done)
-        for name, epoch in self._epochs().items():
-            if epoch > epochs.get(name, epoch):
+        for name, epoch in self.session.epochs.items():
+            if epoch == 2 and epochs.get(name) == 1:
                 source = f"source {name!r}" if name else "the data"
-                self.emit(Note(step=self.step, text=f"All of {source} has been read. Epoch {epoch + 1} of it begins."))
-
-    def _epochs(self) -> dict[str, int]:
-        """Return how often each data source has been read completely."""
-        return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
+                self.emit(Note(step=self.step, text=f"All of {source} has been read, and is now read again."))
 
     def _count_time(self) -> None:
         self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
 
     def _emit_start(self, notes: Sequence[str]) -> None:
-        settings, session = self.settings, self.session
+        settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
+        facts, details = run_facts(session, self.folder)
         self.emit(
             RunStarted(
                 step=self.step,
@@ -273,14 +271,22 @@ class _Run:
                 data_parallel_bytes_per_step=data_parallel_bytes(
                     session.replicas[0].model.num_trained(), settings.network.replicas, 1
                 ),
-                facts=run_facts(session, self.folder),
+                facts=facts,
+                details=details,
+                names=session.fleet.names(),
+                best_heldout_loss=session.totals.best_heldout_loss,
+                rounds_committed=first.rounds_committed if first else 0,
+                rounds_void=first.rounds_void if first else 0,
             )
         )
         for note in notes:
             self.emit(Note(step=self.step, text=note))
 
     def _evaluate(self, *, final: bool) -> Evaluated:
-        evaluation = evaluate_session(self.session, final=final)
+        evaluation, totals = evaluate_session(self.session, final=final), self.session.totals
+        if math.isfinite(evaluation.heldout_loss):
+            best = totals.best_heldout_loss
+            totals.best_heldout_loss = min(evaluation.heldout_loss, math.inf if best is None else best)
         self.emit(evaluation)
         return evaluation
 

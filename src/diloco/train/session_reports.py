@@ -80,23 +80,15 @@ def model_fingerprint(parameters: Mapping[str, Tensor]) -> str:
     return f"{numel:,} parameters of {dtypes}, {digest.hexdigest()}"
 
 
-def run_facts(session: Session, folder: Path) -> dict[str, str]:
-    """Return the facts to show when a run in ``folder`` starts, by name."""
-    model = session.replicas[0].model
-    return {
-        "data": session.corpus.description(),
-        "device": _device(session),
-        **describe(session.settings, model),
-        **session.fleet.facts(),
-        **_kernels(session),
-        "run folder": str(folder),
-    }
-
-
-def _kernels(session: Session) -> dict[str, str]:
-    """Name the implementation of a block-wise codec on CPU tensors; other codecs have no kernels of their own."""
+def run_facts(session: Session, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what to show when a run in ``folder`` starts, and details, each by name."""
+    facts, details = describe(session.settings, session.replicas[0].model)
+    data, _, more = session.corpus.description().partition("; ")
     codec = make_configured_codec(session.settings.sync)
-    return {"codec kernels": codec.implementation} if codec.parameters() else {}
+    if codec.parameters():  # block-wise
+        details["codec kernels"] = codec.implementation
+    facts = {"data": data, **facts, "device": _device(session), **session.fleet.facts(), "run folder": str(folder)}
+    return facts, {"further data": more, **details, **session.fleet.details()}
 
 
 def _device(session: Session) -> str:

@@ -38,6 +38,8 @@ class NetworkSettings:
     """After a loss, training continues only if at least this many replicas are left."""
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """hivemind: name of the run; peers that give the same name train together."""
+    name: Annotated[str | None, arg(aliases=["--name"])] = None
+    """hivemind: what the other peers call this replica, at most 32 characters. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
     """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers, as they
     print them. Default: this is the first."""

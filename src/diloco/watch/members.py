@@ -97,5 +97,5 @@ def _state(run: RunHistory, replica: int, process: ProcessHistory | None) -> str
 
 
 def _codec(run: RunHistory) -> str:
-    facts = run.first.started.get("facts")
-    return text(facts, "codec") if isinstance(facts, dict) else ""
+    details = run.first.started.get("details")
+    return text(details, "codec") if isinstance(details, dict) else ""

@@ -67,7 +67,15 @@ class Fleet(abc.ABC):
         return None
 
     def facts(self) -> dict[str, str]:
-        """Return facts about the connection to the other replicas, to print by name."""
+        """Return what identifies this replica, to print at the start, by name."""
+        return {}
+
+    def details(self) -> dict[str, str]:
+        """Return facts about the connection to the other replicas, by name."""
+        return {}
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the replicas that have one, by number; no two are the same."""
         return {}
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
 from diloco.errors import ConfigurationError
+from diloco.protocol import MAX_NAME
 from diloco.train.components import make_links
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.fleet.torch_fleet import TorchFleet
@@ -35,6 +37,7 @@ from diloco.transport import (
     parse_address,
     read_secret,
 )
+from diloco.units import visible
 from diloco.waiting import waiting_for
 
 __all__ = ["connect_peer", "connect_rank"]
@@ -95,6 +98,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
             direct_port=last if last > first else 0,
         ),
         replica=network.replica,
+        name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
     wire = Wire(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from diloco.data import Assignment, Shares
 from diloco.events import Event, StateFetched
-from diloco.membership import LastViews, NextView, consequences
+from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.resuming import Held
@@ -61,7 +62,6 @@ class SwarmFleet(PeerFleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self.threads = threads
-        self.join_command = ""  # the command with which others join, up to the addresses
         self.left_at: tuple[str, ...] = ()  # once it has left: addresses at which the run goes on without it
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -182,15 +182,21 @@ class SwarmFleet(PeerFleet):
     def _streams(self) -> PeerStreams:
         return cast(PeerStreams, self.transport.connections.streams)
 
-    def invitation(self) -> tuple[str, ...]:
-        """Return the lines that tell other operators how to join."""
+    def invitation(self) -> str:
+        """Return the end of the command with which others join: ``--join`` and addresses; "" if there are none."""
         found = self.addresses()
-        if not found:
-            return (
-                f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} does not listen at any "
-                "address",
-            )
-        return ("diloco: others join with", *(f"  {self.join_command} {address}" for address in found))
+        outside = [address for address in found if not address.startswith("/ip4/127.")]
+        return f"--join {' '.join(outside or found)}" if found else ""
+
+    def names(self) -> dict[str, str]:
+        known = {self.transport.replica: self._place.name}
+        known |= {entry.rank: entry.name for entry in self.transport.known_entries()}
+        often = Counter(known.values())
+        return {
+            str(number): name if often[name] == 1 else f"{name}/{number % 10_000}"
+            for number, name in known.items()
+            if name
+        }
 
     def beginning(self) -> tuple[str, ...]:
         """Return lines about the use of the checkpoint from which this replica could resume; none without one."""
@@ -209,23 +215,21 @@ class SwarmFleet(PeerFleet):
         )
 
     def facts(self) -> dict[str, str]:
-        transport, addresses, run = self.transport, self.addresses(), self._place.admission.run
-        clock, off_s = {}, self._streams.node.clock_off_s
+        name, run = self.names().get(str(self.transport.replica), "it"), self._place.admission.run
+        return {"replica": f"{name}, of {self.num_members} in run {run!r}"}
+
+    def details(self) -> dict[str, str]:
+        transport, clock, off_s = self.transport, {}, self._streams.node.clock_off_s
         if abs(off_s) >= _CLOCK_OFF_S:
             side = "ahead of" if off_s > 0 else "behind"
             clock = {"clock": f"{abs(off_s):,.0f} s {side} the clocks of the others, which does no harm"}
-        join = f"{self.join_command} {addresses[0]}" if addresses else "(not possible)"
         return {
-            "replica": f"{transport.replica}, peer {transport.address}",
-            "swarm": f"{self.connected.swarm} of run {run!r}, {self.num_members} replicas",
-            "others join by": join,
-            "listens at": ", ".join(addresses) or "no address: it opens all connections itself",
+            "number": f"{transport.replica}, peer {transport.address}",
+            "swarm": self.connected.swarm,
+            "listens at": ", ".join(self.addresses()) or "no address: it opens all connections itself",
             "payload links": self._streams.direct_description,
             **clock,
-            "lost replicas": (
-                f"detected when their connection ends, or after {transport.timing.silence_s:g} s of silence; "
-                f"{consequences(transport.policies.quorum, max(self._start_replicas, self.num_members))}"
-            ),
+            "lost replicas": f"noticed after at most {transport.timing.silence_s:g} s; the others then continue",
         }
 
     # The shares of the data.

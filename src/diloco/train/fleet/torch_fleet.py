@@ -69,9 +69,12 @@ class TorchFleet(PeerFleet):
         return transport.stop_step()
 
     def facts(self) -> dict[str, str]:
-        return self._ask(self._facts)
+        return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
 
-    def _facts(self) -> dict[str, str]:
+    def details(self) -> dict[str, str]:
+        return self._ask(self._details)
+
+    def _details(self) -> dict[str, str]:
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
         streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
@@ -79,11 +82,10 @@ class TorchFleet(PeerFleet):
         if self.rejoins:
             others += ", and the lost replica rejoins them by itself"
         return {
-            "replica": f"{rules.replica}, in its own process; {len(entries)} processes in total",
             "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
             "payload links": f"{streams} TCP connections to each replica, pieces of {rules.piece_bytes:,} bytes",
             "lost replicas": (
-                f"detected when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
+                f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
                 f"others {others}"
             ),
         }

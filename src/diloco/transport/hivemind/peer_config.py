@@ -75,6 +75,7 @@ class SwarmPlace:
     admission: Admission  # the run's name, and the rules for admission
     node: NodePlace = field(default_factory=NodePlace)  # the peer's addresses, and the peers that it knows
     replica: int | None = None  # the replica number; None: derived from the identity
+    name: str = ""  # what people call the replica, at most `MAX_NAME` characters that print; "": its number
     swarm: str = ""  # the swarm that the peer was a member of before; "": none
     views: LastViews | None = None  # what the peer has been and promised in that swarm; None for a new process
     # how long the peer searches for the others; None: the wire's ``rendezvous_timeout_s``

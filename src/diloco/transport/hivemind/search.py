@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from diloco.errors import RendezvousError, RunOverError
+from diloco.errors import RendezvousError, RunFinishedError
 from diloco.membership import BootstrapElection, Candidates, View
 from diloco.protocol import Entry, Registry
 from diloco.transport.connections.backoff import Backoff
@@ -53,7 +53,8 @@ class Announcer:
     async def refresh(self) -> None:
         """Update this peer's entry in the registry, as the addresses at which it can be reached may have changed."""
         places = await self._node.addresses()
-        entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places)
+        name = self._place.name
+        entry = Entry(self._number, self._node.peer_id, self._facts, self._held_step, places, name)
         self._registry.entries[self._number] = entry
 
     async def announce(self) -> None:
@@ -202,7 +203,7 @@ class Search:
         """Raise if the records only show that the swarm to join has finished."""
         ours = [record for record in records if record.swarm and self._place.swarm in ("", record.swarm)]
         if any(record.finished for record in ours) and (self._place.swarm or self._election.held_step < 0):
-            raise RunOverError(
+            raise RunFinishedError(
                 f"the others have finished run {self._run!r}, and no member is left to join. To train more, resume "
                 "from a checkpoint of the run with more steps, or choose another name for the run."
             )

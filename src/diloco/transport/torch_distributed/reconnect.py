@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.errors import RendezvousError, RunOverError, TransportError
+from diloco.errors import RendezvousError, RunFinishedError, TransportError
 from diloco.membership import BootstrapElection, Candidate, View
 from diloco.protocol import Entry, Fields, Registry, entries_message, entries_of, view_message, view_of
 from diloco.transport.address import Address, parse_address
@@ -161,7 +161,7 @@ class Reconnection:
                 if members := await self._connected_members(answer):
                     return View(-1, members), Fields(answer).integer("step")
             if self._transport.run_is_over and not running:
-                raise RunOverError("the others have finished the run, and no member is left to join.")
+                raise RunFinishedError("the others have finished the run, and no member is left to join.")
             if not running and (view := self._election.founds(self._looking, asked_s - began_s)):
                 return view, None
             if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):

@@ -1,0 +1,223 @@
+"""The consoles: plain lines, and a display that is redrawn with lines for notable events above it."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from diloco import events
+from diloco.monitor import LiveConsole, PlainConsole
+from tests.monitor.made_events import committed, evaluated, sent, started, step, void
+
+REASON = "fragment 1, outer step 0 is void: 1 of 2 contributions are usable, 2 are needed."
+
+
+def story() -> Iterator[tuple[float, events.Event]]:
+    """Yield (seconds since the previous event, event) of a run of 20 steps, two replicas and two fragments."""
+    facts = {"rounds": "2 fragments every 10 steps"}
+    fields = {"algorithm": "streaming", "parameters": 1_086_720, "tokens_per_step": 2048}
+    yield 0.0, started(total_steps=20, facts=facts, details={"codec": "fp4"}, **fields)
+    for number in range(1, 21):
+        yield 0.5, told(number, 3.0 - 0.05 * number)
+        for replica in (0, 1):
+            if number in (5, 15):
+                yield 0.0, sent(replica, 1, number // 10, step=number)
+            if number == 6:
+                yield 0.0, void(replica, 1, 0, REASON, step=number)
+            if number == 16:
+                yield 0.0, committed(replica, 1, 1, step=number)
+        if number == 8:
+            yield 0.3, events.CheckpointSaved(step=8, path="runs/heron/step-8", size_bytes=52_345_678, save_s=0.3)
+        if number in (10, 20):
+            yield 2.0, evaluated(number, 2.5, final=number == 20)
+    yield (
+        0.0,
+        events.SampleGenerated(step=20, prompt="def ", text="[bold]f[/bold](x):\n\treturn \x1b[31mx\r\n", final=True),
+    )
+    summary = {"heldout_loss": 2.5, "perplexity": 12.18, "tokens": 40_960, "steps": 20, "wall_s": 14.3}
+    summary |= {"sent_bytes_per_replica": 12_000_000, "data_parallel_bytes_per_replica": 4_944_000_000}
+    summary |= {"rounds_committed": 1, "rounds_void": 1, "global_params_digest": "a1b2c3d4", "out": "runs/my heron"}
+    yield 0.0, events.RunFinished(step=20, summary=summary)
+
+
+def told(number: int, loss: float = 3.0, **fields: object) -> events.StepFinished:
+    usual = {"learning_rate": 4e-4, "tokens": 2048 * number, "sent_bytes": 600_000 * number, "epoch": 1 + number // 9}
+    return step(number, loss, **{**usual, "compute_utilization": 0.991, **fields})
+
+
+class Clock:
+    """A clock that a test advances."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def tell(sink: PlainConsole | LiveConsole, clock: Clock, until: int = 100) -> None:
+    for seconds, event in story():
+        if event.step > until:
+            return
+        clock.now_s += seconds
+        sink.handle(event)
+
+
+PLAIN = f"""\
+streaming, 2 replicas, 1.1M parameters, 20 steps of 2,048 tokens
+  rounds  2 fragments every 10 steps
+ step     loss perplexity epoch tokens/s     sent compute   left
+ 6/20  round void: {REASON}
+ 8/20   2.7616      15.82     1     4.1K   4.8 MB  99.1 %   6.0s
+ 8/20  checkpoint runs/heron/step-8 (52.3 MB in 300ms)
+10/20   2.7039      14.94     2     4.1K   6.0 MB  99.1 %   5.3s
+10/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (best)
+16/20   2.5211      12.44     2     4.1K   9.6 MB  99.1 %   2.6s
+20/20   2.3912      10.93     3     4.1K  12.0 MB  99.1 %     0s
+20/20  held-out loss 2.5000  perplexity 12.18  3.6067 bits per byte  (final)
+
+sample, prompt 'def '
+  def [bold]f[/bold](x):
+  \treturn \\x1b[31mx\\r
+
+finished
+  held-out loss  2.5000 nats per token, perplexity 12.18
+  trained        20 steps, 41.0K tokens, in 14s
+  sent           12.0 MB per replica; data-parallel: 4.9 GB, 412x as much
+  rounds         1 committed, 1 void
+  digest         a1b2c3d4
+  run folder     runs/my heron
+  curves         diloco watch 'runs/my heron'
+  TensorBoard    --sinks tensorboard (pip install 'diloco[monitor]')
+"""
+
+
+def test_plain_output_of_a_whole_run() -> None:
+    assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
+    stream, clock = io.StringIO(), Clock()
+    tell(PlainConsole(stream, every_steps=8, clock=clock, hint=True), clock)
+    assert stream.getvalue() == PLAIN
+
+
+def test_details_come_with_verbose_and_hints_only_without_trackers() -> None:
+    stream, clock = io.StringIO(), Clock()
+    tell(PlainConsole(stream, every_steps=8, clock=clock, verbose=True), clock)
+    assert "  codec   fp4\n" in stream.getvalue()
+    assert "TensorBoard" not in stream.getvalue()
+
+
+def test_the_use_of_the_devices_peak_has_a_column_where_it_is_known() -> None:
+    stream = io.StringIO()
+    sink = PlainConsole(stream, every_steps=1)
+    for event in (started(peak_flops_per_s=1e15), told(1), told(2, model_flops_utilization=0.4567)):
+        sink.handle(event)
+    head, first, second = stream.getvalue().splitlines()[-3:]
+    column = head.index("MFU") + 3
+    assert (first[:column].split()[-1], second[:column].split()[-2:]) == ("-", ["45.7", "%"])
+    assert max(map(len, (head, first, second))) <= 80
+
+
+def test_every_plain_line_is_flushed_and_written_as_the_stream_can() -> None:
+    raw = io.BytesIO()
+    sink = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"), every_steps=1)
+    sink.handle(events.Note(step=3, text="naïve \ud800"))
+    assert raw.getvalue() == b"3/0  na\\xefve \\ud800\n"
+
+
+def test_an_interrupted_run_tells_where_it_stopped() -> None:
+    stream, clock = io.StringIO(), Clock()
+    sink = PlainConsole(stream, every_steps=8, clock=clock)
+    tell(sink, clock, until=4)
+    sink.handle(events.Interrupted(step=4, signal="SIGINT"))
+    sink.handle(events.RunFinished(step=4, summary={"heldout_loss": None, "sent_bytes_per_replica": 0}))
+    *_, row, note, _, stopped, traffic = stream.getvalue().splitlines()
+    assert row.startswith(" 4/20   2.8718")
+    assert note == " 4/20  SIGINT: the state has been saved and the run stops"
+    assert (stopped, traffic) == ("stopped after step 4 of 20", "  sent  0 B per replica")
+
+
+def terminal(width: int = 80, **options: object) -> tuple[io.StringIO, Clock, LiveConsole]:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(file=stream, force_terminal=True, width=width, height=50, color_system=None)
+    return stream, clock, LiveConsole(console, clock=clock, **options)
+
+
+def picture(text: str) -> list[str]:
+    """Return the last drawing of the display in the output sent to a terminal."""
+    return text[text.rindex("\x1b[2K") + len("\x1b[2K") :].splitlines()[:3]
+
+
+def test_the_live_display_half_way() -> None:
+    stream, clock, sink = terminal()
+    tell(sink, clock, until=15)
+    sink.close()
+    # 39.5 of 53 cells are filled; five steps are left, 14 took 9.3 s
+    assert picture(stream.getvalue()) == [
+        "15/20   75 %    3.3s left  " + "\u2501" * 39 + "\u2578",
+        "loss 2.5526 (perplexity 12.84)  held-out 2.5000 (best 2.5000)  epoch 2",
+        "4.1K tokens/s  99.1 % compute  rounds 0, void 1  9.0 MB sent  lr 4.0e-04",
+    ]
+    kept = stream.getvalue()
+    for words in ("round void: " + REASON, "checkpoint runs/heron/step-8", "perplexity 12.18", "  rounds  2 fragments"):
+        assert kept.count(words) == 1
+
+
+@pytest.mark.parametrize("width", [20, 79])
+def test_the_live_display_stays_within_a_narrow_terminal(width: int) -> None:
+    stream, clock, sink = terminal(width)
+    tell(sink, clock, until=15)
+    sink.close()
+    assert max(map(len, picture(stream.getvalue()))) <= width
+
+
+def test_the_summary_and_the_sample_follow_the_last_picture() -> None:
+    stream, clock, sink = terminal()
+    tell(sink, clock)
+    end = stream.getvalue()[stream.getvalue().rindex("tokens/s") :]
+    assert end.index("(final)") < end.index("\nsample") < end.index("\nfinished\n")
+    assert "  def [bold]f[/bold](x):\n" in end
+    assert "return \\x1b[31mx\\r" in end
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e9])
+def test_a_run_gone_wrong_is_still_shown(loss: float) -> None:
+    stream, _, live = terminal(100, refresh_s=0.0)
+    for sink in (live, PlainConsole(plain := io.StringIO(), every_steps=1)):
+        for event in (started(), told(1, loss), evaluated(1, loss, perplexity=math.inf, bits_per_byte=loss)):
+            sink.handle(event)
+        sink.close()
+    for text in (stream.getvalue(), plain.getvalue()):
+        assert f"held-out loss {loss:.4f}  perplexity inf" in text
+    assert f"loss {loss:.4f} (perplexity" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Note(step=1, text="[red]no[/red] [/]\x1b]0;title\x07"),
+        void(0, 0, 0, "[red]no[/red] [/]\x1b]0;title\x07"),
+        started(facts={"a": "[red]no[/red] [/]\x1b]0;title\x07"}),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_markup_and_control_characters_are_shown_not_obeyed(event: events.Event) -> None:
+    stream, _, sink = terminal(100)
+    sink.handle(event)
+    sink.close()
+    assert "[red]no[/red] [/]\\x1b]0;title\\x07" in stream.getvalue()
+
+
+def test_closing_gives_back_the_cursor_and_the_standard_streams() -> None:
+    stdout, stderr = sys.stdout, sys.stderr
+    stream, clock, sink = terminal()
+    tell(sink, clock, until=3)
+    assert sys.stdout is not stdout
+    assert stream.getvalue().rindex("\x1b[?25l") > stream.getvalue().rfind("\x1b[?25h")
+    sink.close()
+    sink.close()
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")

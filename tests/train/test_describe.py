@@ -1,0 +1,63 @@
+"""The facts printed before a run agree with the components of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco.algorithm import data_parallel_bytes, make_codec, partition, plan_exchange
+from diloco.config import build
+from diloco.model import ModelSettings, Transformer, build_model
+from diloco.train import RunSettings, describe, resolve
+from diloco.units import format_bytes, format_ratio
+from tests.command_lines import dotted
+
+MODEL = ModelSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return build_model(MODEL, seed=0, device="meta")
+
+
+def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
+    facts, details = describe(resolve(build(RunSettings, dotted(values)), num_layers=4), model)
+    assert len(facts) <= 4
+    return facts | details
+
+
+def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Transformer) -> None:
+    facts = facts_of(model, schedule__inner_steps=10, train__steps=100, transport__replicas=3, codec__name="int8")
+    assert facts["rounds"] == "3 fragments every 10 steps as int8"
+    codec = make_codec("int8", block_size=256)
+    sizes = [fragment.numel for fragment in partition(model, num_fragments=3)]
+    plans = [plan_exchange(codec, size, 3) for size in sizes]
+    # offsets 0, 3, 6: sends at 10..100, 13..93, 16..96
+    for step, count, plan in zip((10, 13, 16), (10, 9, 9), plans, strict=True):
+        assert f"from step {step} on, {count} x {format_bytes(plan.mean_bytes)}" in facts["fragments"]
+    sent = sum(n * plan.mean_bytes for n, plan in zip((10, 9, 9), plans, strict=True))
+    baseline = data_parallel_bytes(sum(sizes), 3, 1)
+    assert facts["traffic"] == (
+        f"{format_bytes(sent / 100)} per replica and step (data-parallel: {format_bytes(baseline)}, "
+        f"{format_ratio(baseline * 100 / sent)} as much)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "fragments", "traffic"),
+    [(35, "from step 30 on, 1 x ", " as much)"), (20, "from step 30 on, 0 x ", "0 B per replica and step (data-par")],
+)
+def test_a_shared_start_shifts_the_schedule(model: Transformer, steps: int, fragments: str, traffic: str) -> None:
+    start = {"algorithm": "diloco", "train__data_parallel_steps": 20, "inner__warmup_steps": 0}
+    facts = facts_of(model, schedule__inner_steps=10, train__steps=steps, **start)
+    assert facts["rounds"].startswith("20 data-parallel steps, then the model every 10 steps as ")
+    assert fragments in facts["fragments"]
+    assert traffic in facts["traffic"]
+
+
+def test_data_parallel_training_sends_gradients(model: Transformer) -> None:
+    assert "traffic" not in facts_of(model, algorithm="none")
+    facts = facts_of(model, algorithm="data-parallel", codec__name="bfloat16")
+    assert facts["traffic"].startswith("gradients as bfloat16: ")
+    assert "rounds" not in facts
