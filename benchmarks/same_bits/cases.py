@@ -15,14 +15,16 @@ from diloco.model import get_preset, preset_names
 __all__ = ["CASES", "NORMED", "Case", "write_text"]
 
 COMMON = """
---train.threads 1 --train.device cpu --train.sequence-length 16 --train.batch-size 2 --train.gradient-accumulation 1
---inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8 --evaluation.sample-tokens 4
+ --device cpu --sequence-length 16 --batch-size 2 --train.gradient-accumulation 1
+--inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8
 --checkpoint.every-steps 0 --monitor.console quiet
 """
-SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --inner.learning-rate 1e-2 --inner.warmup-steps 2"
-DECODER = "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2"
+SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --learning-rate 1e-2 --optimizer.warmup-steps 2"
+DECODER = (
+    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2"
+)
 STREAMING = "--fragments 3 --overlap-steps 2"
-FEEDBACK = f"{STREAMING} --codec.error-feedback"
+FEEDBACK = f"{STREAMING} --error-feedback 1"
 NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
 """A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
@@ -66,7 +68,7 @@ def small(name: str, flags: str, transport: Transport = "in-process", stop_after
 
 def presets() -> list[Case]:
     """Return each preset for ten steps. Those larger than 14m get at most eight layers and heads of eight channels."""
-    common = "--steps 10 --data.bpe-vocab-size 270 --model.vocab-size 270 --replicas 2"
+    common = "--steps 10 --data.bpe-vocab-size 270 --model.arguments.vocab-size 270 --replicas 2"
     cases = []
     for name in preset_names():
         model = get_preset(name).model
@@ -100,30 +102,34 @@ CASES = (
     small("codec int8, error feedback", f"{FEEDBACK} --codec int8"),
     small("codec fp4, error feedback", FEEDBACK, stop_after=IN_FLIGHT),
     small("merge alpha 0.5", f"{STREAMING} --merge-alpha 0.5", stop_after=IN_FLIGHT),
-    small("outer adam, three replicas", f"{STREAMING} --outer.name adam --replicas 3", stop_after=IN_FLIGHT),
-    small("outer sgd, cosine", f"{STREAMING} --outer.name sgd --outer.learning-rate-schedule cosine"),
-    small("outer momentum warm-up", f"{STREAMING} --outer.momentum-warmup-outer-steps 3"),
-    small("clipped", f"{STREAMING} --outer.max-norm 0.01 --replicas 3"),
+    small("outer adam, three replicas", f"{STREAMING} --sync.outer adam --replicas 3", stop_after=IN_FLIGHT),
+    small("outer sgd, cosine", f"{STREAMING} --sync.outer sgd --sync.arguments.outer.schedule cosine"),
+    small("outer momentum warm-up", f"{STREAMING} --sync.arguments.outer.momentum-warmup 3"),
+    small("clipped", f"{STREAMING} --sync.arguments.average.max-norm 0.01 --replicas 3"),
     small("buffers", f"{NORMED} --fragments 2 --overlap-steps 2", stop_after=IN_FLIGHT),
     small("buffers, data-parallel", f"{NORMED} --algorithm data-parallel"),
-    small("fragments in sequence", "--model.layers 6 --fragments 3 --fragments.strategy sequential"),
+    small("fragments in sequence", "--model.arguments.layers 6 --fragments 3 --sync.fragment-strategy sequential"),
     small(
         "links",
-        f"{STREAMING} --transport.bandwidth-bits-per-s 1e6 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+        f"{STREAMING} --emulate.bandwidth 1e6 --emulate.latency 0.05 --emulate.step-time 0.1",
         stop_after=IN_FLIGHT,
     ),
     *faults(),
-    small("float16", f"{STREAMING} --train.precision float16", stop_after=IN_FLIGHT),
+    small("float16", f"{STREAMING} --precision float16", stop_after=IN_FLIGHT),
     small(
         "bfloat16, accumulated, recomputed",
-        "--train.precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
+        "--precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
     ),
     small("documents apart, contiguous", "--train.document-masks --data.sharding contiguous"),
     small("read while training", f"{STREAMING} --data.streaming --data.streaming-block 4", stop_after=IN_FLIGHT),
-    small("byte-pair encoding", "--data.tokenizer bpe --data.bpe-vocab-size 270 --inner.schedule wsd"),
+    small("byte-pair encoding", "--tokenizer bpe --data.bpe-vocab-size 270 --optimizer.schedule wsd"),
     small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
     small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
-    small("torch fp4, buffers, clipped", f"{NORMED} --fragments 2 --codec fp4 --outer.max-norm 0.01", "torch"),
+    small(
+        "torch fp4, buffers, clipped",
+        f"{NORMED} --fragments 2 --codec fp4 --sync.arguments.average.max-norm 0.01",
+        "torch",
+    ),
     small("torch data-parallel", "--algorithm data-parallel --steps 6", "torch"),
     small("torch, two ranks, fsdp", f"{STREAMING} --replica-size 2", "torch", IN_FLIGHT),
     small("torch, two ranks, ddp", f"{STREAMING} --replica-size 2 --train.parallelism ddp", "torch", IN_FLIGHT),

@@ -115,8 +115,8 @@ def test_the_memory_is_what_a_replica_keeps(
     rank: int, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, lora = write_base(tmp_path), {"lora_rank": rank, "base_dtype": dtype} if rank else {}
-    flags = f"--lora.rank {rank} --model.base-dtype {dtype}" if rank else ""
-    plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --outer.name sgd {LINK}", capsys)
+    flags = f"--lora-rank {rank} --model.arguments.base-dtype {dtype}" if rank else ""
+    plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --sync.outer sgd {LINK}", capsys)
     model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)

@@ -51,8 +51,8 @@ def test_an_invitation_reads_back_as_the_run_without_private_options(
     monkeypatch.chdir(tmp_path)
     typed = shlex.split(f"--transport hivemind --run 'a $b' {run}")
     told = join_command("train", plan_run(parse_arguments(typed + PEER.split())).configuration, tmp_path)
-    diloco, train, *arguments, join = shlex.split(told)
-    assert (diloco, train, join) == ("diloco", "train", "--join")
+    diloco, train, *arguments = shlex.split(told)
+    assert (diloco, train) == ("diloco", "train")
     assert shared(arguments) == shared(typed)
     assert str(tmp_path) not in told
     assert len(arguments) <= len(typed) + 2
@@ -127,16 +127,15 @@ def test_an_empty_value_is_refused(words: str) -> None:
         ("--max-steps", "--steps"),
         ("--gpus", "--replicas"),
         ("--H", "--inner-steps"),
-        ("--optimizer.lr", "--learning-rate"),
+        ("--optimizer.lr", "--optimizer.learning-rate"),
         ("--seeds", "--seed"),
-        ("--name", "--run"),
         ("--warmup", "--optimizer.warmup-steps"),
         ("--output-dir", "--out"),
-        ("--sync.iner-steps", "--inner-steps"),
+        ("--sync.iner-steps", "--sync.inner-steps"),
         ("--step", "--steps"),
         ("--num-steps", "--steps"),
         ("--num-replicas", "--replicas"),
-        ("--train.step", "--steps"),
+        ("--train.step", "--train.steps"),
         ("--batchsize", "--batch-size"),
         ("--seq-len", "--sequence-length"),
         ("--outer-lr", "--outer-learning-rate"),

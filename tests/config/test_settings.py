@@ -38,10 +38,10 @@ def test_an_old_key_is_refused_with_what_replaces_it(old: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "new"),
     [
-        ("--replicas", "--replicas"),
-        ("--join", "--join"),
-        ("--on-loss", "--on-loss"),
-        ("--lora-rank", "--lora-rank"),
+        ("--start-replicas", "--network.replicas"),
+        ("--rendezvous", "--join"),
+        ("--on-failure", "--network.on-loss"),
+        ("--lora.rank", "--model.lora-rank"),
         ("--transport.no-pace", "nothing has to be set"),
     ],
 )
@@ -51,7 +51,7 @@ def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--network.silence 15s", "--emulate.latency 0.1", "--emulate.bandwidth 100MB", "--emulate.step-time fast"]
+    "words", ["--network.silence 15", "--emulate.latency 0.1", "--emulate.bandwidth 100MB", "--emulate.step-time fast"]
 )
 def test_a_number_without_its_unit_is_refused_with_an_example(words: str) -> None:
     with pytest.raises(ConfigurationError, match=r"with a unit, such as '(15s|100Mbit)'"):

@@ -62,7 +62,9 @@ def test_every_step_is_trained_until_the_own_speed_is_known() -> None:
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"])
+    configuration = load_configuration(
+        [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]
+    )
     settings: RunSettings = resolve(configuration, num_layers=2)
     fleet = InProcessFleet(make_transport(settings))
     corpus = build_corpus(settings.data)

@@ -85,7 +85,9 @@ class TestOptimizer:
 
     def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule(self) -> None:
         model = build_model(MODEL, seed=0)
-        settings = OptimizerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
+        settings = OptimizerSettings(
+            name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2
+        )
         optimizer = make_inner_optimizer(settings, model)
         losses = train(InnerLoop(ParallelModel(model), optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]

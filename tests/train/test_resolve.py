@@ -144,8 +144,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # what would have no effect without an outer loop
     ({"algorithm": "data-parallel", "sync.codec": "fp4"}, "sync.codec='fp4'.*--codec float32"),
     ({"algorithm": "none", "sync.codec": "float16"}, "float16.* independent replicas send nothing"),
-    ({"algorithm": "data-parallel", "sync.arguments.average.codec": "fp4"}, "mean_codec='fp4'.*only the means of streaming"),
-    ({"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0}, "only streaming and diloco send contributions"),
+    (
+        {"algorithm": "data-parallel", "sync.arguments.average.codec": "fp4"},
+        "mean_codec='fp4'.*only the means of streaming",
+    ),
+    (
+        {"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0},
+        "only streaming and diloco send contributions",
+    ),
     # codecs, averages, merge rules
     ({"sync.codec": "int9"}, "sync.codec='int9'.*did you mean 'int8'"),
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 1"),
@@ -160,7 +166,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"network.run": "mine"}, "network.run='mine' can't be used with network.transport='in-process'"),
     (PEERS | {"algorithm": "data-parallel"}, "replicas that join and leave can't average gradients at every step"),
     (PEERS | {"network.min_replicas": 2}, "start_replicas must be at least network.min_replicas=2, got 1"),
-    (PEERS | {"network.straggler": "skip", "swarm.join_window_s": 3.9}, "join_window_s must be at least 4 s .* got 3.9"),
+    (
+        PEERS | {"network.straggler": "skip", "swarm.join_window_s": 3.9},
+        "join_window_s must be at least 4 s .* got 3.9",
+    ),
     (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='hivemind'"),
     (PEERS | {"data.sharding": "contiguous"}, "sharding=.* Use 'shuffled'"),
     (PEERS | {"emulate.latency": (0.1,)}, r"latency_s=.* Use \(\)"),

@@ -152,5 +152,7 @@ AVERAGES = Registry(
     {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.average_rules:SendersMean"},
 )
 
-INNER_OPTIMIZERS = Registry("inner optimizer", "optimizer.name", "torch.optim:Optimizer", {"Muon": f"{_HERE}.muon:muon"})
+INNER_OPTIMIZERS = Registry(
+    "inner optimizer", "optimizer.name", "torch.optim:Optimizer", {"Muon": f"{_HERE}.muon:muon"}
+)
 """Those that torch.optim does not have, or not like this; its classes are known by their names."""

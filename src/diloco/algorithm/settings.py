@@ -30,19 +30,17 @@ class SyncSettings:
     inner_steps: Annotated[int, arg(aliases=["--inner-steps"])] = 100
     """Inner optimizer steps between two synchronisations of the same fragment (H)."""
     overlap_steps: Annotated[int | None, arg(aliases=["--overlap-steps"])] = None
-    """Inner steps between sending a fragment and merging its average (tau), 0 <= tau <= H. tau = H needs the rebase
-    merge. Default: 1 for streaming, 0 for diloco."""
+    """Inner steps between sending a fragment and merging its average (tau, at most H). Default: 1 for streaming, else
+    0."""
     num_fragments: Annotated[int | None, arg(aliases=["--fragments"])] = None
     """Number of fragments (P). Default: 1 for diloco; for streaming one per three layers and one for the rest."""
     fragment_strategy: Literal["strided", "sequential", "balanced"] = "strided"
     """strided or sequential: blocks of whole layers, and one fragment for all parameters outside the layers; balanced:
     parameters packed into fragments of nearly equal size. A single fragment holds the whole model."""
     codec: Annotated[str | None, arg(aliases=["--codec"])] = None
-    """float32, float16, bfloat16, int8, fp4, topk2, or module:class for your own. Default: fp4 for streaming, float32
-    for diloco."""
+    """float32, float16, bfloat16, int8, fp4, topk2, or module:class. Default: fp4 for streaming, else float32."""
     error_feedback: Annotated[float, arg(aliases=["--error-feedback"])] = 0.0
-    """How much of the codec's error is added to the next pseudo-gradient, 0..1; SparseLoCo uses 0.95. Costs 4 bytes per
-    parameter."""
+    """Share of the codec's error that is added to the next pseudo-gradient, 0..1."""
     outer: str = "nesterov"
     """Outer optimizer: nesterov (SGD with Nesterov momentum, the papers'), sgd, adam, or module:class for your own."""
     outer_learning_rate: Annotated[float | None, arg(aliases=["--outer-learning-rate"])] = None
@@ -54,7 +52,7 @@ class SyncSettings:
     or module:class for your own. Default: alpha if `merge_alpha` is given, else rebase for streaming, alpha for diloco.
     """
     merge_alpha: Annotated[float | None, arg(aliases=["--merge-alpha"])] = None
-    """Weight of the local parameters, 0..1: 0 adopts the global ones, 1 ignores them. Default: 0."""
+    """Weight of the local parameters in the merge, 0..1. Default: 0."""
     average: str = "mean"
     """mean: the weighted mean of all contributors; senders: each value averaged over the replicas that sent a nonzero
     value, for topk2; or module:class for your own. All but mean send every payload to every replica."""

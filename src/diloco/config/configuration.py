@@ -26,7 +26,6 @@ Examples:
   diloco train run.toml --steps 2000         settings from a file and from flags
   diloco train --algorithm data-parallel     the baseline, all else the same
   diloco train --resume runs/streaming-tiny  resume a stopped run
-
 A TOML file overrides the preset, and flags override both. The defaults shown are
 those of the preset tiny."""
 
@@ -42,7 +41,7 @@ class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Preset with the model and the training defaults; `diloco presets` lists all presets."""
+    """Preset of model and training; `diloco presets` lists all."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property

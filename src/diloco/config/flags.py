@@ -67,7 +67,7 @@ def parse_flags(
         shown: the values that the help shows as defaults.
         place: the name of the positional argument in the help, and its description.
         helps: key -> its help text, if it is not the docstring.
-        common: the keys that --help shows, in this order; --help-all shows all. None: those with a short flag.
+        common: the keys that --help shows, in this order; --help-all shows all. None: those whose flag has no section.
 
     Raises:
         ConfigurationError: as in `parse_options`.
@@ -79,7 +79,11 @@ def parse_flags(
     if any(map(_shows, arguments)):
         keys = list(known.values())
         if "--help-all" not in arguments:
-            keys = [key for key in keys if key.aliases] if common is None else [known[name] for name in common]
+            keys = (
+                [key for key in keys if key.aliases or not key.section]
+                if common is None
+                else [known[name] for name in common]
+            )
         words = ["--help" if word == "--help-all" else word for word in arguments]
         kind = _kind(keys, shown, helps, place, everything=len(keys) == len(known))
         _tyro(kind, command, description, words)

@@ -42,9 +42,8 @@ class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
     paths: Annotated[tuple[Path, ...], arg(aliases=["--data"])] = ()
-    """What to read: text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco
-    tokenize`, or hf:NAME[/CONFIG][:SPLIT] for a data set of the datasets library. Default: the standard library of the
-    running Python."""
+    """Text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco tokenize`, or
+    hf:NAME[/CONFIG][:SPLIT]. Default: the standard library of the running Python."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
     format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
@@ -57,8 +56,7 @@ class DataSettings:
     skip_bad: bool = False
     """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
     tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
-    """bytes; bpe or bpe:SIZE (a byte-level BPE of SIZE tokens, 4096 by default, trained on the training text); the path
-    of a tokenizer.json; or hf:NAME."""
+    """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME."""
     heldout_fraction: float = 0.02
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
     streaming: bool = False

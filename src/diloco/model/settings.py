@@ -75,15 +75,14 @@ class ModelSection:
     """The section ``model`` of the settings of a run: which model to train, and how."""
 
     source: Annotated[str | None, arg(aliases=["--model"])] = None
-    """hf:PATH_OR_NAME for a causal language model of transformers, or module:function for your own. Default: the native
-    decoder of the preset."""
+    """hf:PATH_OR_NAME for a causal model of transformers, or module:function. Default: the decoder of the preset."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """A table of what else describes the model. Native decoder: its sizes (layers, width, ffn_width, heads, kv_heads,
     ffn, vocab_size, max_sequence_length, rope_theta, norm_epsilon, qk_norm, z_loss, tie_embeddings). module:function:
     arguments of the function. hf: changes to the model's configuration, and weights (stored or fresh), z_loss,
     lora_alpha (twice the rank), lora_dropout, lora_targets (all-linear), base_dtype of the frozen weights (float32)."""
     lora_rank: Annotated[int, arg(aliases=["--lora-rank"])] = 0
-    """With an hf: model: train only low-rank adapters of this rank (LoRA) next to frozen weights. 0: all weights."""
+    """With an hf: model: train only adapters of this rank (LoRA) next to frozen weights. 0: all weights."""
     quantization: Annotated[Literal["nf4", "int8"] | None, arg(aliases=["--quantization"])] = None
     """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA)."""
 

@@ -53,7 +53,9 @@ def describe(settings: RunSettings, model: LanguageModel) -> tuple[Facts, Facts]
         details["inner optimizer"] = optimizer
     batch, replicas = f"{train.batch_size} sequences x {train.sequence_length} tokens", settings.network.replicas
     details["batch"] = f"{replicas} replicas x {batch}"
-    memory = round(bytes_per_trained(settings) * trained + bytes_per_frozen(settings.model.settings) * (total - trained))
+    memory = round(
+        bytes_per_trained(settings) * trained + bytes_per_frozen(settings.model.settings) * (total - trained)
+    )
     details["memory"] = f"{format_bytes(memory)} per replica, without activations"
     details["evaluation"] = _every(settings.evaluation.every_steps)
     details["checkpoints"] = f"{_every(settings.checkpoint.every_steps)}, the last {settings.checkpoint.keep} kept"
@@ -63,7 +65,11 @@ def describe(settings: RunSettings, model: LanguageModel) -> tuple[Facts, Facts]
 def _describe_rounds(settings: RunSettings, model: LanguageModel, facts: Facts, details: Facts) -> None:
     """Add the facts of an algorithm with an outer loop."""
     start, replicas = settings.train.data_parallel_steps, settings.network.replicas
-    schedule, codec, mean = make_schedule(settings), make_configured_codec(settings.sync), make_mean_encoding(settings.sync)
+    schedule, codec, mean = (
+        make_schedule(settings),
+        make_configured_codec(settings.sync),
+        make_mean_encoding(settings.sync),
+    )
     local_steps, whole = settings.train.steps - start, settings.sync.whole_contributions
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]

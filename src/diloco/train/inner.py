@@ -179,7 +179,7 @@ class InnerLoop:
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
                 f"The gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. Resume from the "
-                "last checkpoint or restart the run, with a lower learning rate, a smaller clip_norm or a wider precision."
+                "last checkpoint or restart the run, with a lower learning rate, a smaller clip_norm or more precision."
             )
         if finite and not skip:
             if not self.masked:

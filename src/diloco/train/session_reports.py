@@ -140,7 +140,7 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
                 tokenizer.encode(prompt) or [tokenizer.eos_id],
                 generator,
                 max_new_tokens=SAMPLE_TOKENS,
-                stop_token=tokenizer.eos_id,
+                stop_tokens=[tokenizer.eos_id],
                 window=session.settings.train.sequence_length,
                 agreed=session.fleet.group.share,
             )

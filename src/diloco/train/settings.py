@@ -58,7 +58,7 @@ class TrainSettings:
     steps: Annotated[int, arg(aliases=["--steps"])] = 1000
     """Inner steps of the whole run. Learning-rate schedules span them."""
     stop_after: Annotated[int | None, arg(aliases=["--stop-after"])] = None
-    """Save and stop after this step. The schedules still span `steps`."""
+    """Save and stop after this step."""
     batch_size: Annotated[int, arg(aliases=["--batch-size"])] = 4
     """Sequences per replica and inner step."""
     gradient_accumulation: int = 1
@@ -66,9 +66,9 @@ class TrainSettings:
     sequence_length: Annotated[int, arg(aliases=["--sequence-length"])] = 128
     """Tokens per sequence."""
     precision: Annotated[Literal["float32", "bfloat16", "float16"], arg(aliases=["--precision"])] = "float32"
-    """Autocast type of the forward pass. float16 uses a gradient scaler. Parameters stay float32."""
+    """Autocast type of the forward pass. Parameters stay float32."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
-    """cpu, cuda, cuda:N, mps (Apple), or auto (cuda if available, else mps, else cpu)."""
+    """cpu, cuda, cuda:N, mps, or auto."""
     global_device: Literal["model", "cpu"] = "model"
     """Where global parameters and outer state are kept. model: on the model's device; cpu: in (pinned) host memory."""
     parallelism: Literal["fsdp", "ddp"] = "fsdp"
@@ -79,10 +79,9 @@ class TrainSettings:
     """Recompute activations of a block in the backward pass instead of keeping them. full: all of them; selective: all
     except the outputs of matrix products and attention. The results are the same bits."""
     data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
-    """Start with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
+    """Start with this many shared data-parallel steps."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
-    """Start from the global parameters of this checkpoint, run folder or .safetensors file, or from a folder of
-    transformers (Llama, Qwen3, Arcee, Apertus) with its sizes and tokenizer."""
+    """Start from the parameters of a run or checkpoint, a .safetensors file, or a folder of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +90,9 @@ class OptimizerSettings:
 
     name: str = "AdamW"
     """A class of torch.optim, or your own as module:Class. With Muon, the hidden matrices use Muon; embeddings, the
-    head and vectors use AdamW."""
+    head and vectors use AdamW, whose rate times `matrix_lr_ratio` (10) is that of Muon."""
     learning_rate: Annotated[float, arg(aliases=["--learning-rate"])] = 4e-4
-    """Peak learning rate; with Muon that of AdamW, and hidden matrices use `matrix_lr_ratio` (10) times it."""
+    """Peak learning rate (of AdamW, if the optimizer is Muon)."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
     """Further arguments for the optimizer's class, as a table."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -140,9 +139,9 @@ class RunSettings:
     """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
-    """Run folder. Default: runs/RUN in a swarm, otherwise runs/ALGORITHM-PRESET; with a number if that exists."""
+    """Run folder. Default: runs/ALGORITHM-PRESET, or runs/RUN in a swarm, with a number if it exists."""
     seed: int = 0
-    """Seed of the initial weights, the data order and every replica's random generators."""
+    """Seed of weights, data order and random generators."""
     algorithm: Algorithm = "streaming"
     """streaming: Streaming DiLoCo; diloco: DiLoCo (Algorithm 1 of its paper); data-parallel: average gradients at every
     step; none: independent replicas."""

@@ -23,8 +23,8 @@ class NetworkSettings:
     """How replicas find each other and exchange their contributions."""
 
     transport: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas take turns in this process; torch: a process per replica, connected over TCP; hivemind:
-    a swarm, which replicas join and leave at any time."""
+    """in-process: all replicas in this process; torch: a process per replica, over TCP; hivemind: a swarm, which
+    replicas join and leave at any time."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). hivemind: training begins when this many have joined."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
@@ -32,17 +32,15 @@ class NetworkSettings:
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
     """torch: number of processes (ranks) of one replica."""
     on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
-    """torch: when a replica is lost, all save their state and stop, or the others continue and it may rejoin. hivemind:
-    when the network splits, the smaller side stops, or both continue."""
+    """torch: what the others do when a replica is lost. hivemind: what the smaller side of a split network does."""
     min_replicas: int = 1
     """After a loss, training continues only if at least this many replicas are left."""
     run: Annotated[str | None, arg(aliases=["--run"])] = None
     """hivemind: name of the run; peers that give the same name train together."""
     name: Annotated[str | None, arg(aliases=["--name"])] = None
-    """hivemind: what the other peers call this replica, at most 32 characters. Default: the name of this machine."""
+    """hivemind: what the other peers call this replica. Default: the name of this machine."""
     join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
-    """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers, as they
-    print them. Default: this is the first."""
+    """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers."""
     listen: str | None = None
     """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. hivemind uses FIRST for
     libp2p and LAST for direct connections. Default: any free port."""
