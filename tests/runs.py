@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -54,8 +55,15 @@ def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Co
 
 
 def train(
-    data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
+    data: Path,
+    out: Path,
+    arguments: str = "",
+    *,
+    sink: Listener | None = None,
+    file: Path | None = None,
+    faults: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
     settings = settings_of(data, arguments, file)
+    settings = dataclasses.replace(settings, network=dataclasses.replace(settings.network, faults=tuple(faults)))
     return dict(run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(settings)))

@@ -60,10 +60,12 @@ def build(vocab_size):
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `nets.py` and the runs `native` and `own`, of a model that it builds, stopped before their end."""
     folder = tmp_path_factory.mktemp("given")
-    (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
+    )
     (folder / "nets.py").write_text(NETS.format(marker=folder / "ran"))
     (folder / "run.toml").write_text(SMALL)
-    data = ["--data", str(folder / "text.txt"), "--stop-after", "4", "--out"]
+    data = ["--data", str(folder / "text.jsonl"), "--stop-after", "4", "--out"]
     assert main(["train", str(folder / "run.toml"), *data, str(folder / "native")]) == 0
     (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model]") : SMALL.index("[data]")], ""))
     named = ["--model", str(folder / "nets.py") + ":build", "--sync.fragment-strategy", "balanced"]
@@ -113,7 +115,7 @@ def commands(run: Path) -> dict[str, list[str]]:
         "resume elsewhere": ["train", "--resume", str(run), "--out", str(run.parent / "on")],
         "print": ["train", "--resume", str(run), "--print-config"],
         "finetune": ["finetune", "--resume", str(run)],
-        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.txt"), "--print-config"],
+        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.jsonl"), "--print-config"],
     }
 
 

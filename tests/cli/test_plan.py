@@ -57,7 +57,7 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
 
 def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[codec]\nname = "int8"\n[inner]\nlearning_rate = 1e-3\n')
+    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[sync]\ncodec = "int8"\n[optimizer]\nlearning_rate = 1e-3\n')
     plan = read(f"{file} --inner-steps 60 --replicas 2 --out runs/x {LINK}", capsys)
     own, settings = plan["prediction"], load_configuration([str(file)])
     assert (own["inner_steps"], own["codec"], own["num_fragments"], own["overlap_steps"]) == (60, "int8", 1, 0)
@@ -67,7 +67,7 @@ def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.Captur
 
 def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The utilisation "on emulated links" is that of the run, except for its first H steps and its end."""
-    emulated = "--emulate.bandwidth 1.5e5 --emulate.latency 0.05 --emulate.step-time 0.2"
+    emulated = "--emulate.bandwidth 150kbit --emulate.latency 50ms --emulate.step-time 200ms"
     run = f"{emulated} --steps 48 --codec float32"
     summary = train(write_text(tmp_path), tmp_path / "run", run)
     plan = read(f"{SMALL.removesuffix('--data')} {run} --model.arguments.vocab-size 257", capsys)
@@ -106,7 +106,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_round_that_its_timeout_would_end_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "exceed network.round_timeout=600" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
+    assert "exceed network.round_timeout=10m00s" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
     assert "round_timeout_s" not in output_of(f"{SIZE} --bandwidth 1Gbit --step-time 1s", capsys)
 
 

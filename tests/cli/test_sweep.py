@@ -43,7 +43,7 @@ class Sweeps:
 
     def write(self, changes: Mapping[str, str]) -> Path:
         text = "[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [0]\n"
-        text = text.replace("[base.data]", f'[base.data]\npaths = ["{self.folder / "text.txt"}"]')
+        text = text.replace("[base.data]", f'[base.data]\npaths = ["{self.folder / "text.jsonl"}"]')
         for old, new in changes.items():
             assert old in text
             text = text.replace(old, new)
@@ -59,7 +59,7 @@ class Sweeps:
 
 @pytest.fixture
 def sweeps(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
-    (tmp_path / "text.txt").write_bytes((files / "text.txt").read_bytes())
+    (tmp_path / "text.jsonl").write_bytes((files / "text.jsonl").read_bytes())
     study = Sweeps(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", type("Popen", (), {
         "__class_getitem__": classmethod(lambda cls, item: cls),
@@ -69,8 +69,8 @@ def sweeps(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swee
 
 
 def change_data(sweeps: Sweeps) -> Mapping[str, str]:
-    text = (sweeps.folder / "text.txt").read_text()
-    (sweeps.folder / "text.txt").write_text(text.replace("abc", "xyz"))  # as long as before
+    text = (sweeps.folder / "text.jsonl").read_text()
+    (sweeps.folder / "text.jsonl").write_text(text.replace("abc", "xyz"))  # as long as before
     return {}
 
 

@@ -171,10 +171,8 @@ def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_
 
 def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    toml = tmp_path / "faults.toml"
-    faults = ["drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0"]
-    toml.write_text(f"[transport]\nfaults = {json.dumps(faults)}\n")
-    summary = train(data, tmp_path / "run", sink=listener, file=toml)
+    faults = ("drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0")
+    summary = train(data, tmp_path / "run", sink=listener, faults=faults)
     void = [(event.replica, event.fragment, event.outer_step) for event in listener.of(RoundVoid)]
     # The dropped round is void for both. The missed commit is void for one, which the fragment's next round detects.
     assert void == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]
@@ -184,10 +182,9 @@ def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Pat
 
 def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    toml = tmp_path / "faults.toml"
-    toml.write_text('[transport]\nfaults = ["drop replica=1 fragment=-1 outer_step=2"]\n')
+    faults = ("drop replica=1 fragment=-1 outer_step=2",)
     undisturbed = train(data, tmp_path / "undisturbed", "--data-parallel-steps 4")
-    summary = train(data, tmp_path / "run", "--data-parallel-steps 4", sink=listener, file=toml)
+    summary = train(data, tmp_path / "run", "--data-parallel-steps 4", sink=listener, faults=faults)
     assert summary["global_params_digest"] == undisturbed["global_params_digest"]
     told = [(event.step, event.text) for event in listener.of(Note) if "void" in event.text]
     assert [step for step, _ in told] == [2]

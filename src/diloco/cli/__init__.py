@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if DEBUG.get():
             traceback.print_exc()
         else:
-            nothing = " Nothing was started." if isinstance(error, ConfigurationError) else ""
+            trains = given[:1] in (["train"], ["finetune"]) and isinstance(error, ConfigurationError)
+            nothing = " Nothing was started." if trains else ""
             print(f"diloco: {error}{_near_paths(str(error), given)}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ STUDY is a TOML file. [base] holds the settings that all runs share, [axes] a li
 values for each key that is varied. Every combination is run, and runs that differ
 only in their seed share a row of DIR/table.md. The same command continues a study.
 
-Example:
+Examples:
   diloco sweep study.toml --out studies/first --dry-run"""
 
 

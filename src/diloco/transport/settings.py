@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate
@@ -62,6 +62,9 @@ class NetworkSettings:
     takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
     """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
+
+    # for Python code alone: faults to inject into the in-process transport, see `parse_fault`
+    faults: Suppress[tuple[str, ...]] = ()
 
     @property
     def num_ranks(self) -> int:
