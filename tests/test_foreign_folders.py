@@ -67,7 +67,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.toml").write_text(SMALL)
     data = ["--data", str(folder / "text.jsonl"), "--stop-after", "4", "--out"]
     assert main(["train", str(folder / "run.toml"), *data, str(folder / "native")]) == 0
-    (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model]") : SMALL.index("[data]")], ""))
+    (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model.arguments]") : SMALL.index("[data]")], ""))
     named = ["--model", str(folder / "nets.py") + ":build", "--sync.fragment-strategy", "balanced"]
     assert main(["train", str(folder / "own.toml"), *named, *data, str(folder / "own")]) == 0
     return folder

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -119,7 +118,7 @@ def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
 
 
 OWN = [
-    *("--codec", "largest.py:Largest", "--sync.arguments.codec", "{kept = 8}", "--error-feedback 1"),
+    *("--codec", "largest.py:Largest", "--sync.arguments.codec", "{kept = 8}", "--error-feedback", "1"),
     *("--sync.outer", "signs.py:Signs", "--outer-learning-rate", "0.001"),
     *("--sync.average", "median.py:Median"),
     *("--sync.merge", "share.py:Share", "--sync.arguments.merge", "{share = 0.25}"),

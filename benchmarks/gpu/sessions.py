@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.sizes import Job
 from diloco.algorithm import ScheduleSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
-from diloco.train import OptimizerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport, resolve
+from diloco.train import InProcessFleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import TransportSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]

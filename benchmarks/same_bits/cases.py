@@ -68,7 +68,7 @@ def small(name: str, flags: str, transport: Transport = "in-process", stop_after
 
 def presets() -> list[Case]:
     """Return each preset for ten steps. Those larger than 14m get at most eight layers and heads of eight channels."""
-    common = "--steps 10 --data.bpe-vocab-size 270 --model.arguments.vocab-size 270 --replicas 2"
+    common = "--steps 10 --model.arguments.vocab-size 270 --replicas 2"
     cases = []
     for name in preset_names():
         model = get_preset(name).model
@@ -122,7 +122,7 @@ CASES = (
     ),
     small("documents apart, contiguous", "--train.document-masks --data.sharding contiguous"),
     small("read while training", f"{STREAMING} --data.streaming --data.streaming-block 4", stop_after=IN_FLIGHT),
-    small("byte-pair encoding", "--tokenizer bpe --data.bpe-vocab-size 270 --optimizer.schedule wsd"),
+    small("byte-pair encoding", "--tokenizer bpe:270 --optimizer.schedule wsd"),
     small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
     small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
     small(

@@ -21,7 +21,6 @@ SMALL = {
     "--model.arguments.heads": "2",
     "--batch-size": "2",
     "--sequence-length": "32",
-    "--evaluation.sample-tokens": "0",
     "--out": "run",
 }
 

@@ -102,7 +102,7 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
-    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-tokens", "0"]
+    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-prompts"]
     assert main(train(files, "--out", str(out), *short)) == 0
     told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["details"] for each in (files / "run", out)]
     assert ["codec kernels" in facts for facts in told] == [True, False]
@@ -112,7 +112,7 @@ def test_folders_are_numbered_and_an_empty_one_is_taken(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    short = ["--steps", "2", "--algorithm", "none", "--evaluation.sample-tokens", "0"]
+    short = ["--steps", "2", "--algorithm", "none", "--evaluation.sample-prompts"]
     assert [main(train(files, *short)) for _ in range(3)] == [0, 0, 0]
     assert sorted(path.name for path in Path("runs").iterdir()) == ["none-tiny", "none-tiny-2", "none-tiny-3"]
     Path("empty").mkdir()
@@ -141,7 +141,11 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert main(train(files, "--print-config", "--codec", "int8")) == 0
     shown = capsys.readouterr().out
     values = tomllib.loads(shown)
-    assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
+    assert (values["sync"]["codec"], values["sync"]["merge"], values["model"]["arguments"]["width"]) == (
+        "int8",
+        "rebase",
+        8,
+    )
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["rounds"] == "2 data-parallel steps, then 2 fragments every 3 steps as int8"
     assert facts["batch"] == "2 replicas x 1 sequences x 16 tokens"
@@ -170,12 +174,12 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
 def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import diloco.train.run
+    import diloco.train
 
     def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
-        return {"interrupted": "SIGTERM"}
+        return {"interrupted": "SIGTERM", "rounds_void": 0, "rounds_committed": 0}
 
-    monkeypatch.setattr(diloco.train.run, "run_training", stopped)
+    monkeypatch.setattr(diloco.train, "run_training", stopped)
     folder = tmp_path / "my run"
     assert main(train(files, "--out", str(folder))) == 130
     assert capsys.readouterr().err.endswith(f"To resume: diloco train --resume '{folder}'\n")
@@ -278,8 +282,8 @@ def test_torchrun_takes_a_settings_file(
                         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
-    transport = tomllib.loads(capsys.readouterr().out)["transport"]
-    assert (transport["name"], transport["replicas"]) == ("torch", 3)
+    network = tomllib.loads(capsys.readouterr().out)["network"]
+    assert (network["transport"], network["replicas"]) == ("torch", 3)
     (tmp_path / "run.toml").write_text('[network]\ntransport = "torch"\nreplicas = 3\n')
     assert main(["train", str(tmp_path / "run.toml"), "--print-config"]) == 0
     (tmp_path / "run.toml").write_text('[network]\ntransport = "in-process"\n')

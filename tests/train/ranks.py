@@ -17,8 +17,8 @@ from diloco.model import ModelSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
     InnerLoop,
-    OptimizerSettings,
     InnerStep,
+    OptimizerSettings,
     ReplicaState,
     Strategy,
     TrainSettings,

@@ -21,7 +21,6 @@ BASE: dict[str, Any] = {
     "network__replicas": 2,
     "evaluation__every_steps": 0,
     "evaluation__sequences": 4,
-    "evaluation__sample_tokens": 4,
     "checkpoint__every_steps": 0,
 }
 

@@ -40,7 +40,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(base: Path, sums: Path, *, full: bool = False, **values: Any) -> RunPlan:
-    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_tokens": 0} | values))
+    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_prompts": ()} | values))
     return plan_run(with_steps(finetune_line(line, full=full), 0, 1.0, 2)[0])
 
 

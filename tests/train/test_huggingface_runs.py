@@ -94,7 +94,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     """The run has dropout, four bits with error feedback and the model's own tokeniser, and stops between rounds."""
     folder = write_config(tmp_path, "GPT-2")
     ByteTokenizer().save(folder)
-    values = {"sync__error_feedback": True, "network__replicas": 2}
+    values = {"sync__error_feedback": 1.0, "network__replicas": 2}
     whole = plan_of(f"hf:{folder}", data, **values)
     assert whole.configuration.data.tokenizer == str(folder)
     straight = trained(tmp_path / "straight", whole)

@@ -155,7 +155,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # codecs, averages, merge rules
     ({"sync.codec": "int9"}, "sync.codec='int9'.*did you mean 'int8'"),
     ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 1"),
-    ({"sync.codec": "float32", "sync.error_feedback": True}, "error_feedback.* no loss to feed back"),
+    ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
     ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
     (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "Use --train.parallelism ddp"),
     ({"sync.arguments.average": {"a": 1}}, "sync.arguments.average can't be used with sync.average='mean'"),
@@ -199,7 +199,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"sync.num_fragments": 5},
     {"sync.num_fragments": 50, "sync.fragment_strategy": "balanced"},
     {"algorithm": "diloco", "sync.num_fragments": 1, "sync.overlap_steps": 0, "sync.merge_alpha": 0.0},
-    {"sync.codec": "topk2", "sync.error_feedback": True},
+    {"sync.codec": "topk2", "sync.error_feedback": 1.0},
     {"algorithm": "data-parallel", "sync.codec": "bfloat16"},
     {"sync.merge_alpha": 1.0},
     {"train.stop_after": 1000, "optimizer.warmup_steps": 1000, "train.data_parallel_steps": 1000},

@@ -174,7 +174,7 @@ STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0
 
 def rank(replica: int, arguments: str, port: int) -> int:
     place = f"--transport torch --replica {replica} --join 127.0.0.1:{port}" if port else ""
-    return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet", "--train.threads", "1"])
+    return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet"])
 
 
 def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:

@@ -160,14 +160,14 @@ class ModelSettings:
         for name, annotation in _annotations().items():
             if not _fits(value := getattr(self, name), annotation):
                 default = getattr(ModelSettings(), name)
-                raise ConfigurationError(f"model.{name} can't be {value!r:.100}. Its default is {default!r}.")
+                raise ConfigurationError(f"model.arguments.{name} can't be {value!r:.100}. Its default is {default!r}.")
         self._check_source()
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
+                raise ConfigurationError(f"model.arguments.{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"model.{name} must be positive, got {getattr(self, name)}.")
+                raise ConfigurationError(f"model.arguments.{name} must be positive, got {getattr(self, name)}.")
         self._check_lora()
         if not self.z_loss >= 0:
             raise ConfigurationError(f"model.arguments.z_loss must be at least 0, got {self.z_loss}.")
@@ -208,7 +208,7 @@ class ModelSettings:
             for name in LORA_ONLY[1:]:
                 if getattr(self, name) != defaults[name]:
                     raise ConfigurationError(
-                        f"model.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set model.lora_rank "
+                        f"model.arguments.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set model.lora_rank "
                         "(--lora-rank), such as 16."
                     )
         elif self.source is None or parse_source(self.source).kind != "hf":
@@ -226,7 +226,7 @@ class ModelSettings:
             for name in ("weights", "arguments"):
                 if getattr(self, name) not in ("auto", {}):
                     raise ConfigurationError(
-                        f"model.{name}={getattr(self, name)!r} needs a model.source: --model hf:PATH_OR_NAME or "
+                        f"model.arguments.{name}={getattr(self, name)!r} needs a model.source: --model hf:PATH_OR_NAME or "
                         "module:function."
                     )
             return
