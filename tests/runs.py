@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from diloco.events import Event
 from diloco.train import resolve, run_training
 
 SMALL = (
-    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --sequence-length 16 "
+    "--model.arguments {layers=2,width=16,ffn_width=32,heads=2} --sequence-length 16 "
     "--batch-size 2 --learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
     "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
     "--evaluation.sample-prompts --checkpoint.every-steps 0 --device cpu --data"

@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["COMMON", "Settings", "write_text"]
 
 COMMON = (
-    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 64 "
+    "--model.arguments {layers=2,width=32,ffn_width=64,heads=2} --sequence-length 64 "
     "--batch-size 4 --learning-rate 3e-3 --optimizer.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
     "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
     "--evaluation.sample-prompts --device cpu --monitor.console quiet"

@@ -20,9 +20,7 @@ COMMON = """
 --checkpoint.every-steps 0 --monitor.console quiet
 """
 SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --learning-rate 1e-2 --optimizer.warmup-steps 2"
-DECODER = (
-    "--model.arguments.layers 2 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2"
-)
+DECODER = "--model.arguments {layers=2,width=16,ffn_width=32,heads=2}"
 STREAMING = "--fragments 3 --overlap-steps 2"
 FEEDBACK = f"{STREAMING} --error-feedback 1"
 NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"

@@ -28,7 +28,7 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.arguments.layers 4 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 16 "
+    "--model.arguments {layers=4,width=32,ffn_width=64,heads=2} --sequence-length 16 "
     "--batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --device cpu"
 )
 

@@ -20,7 +20,7 @@ from tests.processes import Processes
 from tests.runs import write_text
 
 TINY = (
-    "--model.arguments.layers 2 --model.arguments.width 32 --model.arguments.ffn-width 64 --model.arguments.heads 2 --sequence-length 32 "
+    "--model.arguments {layers=2,width=32,ffn_width=64,heads=2} --sequence-length 32 "
     "--batch-size 4 --device cpu --learning-rate 5e-3 --optimizer.warmup-steps 10 "
     "--replicas 4 --evaluation.every-steps 50 "
     "--evaluation.sequences 8 "

@@ -136,7 +136,7 @@ def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--model.arguments.layers 1 --model.arguments.width 16 --model.arguments.ffn-width 32 --model.arguments.heads 2 --batch-size 1"
+    sizes = "--model.arguments {layers=1,width=16,ffn_width=32,heads=2} --batch-size 1"
     plan = read(f"--measure {sizes} --replicas 2 --bandwidth 100Mbit --device cpu", capsys)
     assert 0 < plan["site"]["step_time_s"][0] < 60
     assert 0 < plan["site"]["conditions"]["send_s_per_value"] < 1e-2

@@ -71,7 +71,8 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
         (
             "--seed 3 --codec int8 --outer-learning-rate 0.1 --preset 2m --device cuda --data x",
             ["seed from 0 to 3", 'sync.codec from "fp4" to "int8"', 'data.paths from ["/',
-             "sync.outer_learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
+             "sync.outer_learning_rate from 0.4 to 0.1",
+             'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
         ("--init-from w.safetensors", ["train.init_from from none to"]),
         ("--steps 7", ["--steps 7", "give 8 or more"]),

@@ -28,7 +28,7 @@ RUNS = (
     "--algorithm diloco --codec int8 --inner-steps 7 --steps 40",
     "--preset tiny-muon --optimizer.arguments {momentum=0.5}",
     "--preset tiny-muon --optimizer.name AdamW --optimizer.clip-norm None --evaluation.sample-prompts '' 'a b' $c",
-    "--seed 3 --outer-learning-rate 1 --optimizer.schedule wsd --error-feedback 0 --network.straggler dynamic --steps 77",
+    "--seed 3 --outer-learning-rate 1 --optimizer.schedule wsd --network.straggler dynamic --steps 77",
     "--evaluation.sample-prompts=--debug --fragments 3 --overlap-steps 2 --merge-alpha 0.25",
     "--data 'my text.txt' $'\\nü' --model.arguments.width 64 --model.arguments.ffn-width 96 --replicas 3",
     "--data.packing masked --optimizer.name SGD --sync.outer adam --sync.arguments.outer.betas [0.5,0.6] "

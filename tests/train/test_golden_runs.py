@@ -23,7 +23,8 @@ DIGEST = "6a0d6bf52720f242"
 MODEL = "tests.train.test_golden_runs:Tables"
 SETTINGS = (
     f"--model.source {MODEL} --sequence-length 16 --batch-size 2 --device cpu --steps 30 "
-    "--data-parallel-steps 5 --inner-steps 6 --fragments 3 --sync.fragment-strategy balanced --overlap-steps 1 --codec fp4 "
+    "--data-parallel-steps 5 --inner-steps 6 --fragments 3 --sync.fragment-strategy balanced --overlap-steps 1 "
+    "--codec fp4 "
     "--learning-rate 1e-1 --optimizer.warmup-steps 2 --optimizer.clip-norm None "
     "--evaluation.every-steps 0 --evaluation.sequences 4 --evaluation.sample-prompts --checkpoint.every-steps 0"
 )

@@ -28,7 +28,7 @@ TEXTS = ["alpha beta 12.", " gamma\n\n  héllo\tdelta", "", "日本語 don't \x0
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with a trained BPE, QK-norm and tied embeddings; checkpoints after steps 6 and 12."""
     folder = tmp_path_factory.mktemp("export")
-    shape = "--model.arguments.kv-heads 1 --model.arguments.qk-norm --model.arguments.tie-embeddings --model.arguments.norm-epsilon 1e-3"
+    shape = "--model.arguments {kv_heads=1,qk_norm=true,tie_embeddings=true,norm_epsilon=1e-3}"
     tokenizer = "--tokenizer bpe:270"
     train(write_text(folder), folder / "run", f"{shape} {tokenizer} --checkpoint.every-steps 6")
     return folder / "run"

@@ -208,8 +208,8 @@ class ModelSettings:
             for name in LORA_ONLY[1:]:
                 if getattr(self, name) != defaults[name]:
                     raise ConfigurationError(
-                        f"model.arguments.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set model.lora_rank "
-                        "(--lora-rank), such as 16."
+                        f"model.arguments.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set "
+                        "model.lora_rank (--lora-rank), such as 16."
                     )
         elif self.source is None or parse_source(self.source).kind != "hf":
             raise ConfigurationError(
@@ -226,15 +226,15 @@ class ModelSettings:
             for name in ("weights", "arguments"):
                 if getattr(self, name) not in ("auto", {}):
                     raise ConfigurationError(
-                        f"model.arguments.{name}={getattr(self, name)!r} needs a model.source: --model hf:PATH_OR_NAME or "
-                        "module:function."
+                        f"model.arguments.{name}={getattr(self, name)!r} needs a model.source: "
+                        "--model hf:PATH_OR_NAME or module:function."
                     )
             return
         source = parse_source(self.source)
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
-                f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose function "
-                "makes the weights. To begin from the weights of a file, use train.init_from."
+                f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose "
+                "function makes the weights. To begin from the weights of a file, use train.init_from."
             )
 
 
