@@ -113,7 +113,7 @@ def test_a_swarm_of_five_during_chaos(
 
         def peer(number: int, joins: Peer | None = None) -> Peer:
             out = tmp_path / "peers" / str(number)
-            where = f"--data {text} --out {out} --swarm.identity {keys / f'picture-{number}'} --replica {number}"
+            where = f"--data {text} --out {out} --replica {number}"
             settings = TINY.replace("--steps 300", "--steps 100000").replace("--replicas 4 ", "")
             run = f"{settings} {ROUNDS} --inner-steps 10 --transport hivemind --run chaos {SWARM} {where}"
             return Peer(processes, out, run.replace("--monitor.console quiet", ""), joins)

@@ -73,7 +73,7 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
     with Processes() as processes:
 
         def make(name: str, arguments: str, joins: Peer | None = None) -> Peer:
-            where = f"--out {tmp_path / name} --swarm.identity {keys / name}"
+            where = f"--out {tmp_path / name}"
             run = f"{SMALL} {data} --transport hivemind --run test {QUICK} {where} {arguments}"
             return Peer(processes, tmp_path / name, run, joins)
 

@@ -90,11 +90,10 @@ def over_sockets_resumed(commands: Commands) -> None:
 
 
 def over_the_swarm(commands: Commands) -> None:
-    place = "--transport hivemind --run golden --replicas 2 --network.listen 127.0.0.1:0 "
-    place += f" --swarm.identity {commands.keys}"
-    first = commands.start(f"{place}/0 --replica 0")
+    place = "--transport hivemind --run golden --replicas 2 --network.listen 127.0.0.1:0"
+    first = commands.start(f"{place} --replica 0")
     address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
-    second = commands.start(f"{place}/1 --replica 1 --join {address}", commands.out.with_name("second"))
+    second = commands.start(f"{place} --replica 1 --join {address}", commands.out.with_name("second"))
     for peer in (first, second):
         peer.end()
 

@@ -30,18 +30,14 @@ class TestLearningRate:
         schedule=st.sampled_from(["cosine", "wsd", "constant"]),
         steps=st.integers(1, 60),
         warmup=st.integers(0, 60),
-        decay=st.none() | st.integers(0, 60),
         ratio=st.sampled_from([0.0, 0.05, 1.0]),
     )
     def test_rises_then_never_again_also_after_the_end(
-        self, schedule: Any, steps: int, warmup: int, decay: int | None, ratio: float
+        self, schedule: Any, steps: int, warmup: int, ratio: float
     ) -> None:
-        """Property: for every length, warm-up and decay that settings allow."""
+        """Property: for every length and warm-up that settings allow."""
         warmup = min(warmup, steps)
-        decay = None if decay is None else min(decay, steps - warmup)
-        settings = OptimizerSettings(
-            schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_ratio=ratio, learning_rate=2.0
-        )
+        settings = OptimizerSettings(schedule=schedule, warmup_steps=warmup, final_ratio=ratio, learning_rate=2.0)
         rate = inner_learning_rate(settings, steps)
         values = [rate(step) for step in range(steps + 20)]
         assert values[:warmup] == sorted(values[:warmup])
@@ -49,7 +45,7 @@ class TestLearningRate:
         after = values[warmup:]
         assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
         assert len(set(values[steps:])) == 1
-        stays = schedule == "constant" or (schedule == "wsd" and (decay == 0 or warmup == steps))
+        stays = schedule == "constant" or (schedule == "wsd" and warmup == steps)
         assert values[-1] == pytest.approx(2.0 if stays else 2.0 * ratio)
 
     def test_it_is_a_function_of_the_global_step_alone(self) -> None:

@@ -105,3 +105,8 @@ class SyncSettings:
         bound: Any = self.max_norm
         if bound is not None and not (type(bound) in (int, float) and 0 < bound < math.inf):
             raise ConfigurationError(f"sync.arguments.average.max_norm must be a positive number, got {bound!r}.")
+        block: Any = self.arguments_of("codec").get("block_size", 256)
+        if ":" not in (self.codec or "") and not (type(block) is int and 2 <= block <= 65536 and block % 2 == 0):
+            raise ConfigurationError(
+                f"sync.arguments.codec.block_size must be an even number from 2 to 65536, got {block!r}."
+            )

@@ -100,6 +100,8 @@ def compose(line: CommandLine) -> Configuration:
         asked.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
     )
     values = overlay(in_file, line.values, preset)
+    if values.get("network.transport") == "hivemind" and "network.replicas" not in values:
+        values["network.replicas"] = 1  # a swarm begins with its first peer
     init_from = values.get("train.init_from")
     named = {name for name in values if name.startswith("model.")}
     if init_from is not None and "preset" not in values and named <= {"model.source"}:

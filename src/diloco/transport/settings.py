@@ -26,7 +26,7 @@ class NetworkSettings:
     """in-process: all replicas in this process; torch: a process per replica, over TCP; hivemind: a swarm, which
     replicas join and leave at any time."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
-    """Number of replicas (M). hivemind: training begins when this many have joined."""
+    """Number of replicas (M). hivemind: how many must have joined before training begins, by default 1."""
     replica: Annotated[int | None, arg(aliases=["--replica"])] = None
     """torch: start only this replica here, and the others elsewhere with the same --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1

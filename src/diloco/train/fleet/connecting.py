@@ -184,7 +184,7 @@ def _place_and_wire(
     emulated = bool(run.emulate.bandwidth or run.emulate.latency)
     wire = TcpWire(
         host=network.listen_host,
-        ports="-".join(map(str, network.listen_ports)),
+        ports="-".join(dict.fromkeys(map(str, network.listen_ports))),
         secret=read_secret(network.secret_file, "network.secret_file"),
         **_exchange(network, facts),
         continue_without_lost=network.on_loss == "continue",
