@@ -50,8 +50,8 @@ def test_default_fragments_and_overlap_fit_into_a_short_cycle() -> None:
 
 def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
     def rule_and_alpha(**values: Any) -> tuple[str | None, float | None]:
-        merge = resolved(**values).merge
-        return merge.rule, merge.alpha
+        sync = resolved(**values).sync
+        return sync.merge, sync.merge_alpha
 
     assert rule_and_alpha(sync__merge_alpha=0.5) == ("alpha", 0.5)
     assert rule_and_alpha(sync__merge="alpha") == ("alpha", 0.0)
@@ -64,12 +64,6 @@ def test_intervals_are_shares_of_the_run_and_at_least_one_step(steps: int, evalu
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (evaluate, save)
     run = resolved(evaluation__every_steps=0, checkpoint__every_steps=0)
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (0, 0)
-
-
-def test_decay_of_wsd_is_a_fifth_of_the_run_and_never_overlaps_the_warm_up() -> None:
-    assert resolved(optimizer__schedule="wsd").inner.decay_steps == 200
-    assert resolved(optimizer__schedule="wsd", optimizer__warmup_steps=950).inner.decay_steps == 50
-    assert resolved(optimizer__schedule="cosine").inner.decay_steps is None
 
 
 def test_a_data_parallel_run_has_no_start_of_its_own_and_independent_replicas_keep_it() -> None:
@@ -104,10 +98,10 @@ def test_defaults_of_every_algorithm_always_fit_together(
 
 def test_fragments_that_are_never_sent_are_named() -> None:
     """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
-    run = resolved(train__steps=140, optimizer__warmup_steps=0, outer__gain=1.0)
+    run = resolved(train__steps=140, optimizer__warmup_steps=0, sync__outer="sgd")
     assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, so its global parameters do not change")
     assert "first sent after step 166" in notes(run)[0]
-    assert notes(resolved(train__steps=166, optimizer__warmup_steps=0, outer__gain=1.0)) == ()
+    assert notes(resolved(train__steps=166, optimizer__warmup_steps=0, sync__outer="sgd")) == ()
 
 
 def test_notes_tell_of_runs_that_exchange_nothing() -> None:
@@ -201,7 +195,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"train.sequence_length": 1024},
     {"train.device": "cuda:12"},
     {"optimizer.clip_norm": None},
-    {"sync.arguments.codec.block_size": 65536},
+    {"sync.arguments": {"codec": {"block_size": 65536}}},
     {"network.transport": "torch", "algorithm": "data-parallel"},
 ]
 

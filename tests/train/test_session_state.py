@@ -19,6 +19,7 @@ from diloco.config import load_configuration
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
+from diloco.model import ModelSection
 from diloco.train import InProcessFleet, Session, load_session, make_transport, resolve, save_session
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
@@ -109,7 +110,9 @@ def make_session(data: Path, arguments: str, kind: type[InProcessFleet] = InProc
     configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
     settings = resolve(configuration, num_layers=configuration.model.settings.layers)
     corpus = build_corpus(settings.data)
-    settings = replace(settings, model=replace(settings.model, vocab_size=corpus.tokenizer.vocab_size))
+    settings = replace(
+        settings, model=ModelSection.of(replace(settings.model.settings, vocab_size=corpus.tokenizer.vocab_size))
+    )
     fleet = kind(make_transport(settings))
     return Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
 
