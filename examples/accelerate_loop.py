@@ -1,8 +1,8 @@
 """DiLoCo in a Hugging Face Accelerate loop with gradient accumulation. A complete example in one file.
 
 python examples/accelerate_loop.py --accumulation 4
-accelerate launch --num_processes 8 examples/accelerate_loop.py --replicas 2 --replica 0 --rendezvous HOST:29400 ...
-accelerate launch --num_processes 8 examples/accelerate_loop.py --replicas 2 --replica 1 --rendezvous HOST:29400 ...
+accelerate launch --num_processes 8 examples/accelerate_loop.py --replicas 2 --replica 0 --join HOST:29400 ...
+accelerate launch --num_processes 8 examples/accelerate_loop.py --replicas 2 --replica 1 --join HOST:29400 ...
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--codec", default="fp4", help="float32, float16, bfloat16, int8 or fp4")
     parser.add_argument("--replicas", type=int, default=1, help="number of replicas (M)")
     parser.add_argument("--replica", type=int, default=0, help="number of this replica, from 0")
-    parser.add_argument("--rendezvous", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
+    parser.add_argument("--join", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
     parser.add_argument("--resume", type=Path, help="checkpoint of this replica to resume from")
     parser.add_argument("--save-steps", type=int, default=100, help="steps between two checkpoints")
     return parser.parse_args(arguments)

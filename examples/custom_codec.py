@@ -1,7 +1,7 @@
 """A custom codec with one bit per value and the mean magnitude of each block of 1024 values. A complete example.
 
 python examples/custom_codec.py
-diloco train --codec examples/custom_codec.py:OneBit --codec.error-feedback
+diloco train --codec examples/custom_codec.py:OneBit --error-feedback 1
 """
 
 from __future__ import annotations

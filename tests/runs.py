@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ from diloco.events import Event
 from diloco.train import resolve, run_training
 
 SMALL = (
-    "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 2 --inner.learning-rate 1e-2 --inner.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
+    "--model.arguments {layers=2,width=16,ffn_width=32,heads=2} --sequence-length 16 "
+    "--batch-size 2 --learning-rate 1e-2 --optimizer.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
     "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
-    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --train.device cpu --data"
+    "--evaluation.sample-prompts --checkpoint.every-steps 0 --device cpu --data"
 )
 
 
@@ -48,14 +51,30 @@ def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 
 
 def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Configuration:
-    """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them."""
+    """Return the settings of `SMALL` and more arguments, and of a file, as `diloco train` resolves them.
+
+    Flags such as ``--data.streaming-block`` set what only Python code sets.
+    """
+    python = re.findall(r"--data\.(streaming-block|prefetch-batches|sharding) (\S+)", arguments)
+    arguments = re.sub(r"--data\.(streaming-block|prefetch-batches|sharding) \S+", "", arguments)
     configuration = load_configuration([*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()])
-    return resolve(configuration, num_layers=configuration.model.layers)
+    values: dict[str, Any] = {
+        name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in python
+    }
+    configuration = dataclasses.replace(configuration, data=dataclasses.replace(configuration.data, **values))
+    return resolve(configuration, num_layers=configuration.model.settings.layers)
 
 
 def train(
-    data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
+    data: Path,
+    out: Path,
+    arguments: str = "",
+    *,
+    sink: Listener | None = None,
+    file: Path | None = None,
+    faults: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train as `diloco train` does, without console output, and return the summary."""
     settings = settings_of(data, arguments, file)
+    settings = dataclasses.replace(settings, network=dataclasses.replace(settings.network, faults=tuple(faults)))
     return dict(run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(settings)))

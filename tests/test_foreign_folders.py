@@ -34,7 +34,7 @@ from tests.lazy import Lazy
 
 transformers = Lazy("transformers")
 
-KEYS = ("model.source", "codec.name", "outer.name", "outer.average", "merge.rule", "inner.name", "monitor.sinks")
+KEYS = ("model.source", "sync.codec", "sync.outer", "sync.average", "sync.merge", "optimizer.name", "monitor.sinks")
 ROOT = Path(__file__).parent.parent
 NETS = """
 import torch
@@ -60,13 +60,15 @@ def build(vocab_size):
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `nets.py` and the runs `native` and `own`, of a model that it builds, stopped before their end."""
     folder = tmp_path_factory.mktemp("given")
-    (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
+    )
     (folder / "nets.py").write_text(NETS.format(marker=folder / "ran"))
     (folder / "run.toml").write_text(SMALL)
-    data = ["--data", str(folder / "text.txt"), "--stop-after", "4", "--out"]
+    data = ["--data", str(folder / "text.jsonl"), "--stop-after", "4", "--out"]
     assert main(["train", str(folder / "run.toml"), *data, str(folder / "native")]) == 0
-    (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model]") : SMALL.index("[data]")], ""))
-    named = ["--model", str(folder / "nets.py") + ":build", "--fragments.strategy", "balanced"]
+    (folder / "own.toml").write_text(SMALL.replace(SMALL[SMALL.index("[model.arguments]") : SMALL.index("[data]")], ""))
+    named = ["--model", str(folder / "nets.py") + ":build", "--sync.fragment-strategy", "balanced"]
     assert main(["train", str(folder / "own.toml"), *named, *data, str(folder / "own")]) == 0
     return folder
 
@@ -113,7 +115,7 @@ def commands(run: Path) -> dict[str, list[str]]:
         "resume elsewhere": ["train", "--resume", str(run), "--out", str(run.parent / "on")],
         "print": ["train", "--resume", str(run), "--print-config"],
         "finetune": ["finetune", "--resume", str(run)],
-        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.txt"), "--print-config"],
+        "init-from": ["train", "--init-from", str(run), "--data", str(run.parent / "text.jsonl"), "--print-config"],
     }
 
 
@@ -227,13 +229,13 @@ def test_a_malformed_definition_is_refused(definition: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "name", "words"),
     [
-        *(("codec.name", nn.Module, name, "of the library") for name in ("os:system", "builtins:exec", "pickle:loads")),
+        *(("sync.codec", nn.Module, name, "of the library") for name in ("os:system", "builtins:exec", "pickle:loads")),
         ("model.source", nn.Module, "torch.hub:load", "of the library torch"),
         ("model.source", nn.Module, "NETS:system", "of the library posix"),
         ("model.source", nn.Module, "torch:Tensor", "Tensor is no Module of torch"),
-        ("codec.name", Codec, "NETS:Net", "Net is no Codec of diloco"),
-        ("outer.name", OuterOptimizer, "NETS:Net", "Net has no method init"),
-        ("inner.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
+        ("sync.codec", Codec, "NETS:Net", "Net is no Codec of diloco"),
+        ("sync.outer", OuterOptimizer, "NETS:Net", "Net has no method init"),
+        ("optimizer.name", torch.optim.Optimizer, "NETS:Net", "Net is no Optimizer of torch"),
     ],
 )
 def test_what_a_name_means_is_checked_before_it_is_called(
@@ -285,7 +287,7 @@ def test_ones_own_module_class_and_partial_function_are_accepted(tmp_path: Path)
         assert isinstance(made, nn.Module)
     call("monitor.sinks", f"{tmp_path}/nets.py:sink", kind=Sink, arguments={})
     find("model.source", "torch.nn:Linear", nn.Module)
-    find("inner.name", "torch.optim:SGD", torch.optim.Optimizer)
+    find("optimizer.name", "torch.optim:SGD", torch.optim.Optimizer)
 
 
 LOADERS = ("from_pretrained", "from_config", "load_dataset")

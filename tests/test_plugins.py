@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -25,7 +26,6 @@ from diloco import (
     make_codec,
     testing,
 )
-from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS
 from diloco.cli import main
 from diloco.config import load_configuration, plan_run
 from diloco.errors import ConfigurationError
@@ -43,18 +43,20 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory with the page's files, a text, and the settings of a small run."""
     for name, text in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
-    (tmp_path / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
+    )
     (tmp_path / "run.toml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 KINDS: dict[str, type] = {
-    "outer.name": OuterOptimizer,
-    "codec.name": Codec,
-    "outer.average": AverageRule,
-    "merge.rule": MergeRule,
-    "inner.name": torch.optim.Optimizer,
+    "sync.outer": OuterOptimizer,
+    "sync.codec": Codec,
+    "sync.average": AverageRule,
+    "sync.merge": MergeRule,
+    "optimizer.name": torch.optim.Optimizer,
 }
 
 
@@ -68,11 +70,11 @@ def test_the_page_has_one_short_example_of_each() -> None:
 
 
 def test_the_examples_keep_their_contracts(own: Path) -> None:
-    testing.check_outer_optimizer(made("outer.name", "signs", "Signs"))
-    testing.check_codec(lambda: made("codec.name", "largest", "Largest", kept=8))
-    testing.check_average_rule(made("outer.average", "median", "Median"))
-    testing.check_merge_rule(made("merge.rule", "share", "Share", share=0.25))
-    lion = find("inner.name", "lion.py:Lion", torch.optim.Optimizer)
+    testing.check_outer_optimizer(made("sync.outer", "signs", "Signs"))
+    testing.check_codec(lambda: made("sync.codec", "largest", "Largest", kept=8))
+    testing.check_average_rule(made("sync.average", "median", "Median"))
+    testing.check_merge_rule(made("sync.merge", "share", "Share", share=0.25))
+    lion = find("optimizer.name", "lion.py:Lion", torch.optim.Optimizer)
     testing.check_inner_optimizer(lambda model: lion(model.parameters(), lr=0.02))
 
 
@@ -82,15 +84,15 @@ def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
     replicas = []
     for number in range(2):
         model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(300))})
-        inner = find("inner.name", "lion.py:Lion", torch.optim.Optimizer)(model.parameters(), lr=0.01)
+        inner = find("optimizer.name", "lion.py:Lion", torch.optim.Optimizer)(model.parameters(), lr=0.01)
         diloco = DiLoCo(
             model,
             inner,
             transport=transport.endpoint(number),
             schedule=SyncSchedule(inner_steps=5, overlap_steps=2),
-            outer_optimizer=made("outer.name", "signs", "Signs", learning_rate=0.03, momentum=0.5),
-            merge=made("merge.rule", "share", "Share"),
-            codec=made("codec.name", "largest", "Largest", kept=64),
+            outer_optimizer=made("sync.outer", "signs", "Signs", learning_rate=0.03, momentum=0.5),
+            merge=made("sync.merge", "share", "Share"),
+            codec=made("sync.codec", "largest", "Largest", kept=64),
             error_feedback=True,
         )
         replicas.append((model["weight"], inner, diloco))
@@ -116,11 +118,11 @@ def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
 
 
 OWN = [
-    *("--codec", "largest.py:Largest", "--codec.arguments", "{kept = 8}", "--codec.error-feedback"),
-    *("--outer.name", "signs.py:Signs", "--outer.learning-rate", "0.001"),
-    *("--outer.average", "median.py:Median"),
-    *("--merge.rule", "share.py:Share", "--merge.arguments", "{share = 0.25}"),
-    *("--inner.name", "lion.py:Lion", "--inner.learning-rate", "0.0003"),
+    *("--codec", "largest.py:Largest", "--sync.arguments.codec", "{kept = 8}", "--error-feedback", "1"),
+    *("--sync.outer", "signs.py:Signs", "--outer-learning-rate", "0.001"),
+    *("--sync.average", "median.py:Median"),
+    *("--sync.merge", "share.py:Share", "--sync.arguments.merge", "{share = 0.25}"),
+    *("--optimizer.name", "lion.py:Lion", "--learning-rate", "0.0003"),
 ]
 
 
@@ -131,7 +133,7 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whoever resumes names the code again, as the refusal says, since a folder chooses no code."""
-    run = ["train", "run.toml", "--data", "text.txt", *OWN, "--out"]
+    run = ["train", "run.toml", "--data", "text.jsonl", *OWN, "--out"]
     assert main([*run, str(own / "whole")]) == 0
     assert main([*run, str(own / "part"), "--stop-after", "5"]) == 0
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -144,27 +146,8 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     assert part["global_params_digest"] == whole["global_params_digest"]
 
 
-def test_registered_components_train_by_their_names_as_by_their_files(own: Path) -> None:
-    """A codec, an outer optimizer, an average and a merge rule: one line in the registry is all that names one."""
-    for registry, key, name in (
-        (CODECS, "codec.name", "largest"),
-        (OUTER_OPTIMIZERS, "outer.name", "signs"),
-        (AVERAGES, "outer.average", "median"),
-        (MERGE_RULES, "merge.rule", "share"),
-    ):
-        registry.register(name, find(key, f"{name}.py:{name.capitalize()}", KINDS[key]))
-    run = ["train", "run.toml", "--data", "text.txt", "--out"]
-    named = [re.sub(r"^(largest|signs|median|share)\.py:\w+$", r"\1", word) for word in OWN]
-    assert named != OWN
-    assert main([*run, str(own / "files"), *OWN]) == 0
-    assert main([*run, str(own / "names"), *named]) == 0
-    files, names = (read_json(own / name / "summary.json") for name in ("files", "names"))
-    assert names["global_params_digest"] == files["global_params_digest"]
-    assert names["rounds_committed"] > 0
-
-
 def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "run.toml", "--data", "text.txt", *OWN, "--print-config"]) == 0
+    assert main(["train", "run.toml", "--data", "text.jsonl", *OWN, "--print-config"]) == 0
     said = capsys.readouterr().out
     for words in (
         "# outer optimizer: Signs(learning_rate=0.001, momentum=0.9)",
@@ -184,9 +167,15 @@ def facts(own: Path, **values: Any) -> Mapping[str, str]:
 @pytest.mark.parametrize(
     ("fact", "file", "setting", "arguments", "other"),
     [
-        ("codec", "largest", "codec__name", {"codec__arguments": {"kept": 8}}, {"codec__arguments": {"kept": 9}}),
-        ("outer optimizer", "signs", "outer__name", {}, {"outer__momentum": 0.8}),
-        ("merge", "share", "merge__rule", {}, {"merge__arguments": {"share": 0.25}}),
+        (
+            "codec",
+            "largest",
+            "sync__codec",
+            {"sync__arguments__codec": {"kept": 8}},
+            {"sync__arguments__codec": {"kept": 9}},
+        ),
+        ("outer optimizer", "signs", "sync__outer", {}, {"sync__outer_momentum": 0.8}),
+        ("merge", "share", "sync__merge", {}, {"sync__arguments__merge": {"share": 0.25}}),
     ],
 )
 def test_replicas_with_other_code_or_arguments_do_not_fit_together(
@@ -209,7 +198,7 @@ def test_replicas_of_a_loop_with_other_arguments_refuse_each_other(own: Path) ->
 
     def replica(number: int, momentum: float) -> DiLoCo:
         model = nn.Linear(2, 1)
-        outer = made("outer.name", "signs", "Signs", momentum=momentum)
+        outer = made("sync.outer", "signs", "Signs", momentum=momentum)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         return DiLoCo(model, sgd, transport=transport.endpoint(number), outer_optimizer=outer)
 
@@ -261,41 +250,41 @@ def no_rate(params): return torch.optim.SGD(params)
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"outer__name": "wrong.py:Nothing"}, r"outer\.name=.*wrong\.py:Nothing can't be used: .* no method init"),
-        ({"outer__name": "wrong.py:Growing"}, "update added or removed slots of the state"),
-        ({"outer__name": "wrong.py:Careless"}, "update changed the mean"),
-        ({"outer__name": "wrong.py:Careles"}, "no function or class 'Careles'; did you mean 'Careless'"),
-        ({"outer__name": "wrong.py:broken"}, "raised KeyError: 'width'"),
-        ({"outer__name": "signs.py:Signs", "outer__arguments": {"momentun": 0.5}}, "did you mean 'momentum'"),
-        ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
+        ({"sync__outer": "wrong.py:Nothing"}, r"sync\.outer=.*wrong\.py:Nothing can't be used: .* no method init"),
+        ({"sync__outer": "wrong.py:Growing"}, "update added or removed slots of the state"),
+        ({"sync__outer": "wrong.py:Careless"}, "update changed the mean"),
+        ({"sync__outer": "wrong.py:Careles"}, "no function or class 'Careles'; did you mean 'Careless'"),
+        ({"sync__outer": "wrong.py:broken"}, "raised KeyError: 'width'"),
+        ({"sync__outer": "signs.py:Signs", "sync__arguments__outer": {"momentun": 0.5}}, "did you mean 'momentum'"),
+        ({"sync__outer": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
         (
-            {"outer__arguments": {"x": 1}},
+            {"sync__arguments__outer": {"x": 1}},
             "outer optimizer 'nesterov' has no parameter 'x'; use one of: learning_rate",
         ),
         (
-            {"codec__name": "wrong.py:Nothing"},
-            r"codec\.name=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
+            {"sync__codec": "wrong.py:Nothing"},
+            r"sync\.codec=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
         ),
         (
-            {"codec__name": "wrong.py:Halves"},
+            {"sync__codec": "wrong.py:Halves"},
             "codec Halves: validate of the payload of 257 values .* raised CodecError: the halves .* contains NaN",
         ),
-        ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
+        ({"sync__codec": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
         (
-            {"codec__name": "fp4", "codec__arguments": {"x": 1}},
+            {"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}},
             "codec 'fp4' has no parameter 'x'; use one of: block",
         ),
         (
-            {"codec__name": "largest.py:Largest", "algorithm": "data-parallel"},
+            {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},
             "can't carry the gradients of algorithm='data-parallel'",
         ),
-        ({"merge__rule": "wrong.py:Nothing"}, "no method merge"),
-        ({"merge__rule": "wrong.py:Loses"}, "parameters move although"),
-        ({"merge__rule": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
-        ({"merge__rule": "share.py:Share", "merge__alpha": 0.5}, "which has no alpha"),
-        ({"inner__name": "wrong.py:no_rate"}, "must accept a learning rate as the argument lr"),
-        ({"inner__name": "lion.py:Lion", "inner__arguments": {"beta": 1}}, "did you mean 'betas'"),
-        ({"inner__name": "lion.py:Lino"}, "did you mean 'Lion'"),
+        ({"sync__merge": "wrong.py:Nothing"}, "no method merge"),
+        ({"sync__merge": "wrong.py:Loses"}, "parameters move although"),
+        ({"sync__merge": "wrong.py:Centres"}, "it claims to be elementwise but merges parts differently"),
+        ({"sync__merge": "share.py:Share", "sync__merge_alpha": 0.5}, "which has no alpha"),
+        ({"optimizer__name": "wrong.py:no_rate"}, "must accept a learning rate as the argument lr"),
+        ({"optimizer__name": "lion.py:Lion", "optimizer__arguments": {"beta": 1}}, "did you mean 'betas'"),
+        ({"optimizer__name": "lion.py:Lino"}, "did you mean 'Lion'"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict[str, Any], words: str) -> None:
@@ -306,15 +295,15 @@ def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict
 
 def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "wrong.py").write_text(WRONG)
-    said = refused(["train", "run.toml", "--data", "text.txt", "--codec", "wrong.py:Halves"], capsys)
+    said = refused(["train", "run.toml", "--data", "text.jsonl", "--codec", "wrong.py:Halves"], capsys)
     assert "can't be used: codec Halves: validate of the payload of 257 values up to 3.4e+38 raised CodecError" in said
     assert not (own / "runs").exists()
 
 
 def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_for_its_content(own: Path) -> None:
-    assert find("codec.name", "largest:Largest", Codec) is importlib.import_module("largest").Largest
-    first = find("codec.name", "largest.py:Largest", Codec)
-    assert find("codec.name", f"{own / 'largest.py'}:Largest", Codec) is first
+    assert find("sync.codec", "largest:Largest", Codec) is importlib.import_module("largest").Largest
+    first = find("sync.codec", "largest.py:Largest", Codec)
+    assert find("sync.codec", f"{own / 'largest.py'}:Largest", Codec) is first
     assert absolute("largest.py:Largest") == f"{own / 'largest.py'}:Largest"
     assert absolute("largest:Largest") == "largest:Largest"
     assert make_codec("largest.py:Largest", kept=3).parameters() == {"kept": 3}
@@ -325,7 +314,9 @@ def test_a_function_may_take_the_whole_model(own: Path) -> None:
     (own / "whole.py").write_text(
         "from diloco import muon\ndef make(model, lr, **more): return muon(model, lr, **more)"
     )
-    settings = load_configuration(["run.toml", "--inner.name", "whole.py:make", "--inner.arguments", "{momentum=0.8}"])
+    settings = load_configuration(
+        ["run.toml", "--optimizer.name", "whole.py:make", "--optimizer.arguments", "{momentum=0.8}"]
+    )
     model = outline(settings, 257).to_empty(device="cpu")
-    groups = make_inner_optimizer(settings.inner, model).param_groups
+    groups = make_inner_optimizer(settings.optimizer, model).param_groups
     assert [group["momentum"] for group in groups if group["orthogonalise"]] == [0.8]

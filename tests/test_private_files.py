@@ -61,9 +61,11 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
     top = tmp_path / "home"
     top.mkdir()
     (tmp_path / "run.toml").write_text(SMALL)
-    (tmp_path / "text.txt").write_text("\n\n".join(f"sentence number {number} of a text" for number in range(200)))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(f'{{"text": "sentence number {number} of a text"}}\n' for number in range(200))
+    )
     with under(umask):
-        assert main(["train", "run.toml", "--data", "text.txt", "--out", str(top / "new" / "run")]) == 0
+        assert main(["train", "run.toml", "--data", "text.jsonl", "--out", str(top / "new" / "run")]) == 0
     written = list(top.rglob("*"))
     assert {"config.toml", "metrics.jsonl", "summary.json"} <= {path.name for path in written}
     assert not [path for path in written if open_to_others(path, top)]

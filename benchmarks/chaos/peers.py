@@ -59,7 +59,7 @@ class Peers:
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
         joins += [other.address() for other in self._one_training(peer)]
-        where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0"]
+        where = ["--network.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0"]
         where += ["--join", *filter(None, joins)] if any(joins) else []
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
@@ -72,7 +72,7 @@ class Peers:
         for other in self._one_training(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
             addresses = other.tail.facts["control addresses"]
             rendezvous = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", addresses)[0]
-        place = ["--replica", str(peer), "--rendezvous", rendezvous, "--out", str(self.folder / f"peer-{peer}")]
+        place = ["--replica", str(peer), "--join", rendezvous, "--out", str(self.folder / f"peer-{peer}")]
         return ["train", *self.settings.arguments(), "--data", str(self._data), *place]
 
     def _one_training(self, peer: int) -> list[Running]:

@@ -10,10 +10,10 @@ from pathlib import Path
 __all__ = ["COMMON", "Settings", "write_text"]
 
 COMMON = (
-    "--model.layers 2 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 64 "
-    "--train.batch-size 4 --inner.learning-rate 3e-3 --inner.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
+    "--model.arguments {layers=2,width=32,ffn_width=64,heads=2} --sequence-length 64 "
+    "--batch-size 4 --learning-rate 3e-3 --optimizer.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
     "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
-    "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet"
+    "--evaluation.sample-prompts --device cpu --monitor.console quiet"
 )
 """Arguments of all runs, also of the undisturbed ones: 2 layers of width 32 on bytes; H = 15, P = 3, tau = 3."""
 
@@ -60,15 +60,15 @@ class Settings:
     def arguments(self) -> list[str]:
         """Return the arguments that all peers share: all but its number, addresses and folder."""
         where = (
-            f"--transport torch --replicas {self.peers} --on-failure continue"
+            f"--transport torch --replicas {self.peers} --on-loss continue"
             if self.transport == "torch"
-            else f"--transport hivemind --run chaos --start-replicas {self.peers} "
-            f"--swarm.straggler {self.straggler} --swarm.join-window-s {self.join_window_s} --swarm.no-map-ports"
+            else f"--transport hivemind --run chaos --replicas {self.peers} "
+            f"--network.straggler {self.straggler} --swarm.join-window-s {self.join_window_s}"
         )
         words = (
             f"{COMMON} --steps {self.steps} {where} "
-            f"--transport.min-replicas 2 --transport.heartbeat-s {self.heartbeat_s} "
-            f"--transport.silence-s {self.silence_s} --transport.round-timeout-s {self.round_timeout_s} "
+            f"--network.min-replicas 2 --transport.heartbeat-s {self.heartbeat_s} "
+            f"--network.silence {self.silence_s} --network.round-timeout {self.round_timeout_s} "
             f"--transport.rendezvous-timeout-s {self.rendezvous_timeout_s} "
             f"--checkpoint.every-steps {self.checkpoint_steps}"
         )

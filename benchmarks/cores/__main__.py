@@ -37,7 +37,7 @@ POLICIES: dict[str, Mapping[str, str]] = {
 LOADS = ("nothing else runs", "next to one busy process")
 TRAIN = (
     "train --transport torch --replicas 4 --evaluation.every-steps 0 --evaluation.sequences 4 "
-    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --monitor.console quiet"
+    "--evaluation.sample-prompts --checkpoint.every-steps 0 --monitor.console quiet"
 )
 
 

@@ -30,10 +30,10 @@ LAYERS, WIDTH = 6, 256
 SEQUENCES, LENGTH = 8, 39
 STEP_S = 0.5
 BASE_LENGTH = 72
-COMMON = f"""--train.sequence-length {LENGTH} --lora.rank 8 --evaluation.every-steps 0 --evaluation.sequences 0
- --checkpoint.every-steps 0 --train.device cpu --monitor.console quiet --inner.warmup-steps 10 --train.threads 1"""
-LINKS = f"--transport.bandwidth-bits-per-s 100e6 --transport.latency-s 0.1 --transport.step-time-s {STEP_S}"
-NESTEROV = "--outer.name nesterov --outer.learning-rate 0.7 --outer.momentum"
+COMMON = f"""--sequence-length {LENGTH} --lora-rank 8 --evaluation.every-steps 0 --evaluation.sequences 0
+ --checkpoint.every-steps 0 --device cpu --monitor.console quiet --optimizer.warmup-steps 10"""
+LINKS = f"--emulate.bandwidth 100e6 --emulate.latency 0.1 --emulate.step-time {STEP_S}"
+NESTEROV = "--sync.outer nesterov --outer-learning-rate 0.7 --outer-momentum"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ METHODS = (
     replace(SYNCHRONOUS, steps=100, seeds=1),
     replace(TRIAL, rate=4e-3),
     # one change at a time, to see what determines the loss of 4 replicas
-    replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --codec.name float32"),
-    replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --schedule.overlap-steps 0"),
+    replace(TRIAL, name="no momentum, float32", flags=f"{TRIAL.flags} --sync.codec float32"),
+    replace(TRIAL, name="no momentum, merged at once", flags=f"{TRIAL.flags} --overlap-steps 0"),
     replace(TRIAL, name="no momentum, H = 5", flags=f"--inner-steps 5 {LINKS}"),
     replace(TRIAL, name="Nesterov .7/.6, H = 5", flags=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
     replace(TRIAL, name="Nesterov .7/.6, H = 2", flags=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
@@ -121,10 +121,10 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     config.save_pretrained(shell)
     diloco(
         f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm none --replicas 1 --steps 1100 "
-        f"--stop-after {steps} --inner.schedule wsd --train.sequence-length {BASE_LENGTH} --train.batch-size 8 "
-        "--inner.learning-rate 2e-3 "
+        f"--stop-after {steps} --optimizer.schedule wsd --sequence-length {BASE_LENGTH} --batch-size 8 "
+        "--learning-rate 2e-3 "
         "--data-parallel-steps 0 --evaluation.every-steps 200 --evaluation.sequences 32 --checkpoint.every-steps 200 "
-        f"--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --out {work / 'base-run'}"
+        f"--evaluation.sample-prompts --device cpu --out {work / 'base-run'}"
     )
     diloco(f"export {work / 'base-run'} {work / 'base'} --overwrite")
     write_tokenizer(work / "base", learned)
@@ -151,7 +151,7 @@ def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
         # SEQUENCES per step in total, for any number of replicas
         diloco(
             f"finetune {work / 'base'} --data {work / 'train.jsonl'} --out {place} --seed {seed} --replicas {replicas} "
-            f"--train.batch-size {SEQUENCES // replicas} --steps {method.steps} --inner.learning-rate {method.rate} "
+            f"--batch-size {SEQUENCES // replicas} --steps {method.steps} --learning-rate {method.rate} "
             f"{COMMON} {method.flags}"
         )
         summary = json.loads((place / "summary.json").read_text())

@@ -46,7 +46,7 @@ from diloco.model import (
 )
 from diloco.train import (
     InnerLoop,
-    InnerSettings,
+    OptimizerSettings,
     ParallelModel,
     Strategy,
     make_inner_optimizer,
@@ -115,7 +115,7 @@ def _below(error: float, limit: float) -> str:
 def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
     device = model.embedding.weight.device
     parallel = parallelise(model, strategy, group, device) if group is not None else ParallelModel(model)
-    optimizer = make_inner_optimizer(InnerSettings(), model)
+    optimizer = make_inner_optimizer(OptimizerSettings(), model)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
 
 

@@ -13,17 +13,18 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.sizes import Job
-from diloco.algorithm import ScheduleSettings
+from diloco.algorithm import SyncSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
-from diloco.train import InnerSettings, InProcessFleet, RunSettings, Session, TrainSettings, make_transport, resolve
-from diloco.transport import TransportSettings
+from diloco.model import ModelSection
+from diloco.train import InProcessFleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
+from diloco.transport import NetworkSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 
 NO_ROUNDS = 10**6
 """A number of inner steps between rounds that a run never reaches."""
 
-ADAMW = InnerSettings(warmup_steps=0)
+ADAMW = OptimizerSettings(warmup_steps=0)
 """The default inner optimizer, without a warm-up."""
 
 
@@ -66,7 +67,7 @@ def make_session(
     precision: str,
     replicas: int = 1,
     train: Mapping[str, Any] | None = None,
-    inner: InnerSettings = ADAMW,
+    inner: OptimizerSettings = ADAMW,
 ) -> Session:
     """Return a session of replicas of ``job``'s model that never exchange anything.
 
@@ -86,13 +87,13 @@ def make_session(
             precision=precision,  # type: ignore[arg-type]  # a valid name
             **(train or {}),
         ),
-        inner=inner,
-        schedule=ScheduleSettings(inner_steps=NO_ROUNDS),
-        transport=TransportSettings(replicas=replicas),
-        model=job.model,
+        optimizer=inner,
+        sync=SyncSettings(inner_steps=NO_ROUNDS),
+        network=NetworkSettings(replicas=replicas),
+        model=ModelSection.of(job.model),
     )
     settings = resolve(settings, num_layers=job.model.layers)
-    fleet = InProcessFleet(make_transport(settings.transport))
+    fleet = InProcessFleet(make_transport(settings))
     return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.sessions import ADAMW, Measured, free, make_session, time_se
 from benchmarks.gpu.sizes import Job, Sizes
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.model import build_model
-from diloco.train import InnerSettings
+from diloco.train import OptimizerSettings
 
 __all__ = ["measure_training"]
 
@@ -85,7 +85,7 @@ def measure_training(
 
 
 def _ours(
-    job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any], inner: InnerSettings = ADAMW
+    job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any], inner: OptimizerSettings = ADAMW
 ) -> Measured:
     session = make_session(job, device, sizes.precision, train=changes, inner=inner)
     return time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)

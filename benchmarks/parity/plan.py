@@ -7,8 +7,8 @@ from dataclasses import dataclass
 __all__ = ["ABLATIONS", "COMMON", "FORK_STEP", "MAIN", "TUNING", "Variant"]
 
 COMMON = (
-    "--preset tiny --train.threads 1 --evaluation.sequences 512 --evaluation.every-steps 0 "
-    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --checkpoint.keep 1 "
+    "--preset tiny --evaluation.sequences 512 --evaluation.every-steps 0 "
+    "--evaluation.sample-prompts --checkpoint.every-steps 0 --checkpoint.keep 1 "
     "--monitor.console quiet"
 )
 """The flags of all runs: the quick start (600 steps, 200 of which are a shared data-parallel start), without output."""
@@ -35,19 +35,19 @@ def streaming(name: str, *, codec: str = "fp4", more: str = "", inner: str = "")
 
 def muon(learning_rate: str) -> str:
     """Return the flags for AdamW at ``learning_rate`` and Muon on hidden matrices at ten times that."""
-    return f"--inner.name Muon --inner.learning-rate {learning_rate}"
+    return f"--optimizer.name Muon --learning-rate {learning_rate}"
 
 
 MUON = muon("2e-3")
-FASTER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.9}"
+FASTER = muon("8e-3") + " --optimizer.arguments {matrix_lr_ratio=2.5,momentum=0.9}"
 """`MUON` with four times the rate for AdamW, the same rate for hidden matrices, and a momentum of 0.9."""
-LONGER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.85,betas=[0.97,0.99]}"
+LONGER = muon("8e-3") + " --optimizer.arguments {matrix_lr_ratio=2.5,momentum=0.85,betas=[0.97,0.99]}"
 """`FASTER` with a longer memory for AdamW and a shorter one for Muon."""
 
 
 def outer(learning_rate: str, momentum: str) -> str:
     """Return the flags of an outer Nesterov step."""
-    return f"--outer.learning-rate {learning_rate} --outer.momentum {momentum}"
+    return f"--outer-learning-rate {learning_rate} --outer-momentum {momentum}"
 
 
 MAIN = (
@@ -67,7 +67,7 @@ MAIN = (
 )
 """The rows with three seeds."""
 
-SPARSE = "--codec.error-feedback --codec.error-feedback-decay 0.95 --inner-steps 30"
+SPARSE = "--error-feedback 1 --codec.error-feedback-decay 0.95 --inner-steps 30"
 TUNING = (
     streaming("Streaming fp4, Muon, outer .7/.6", more=outer("0.7", "0.6"), inner=MUON),
     streaming("Streaming fp4, Muon, outer .9/.4", more=outer("0.9", "0.4"), inner=MUON),
@@ -75,8 +75,8 @@ TUNING = (
     streaming("Streaming fp4, Muon, inner lr 4e-3", more=outer("0.7", "0.6"), inner=muon("4e-3")),
     Variant("data-parallel, Muon, inner lr 1e-3", "--algorithm data-parallel", muon("1e-3")),
     streaming("Streaming fp4, Muon, inner lr 1e-3", more=outer("0.8", "0.5"), inner=muon("1e-3")),
-    Variant("data-parallel, inner lr 4e-3", "--algorithm data-parallel", "--inner.learning-rate 4e-3"),
-    streaming("Streaming fp4, inner lr 4e-3", inner="--inner.learning-rate 4e-3"),
+    Variant("data-parallel, inner lr 4e-3", "--algorithm data-parallel", "--learning-rate 4e-3"),
+    streaming("Streaming fp4, inner lr 4e-3", inner="--learning-rate 4e-3"),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.5", more=outer("0.8", "0.5"), inner=LONGER),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .9/.6", more=outer("0.9", "0.6"), inner=LONGER),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.7", more=outer("0.8", "0.7"), inner=LONGER),
@@ -93,14 +93,14 @@ TUNING = (
 
 ABLATIONS = (
     Variant("independent replicas, mean of their losses", "--algorithm none"),
-    streaming("Streaming fp4, outer Nesterov lr 0.7", more="--outer.momentum 0.9 --outer.learning-rate 0.7"),
-    streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--outer.momentum 0.5 --outer.learning-rate 0.7"),
-    streaming("Streaming fp4, outer SGD lr 1", more="--outer.momentum 0 --outer.learning-rate 1.0"),
+    streaming("Streaming fp4, outer Nesterov lr 0.7", more="--outer-momentum 0.9 --outer-learning-rate 0.7"),
+    streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--outer-momentum 0.5 --outer-learning-rate 0.7"),
+    streaming("Streaming fp4, outer SGD lr 1", more="--outer-momentum 0 --outer-learning-rate 1.0"),
     streaming("Streaming fp4, H=30", more="--inner-steps 30"),
     streaming("Streaming fp4, tau 0", more="--overlap-steps 0"),
     streaming("Streaming fp4, tau 5", more="--overlap-steps 5"),
     streaming("Streaming fp4, alpha 0", more="--merge-alpha 0"),
     streaming("Streaming fp4, alpha 0.5", more="--merge-alpha 0.5"),
-    streaming("Streaming fp4, error feedback", more="--codec.error-feedback"),
+    streaming("Streaming fp4, error feedback", more="--error-feedback 1"),
 )
 """Rows with one seed, to be compared with the same seed in the main table."""

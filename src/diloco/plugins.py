@@ -26,6 +26,7 @@ from diloco.errors import ConfigurationError, nearest
 __all__ = [
     "KEYS",
     "absolute",
+    "arguments_key",
     "call",
     "check_arguments",
     "code_digest",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 KEYS = (
-    *("model.source", "codec.name", "outer.name", "outer.average", "merge.rule", "inner.name"),
+    *("model.source", "sync.codec", "sync.outer", "sync.average", "sync.merge", "optimizer.name"),
     "monitor.sinks",  # several names
 )
 """Every setting that may name user code. `find` accepts no other, so that `confirm` forgets none."""
@@ -90,8 +91,8 @@ def same_code(one: object, other: object) -> bool:
 def own_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the settings in `KEYS` that name user code.
 
-    >>> own_code({"codec.name": "fp4", "merge.rule": "share.py:Share", "monitor.sinks": ("my.sinks:Sink",)})
-    {'merge.rule': 'share.py:Share', 'monitor.sinks': ('my.sinks:Sink',)}
+    >>> own_code({"sync.codec": "fp4", "sync.merge": "share.py:Share", "monitor.sinks": ("my.sinks:Sink",)})
+    {'sync.merge': 'share.py:Share', 'monitor.sinks': ('my.sinks:Sink',)}
     """
     present = {key: values[key] for key in KEYS if key in values}
     return {key: value for key, value in present.items() if any(map(is_own, names_in(value)))}
@@ -125,6 +126,16 @@ def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) 
             f"{where} was made with code that did not come with diloco, and a folder can't choose the code that runs "
             f"here.{''.join(others)} If you have that code and trust it, add {' '.join(options)} to the command."
         )
+
+
+def arguments_key(key: str) -> str:
+    """Return the table with the arguments of the code that ``key`` names.
+
+    >>> arguments_key("sync.codec"), arguments_key("model.source")
+    ('sync.arguments.codec', 'model.arguments')
+    """
+    section, _, role = key.partition(".")
+    return f"sync.arguments.{role}" if section == "sync" else f"{section}.arguments"
 
 
 def find(key: str, text: str, kind: type) -> Callable[..., Any]:
@@ -184,7 +195,7 @@ def call(
     """Call the class or function that ``text`` names, after checking what it is.
 
     Args:
-        key: The setting that names it, such as ``codec.name``. Its section has ``arguments``.
+        key: The setting that names it, such as ``sync.codec``. `arguments_key` has its arguments.
         text: The value of that setting.
         given: Positional arguments.
         kind: what it must return, as for `find`.
@@ -242,7 +253,7 @@ def check_arguments(key: str, text: str, function: Callable[..., Any], arguments
         if not takes(function, name):
             accepted = inspect.signature(function).parameters
             raise ConfigurationError(
-                f"{key.partition('.')[0]}.arguments.{name} is not an argument of {text}; {nearest(name, accepted)}"
+                f"{arguments_key(key)}.{name} is not an argument of {text}; {nearest(name, accepted)}"
             )
 
 

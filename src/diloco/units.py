@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigurationError
 
 __all__ = [
+    "Duration",
+    "Rate",
     "escape",
     "format_bytes",
     "format_count",
@@ -177,7 +180,48 @@ def format_rate(bits_per_s: float) -> str:
     return f"{bits_per_s:.3g} bit/s"
 
 
-_DURATIONS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+if TYPE_CHECKING:
+    Duration = float
+    Rate = float
+else:
+
+    class Duration(float):
+        """Seconds, in settings. It is written, and has to be typed, with a unit.
+
+        >>> str(Duration(0.02)), str(Duration(90)), str(Duration(600)), Duration(1.5) + 1
+        ('20ms', '90s', '10min', 2.5)
+        """
+
+        def __str__(self) -> str:
+            return _with_unit(float(self), _TIME_UNITS)
+
+    class Rate(float):
+        """Bits per second, as `Duration`.
+
+        >>> str(Rate(1e8)), str(Rate(1.5e9))
+        ('100Mbit', '1.5Gbit')
+        """
+
+        def __str__(self) -> str:
+            return _with_unit(float(self), _RATE_UNITS)
+
+
+_TIME_UNITS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_RATE_UNITS = {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
+
+
+def _with_unit(value: float, units: Mapping[str, float]) -> str:
+    """Return the value in the largest unit in which it is at least 1 and exact."""
+    for unit, size in units.items():
+        number = round(value / size, 9)
+        text = f"{number:.9f}".rstrip("0").rstrip(".")
+        if value >= size and float(text) * size == value:
+            return f"{text}{unit}"
+    unit = next(unit for unit, size in units.items() if size == 1.0)
+    return f"{value!r}{unit}"
+
+
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _RATES = {
     f"{scale}{word}": factor
@@ -187,10 +231,10 @@ _RATES = {
 
 
 def parse_duration_s(text: str, name: str) -> float:
-    """Parse a duration and return seconds. A number without a unit is in seconds.
+    """Parse a duration and return seconds. The unit is required.
 
-    >>> parse_duration_s("80ms", "--latency"), parse_duration_s("1.5h", "--away"), parse_duration_s("2", "--away")
-    (0.08, 5400.0, 2.0)
+    >>> parse_duration_s("80ms", "--latency"), parse_duration_s("1.5h", "--away")
+    (0.08, 5400.0)
     >>> parse_duration_s("fast", "--latency")
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: --latency must be a number with us, ms, s, min, h or d, such as 80ms; got 'fast'.

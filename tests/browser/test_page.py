@@ -280,14 +280,14 @@ def test_two_runs_are_compared_also_on_a_narrow_screen(tmp_path: Path, opened: O
     long_name = "a-name-that-is-quite-long-for-a-narrow-screen"
     folders = [recent(tmp_path / long_name, run_of(40)), recent(tmp_path / "b", run_of(30, loss=2.0))]
     for folder, codec in zip(folders, ("fp4", "int8"), strict=True):
-        (folder / "config.toml").write_text(f'seed = 0\nout = "{folder}"\n[codec]\nname = "{codec}"\n')
+        (folder / "config.toml").write_text(f'seed = 0\nout = "{folder}"\n[sync]\ncodec = "{codec}"\n')
     page = opened(*folders, width=400)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert page.locator("#figure-loss .plot").bounding_box()["width"] > 300
     assert page.locator("#peers-section").get_by_text("This table scrolls sideways.").is_visible()
     names = page.evaluate(f"{LOSS}.data.map((trace) => trace.name)")
     assert names == [f"{run} {kind}" for run in (long_name, "b") for kind in ("training", "held-out")]
-    assert page.locator("#settings").inner_text().split() == ["setting", long_name, "b", "codec.name", "fp4", "int8"]
+    assert page.locator("#settings").inner_text().split() == ["setting", long_name, "b", "sync.codec", "fp4", "int8"]
     assert number(page, "Step") == "40"
     page.locator("#run").select_option("1")
     assert number(page, "Step") == "30"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from tests.cli.runs import SMALL
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with ``run.toml``, its training text, and ``run``, a run that was stopped after step 6 of 8."""
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}: " + "abc " * n}) + "\n" for n in range(1, 40))
+    )
     (folder / "run.toml").write_text(SMALL)
-    done = main(["train", str(folder / "run.toml"), "--data", str(folder / "text.txt"), "--out", str(folder / "run"),
+    done = main(["train", str(folder / "run.toml"), "--data", str(folder / "text.jsonl"), "--out", str(folder / "run"),
                  "--stop-after", "6"])  # fmt: skip
     assert done == 0
     return folder

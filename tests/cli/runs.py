@@ -19,26 +19,30 @@ batch_size = 1
 sequence_length = 16
 data_parallel_steps = 2
 device = "cpu"
-[schedule]
+
+[sync]
 inner_steps = 3
-[fragments]
 num_fragments = 2
-[transport]
+
+[network]
 replicas = 2
-[model]
+
+[model.arguments]
 layers = 1
 width = 8
 ffn_width = 16
 heads = 2
+
 [data]
-document_separator = "\\n\\n"
 heldout_fraction = 0.3
+
 [evaluation]
 every_steps = 0
 sequences = 4
-sample_tokens = 4
+
 [checkpoint]
 every_steps = 0
+
 [monitor]
 console = "quiet"
 """
@@ -46,7 +50,7 @@ console = "quiet"
 
 def train(files: Path, *flags: str) -> list[str]:
     """Return the arguments of a small run."""
-    return ["train", str(files / "run.toml"), "--data", str(files / "text.txt"), *flags]
+    return ["train", str(files / "run.toml"), "--data", str(files / "text.jsonl"), *flags]
 
 
 def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:

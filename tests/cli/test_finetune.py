@@ -31,9 +31,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = write_records(folder / "data.jsonl", [{**each, "copy": copy} for copy in range(30) for each in known])
     write_records(folder / "known.jsonl", known)
     write_records(folder / "mixed.jsonl", [*known, asked("red?", "vert"), asked("blue?", "bleu")])
-    words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora.rank 8 --steps 40
-        --inner-steps 5 --inner.learning-rate 1e-2 --train.batch-size 2 --train.sequence-length 96
-        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --train.device cpu"""
+    words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora-rank 8 --steps 40
+        --inner-steps 5 --learning-rate 1e-2 --batch-size 2 --sequence-length 96
+        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
     assert main(words.split()) == 0
     return folder
 
@@ -68,12 +68,12 @@ def planned(words: str, monkeypatch: pytest.MonkeyPatch) -> Configuration:
     return plans[0]
 
 
-@pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora.rank 4 --steps 30 --inner-steps 5 --seed 3"])
+@pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    began = planned(f"finetune base --data data.jsonl --run 'a b' --train.batch-size 2 {flags}", monkeypatch)
+    began = planned(f"finetune base --data data.jsonl --run 'a b' --batch-size 2 {flags}", monkeypatch)
     (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
     resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
     for settings in (began, resumed):
@@ -81,8 +81,8 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
         assert told.startswith("diloco finetune base ")
         assert "--data data.jsonl" in told
         assert "--run 'a b'" in told
-        joining = flatten(planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
-        own = {"checkpoint.resume", "swarm.join", "out", "checkpoint.every_steps"}
+        joining = flatten(planned(f"{told} /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
+        own = {"checkpoint.resume", "network.join", "out", "checkpoint.every_steps"}
         assert {name: value for name, value in joining.items() if name not in own} == {
             name: value for name, value in flatten(began).items() if name not in own
         }
@@ -122,10 +122,10 @@ def test_an_adapter_of_a_tied_projection_is_merged(
 
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     data = write_records(tmp_path / "data.jsonl", [asked(question, answer) for question, answer in ANSWERS.items()] * 9)
-    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora.rank 2 --lora.targets lm_head q_proj
-        --steps 4 --inner-steps 2 --inner.learning-rate 3e-2 --data.heldout-fraction 0.2
-        --train.sequence-length 64 --train.batch-size 1
-        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --train.device cpu"""
+    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2 --lora.targets lm_head q_proj
+        --steps 4 --inner-steps 2 --learning-rate 3e-2 --data.heldout-fraction 0.2
+        --sequence-length 64 --batch-size 1
+        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
     assert main(words.split()) == 0
     tokens = torch.arange(20).unsqueeze(0) + 60
     with torch.no_grad():

@@ -31,7 +31,7 @@ def read(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_the_report_has_the_costs_the_fragments_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = output_of(f"--preset 1b --replicas 4 {LINK} --train.device cpu", capsys)
+    words = output_of(f"--preset 1b --replicas 4 {LINK} --device cpu", capsys)
     facts, fragments, others, note = words.split("\n\n")
     named = dict(line.split("  ", 1) for line in facts.splitlines())
     assert named["settings"].strip() == "streaming, H = 125, P = 9, tau = 1, fp4"
@@ -55,7 +55,7 @@ def test_the_costs_of_a_run_and_of_its_shared_start(capsys: pytest.CaptureFixtur
 
 def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[codec]\nname = "int8"\n[inner]\nlearning_rate = 1e-3\n')
+    file.write_text('preset = "35m"\nalgorithm = "diloco"\n[sync]\ncodec = "int8"\n[optimizer]\nlearning_rate = 1e-3\n')
     plan = read(f"{file} --inner-steps 60 --replicas 2 --out runs/x {LINK}", capsys)
     own = plan["prediction"]
     assert (own["inner_steps"], own["codec"], own["num_fragments"], own["overlap_steps"]) == (60, "int8", 1, 0)
@@ -64,10 +64,10 @@ def test_flags_and_file_are_those_of_train(tmp_path: Path, capsys: pytest.Captur
 
 def test_emulated_links_of_the_settings_are_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The utilisation "on emulated links" is that of the run, except for its first H steps and its end."""
-    emulated = "--transport.bandwidth-bits-per-s 1.5e5 --transport.latency-s 0.05 --transport.step-time-s 0.2"
+    emulated = "--emulate.bandwidth 150kbit --emulate.latency 50ms --emulate.step-time 200ms"
     run = f"{emulated} --steps 48 --codec float32"
     summary = train(write_text(tmp_path), tmp_path / "run", run)
-    plan = read(f"{SMALL.removesuffix('--data')} {run} --model.vocab-size 257", capsys)
+    plan = read(f"{SMALL.removesuffix('--data')} {run} --model.arguments.vocab-size 257", capsys)
     assert plan["site"]["links"] == [{"bandwidth_bits_per_s": 1.5e5, "latency_s": 0.05}] * 2
     own = plan["prediction"]
     assert own["p90_utilization"] < own["compute_utilization"] <= own["ideal_utilization"] < 0.9
@@ -80,7 +80,7 @@ def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[
         for more in (
             "--replicas 3 --step-time 0.1s",
             "--replicas 3 --step-time 0.1s 0.1s 0.2s",
-            "--start-replicas 3 --step-time 0.1s --transport hivemind",
+            "--replicas 3 --step-time 0.1s --transport hivemind",
         )
     )
     reached = [each["prediction"]["compute_utilization"] for each in (equal, slower, swarm)]
@@ -89,7 +89,7 @@ def test_replicas_links_and_transports_may_differ(capsys: pytest.CaptureFixture[
 
 
 def test_work_that_was_not_measured_is_not_counted_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = f"{SIZE} --replicas 2 {LINK} --train.device"
+    arguments = f"{SIZE} --replicas 2 {LINK} --device"
     cpu, cuda = (read(f"{arguments} {device}", capsys)["prediction"] for device in ("cpu", "cuda"))
     assert cpu["compute_utilization"] < cuda["compute_utilization"]
     assert "not measured" in output_of(f"{arguments} cuda", capsys)
@@ -103,7 +103,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_round_that_its_timeout_would_end_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "exceed transport.round_timeout_s=600" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
+    assert "exceed network.round_timeout=10m00s" in output_of(f"{SIZE} --bandwidth 10Mbit --step-time 1s", capsys)
     assert "round_timeout_s" not in output_of(f"{SIZE} --bandwidth 1Gbit --step-time 1s", capsys)
 
 
@@ -112,8 +112,8 @@ def test_the_memory_is_what_a_replica_keeps(
     rank: int, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, lora = write_base(tmp_path), {"lora_rank": rank, "base_dtype": dtype} if rank else {}
-    flags = f"--lora.rank {rank} --model.base-dtype {dtype}" if rank else ""
-    plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --outer.name sgd {LINK}", capsys)
+    flags = f"--lora-rank {rank} --model.arguments.base-dtype {dtype}" if rank else ""
+    plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --sync.outer sgd {LINK}", capsys)
     model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
@@ -132,12 +132,12 @@ def test_the_memory_is_what_a_replica_keeps(
 def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = f"--preset tiny --data {tmp_path / 'elsewhere.jsonl'} {LINK}"
     assert read(data, capsys)["model"]["vocabulary"] == 257
-    assert read(f"{data} --model.vocab-size 999", capsys)["model"]["vocabulary"] == 999
+    assert read(f"{data} --model.arguments.vocab-size 999", capsys)["model"]["vocabulary"] == 999
 
 
 def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--model.layers 1 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.batch-size 1"
-    plan = read(f"--measure {sizes} --replicas 2 --bandwidth 100Mbit --train.device cpu", capsys)
+    sizes = "--model.arguments {layers=1,width=16,ffn_width=32,heads=2} --batch-size 1"
+    plan = read(f"--measure {sizes} --replicas 2 --bandwidth 100Mbit --device cpu", capsys)
     assert 0 < plan["site"]["step_time_s"][0] < 60
     assert 0 < plan["site"]["conditions"]["send_s_per_value"] < 1e-2
     assert plan["work_is_known"]
@@ -152,7 +152,7 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
         (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "--bandwidth has 3 values for 4 replicas"),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
         (f"{SIZE} {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
-        (f"{SIZE} {LINK} --codec fp5", "codec.name='fp5' is unknown"),
+        (f"{SIZE} {LINK} --codec fp5", "sync.codec='fp5' is unknown"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),
         (f"{SIZE} {LINK} --algorithm none", "sends nothing"),
         (f"{SIZE} {LINK} --measure", "leave out --step-time and --parameters"),

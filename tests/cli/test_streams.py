@@ -16,12 +16,11 @@ from diloco.terminal import as_typed
 SMALL = {
     "--steps": "2",
     "--inner-steps": "2",
-    "--model.layers": "1",
-    "--model.width": "32",
-    "--model.heads": "2",
-    "--train.batch-size": "2",
-    "--train.sequence-length": "32",
-    "--evaluation.sample-tokens": "0",
+    "--model.arguments.layers": "1",
+    "--model.arguments.width": "32",
+    "--model.arguments.heads": "2",
+    "--batch-size": "2",
+    "--sequence-length": "32",
     "--out": "run",
 }
 

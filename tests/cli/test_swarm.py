@@ -22,8 +22,8 @@ from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
 
-QUICK = "--transport.heartbeat-s 0.5 --transport.silence-s 20 --transport.rendezvous-timeout-s 120 --train.threads 1"
-LOOPBACK = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
+QUICK = " --network.silence 20s"
+LOOPBACK = "--network.listen 127.0.0.1:0"
 
 
 class Peer(Command):
@@ -74,7 +74,7 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
     with Processes() as processes:
 
         def make(name: str, arguments: str, joins: Peer | None = None) -> Peer:
-            where = f"--out {tmp_path / name} --swarm.identity {keys / name}"
+            where = f"--out {tmp_path / name}"
             run = f"{SMALL} {data} --transport hivemind --run test {QUICK} {where} {arguments}"
             return Peer(processes, tmp_path / name, run, joins)
 
@@ -84,9 +84,9 @@ def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
 def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
     data: Path, tmp_path: Path, new_peer: MakePeer
 ) -> None:
-    alone = train(data, tmp_path / "alone", "--train.threads 1")
-    first = new_peer("a", "--start-replicas 2 --replica 0")
-    for peer in (first, new_peer("b", "--start-replicas 2 --replica 1", first)):
+    alone = train(data, tmp_path / "alone", "")
+    first = new_peer("a", "--replicas 2 --replica 0")
+    for peer in (first, new_peer("b", "--replicas 2 --replica 1", first)):
         summary = peer.summary()
         assert summary["global_params_digest"] == alone["global_params_digest"]
         assert summary["rounds_committed"] == alone["rounds_committed"]
@@ -95,7 +95,7 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
 
 def test_dynamic_steps_leave_no_replica_out_and_all_agree(new_peer: MakePeer) -> None:
     """The speeds depend on the machine, but the final parameters are always the same."""
-    arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps"
+    arguments = "--replicas 2 --steps 40 --swarm.dynamic-steps"
     first = new_peer("a", f"{arguments} --replica 0")
     peers = (first, new_peer("b", f"{arguments} --replica 1", first))
     summaries = [peer.summary() for peer in peers]
@@ -139,7 +139,7 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
 
 def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
     """The other replica is stalled, and would be declared lost only after hours."""
-    arguments = f"{ENDLESS} --transport.silence-s 9000 --transport.round-timeout-s 9001 --start-replicas 2"
+    arguments = f"{ENDLESS} --network.silence 9000s --network.round-timeout 9001s --replicas 2"
     first = new_peer("a", f"{arguments} --replica 0")
     second = new_peer("b", f"{arguments} --replica 1", first)
     first.wait_for("RoundCommitted", contributors=[0, 1])
@@ -238,8 +238,8 @@ def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> 
 def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:
     """One peer stops early and one late. The late one founds the swarm again, and the other adopts its state."""
     early, late = tmp_path / "early", tmp_path / "late"
-    first = new_peer("early", "--steps 32 --start-replicas 2 --stop-after 6")
-    for peer in (first, new_peer("late", "--steps 32 --start-replicas 2 --stop-after 14", first)):
+    first = new_peer("early", "--steps 32 --replicas 2 --stop-after 6")
+    for peer in (first, new_peer("late", "--steps 32 --replicas 2 --stop-after 14", first)):
         peer.end()
     founds = Peer(first.processes, late, f"--resume {late}")
     for peer in (founds, Peer(first.processes, early, f"--resume {early}", founds)):
@@ -258,10 +258,10 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
 
 
 def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
-    first = new_peer("a", f"{ENDLESS} --start-replicas 2 --swarm.direct-port 0 --replica 0")
+    first = new_peer("a", f"{ENDLESS} --replicas 2 --swarm.direct-port 0 --replica 0")
     join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
-    assert not {"--swarm.listen", "--swarm.no-map-ports", "--train.threads", "--replica", "--out"} & {*join.split()}
-    own = f"--out {tmp_path / 'b'} --monitor.console quiet --train.device cpu --train.threads 1 {LOOPBACK}"
+    assert not {"--network.listen", "--replica", "--out"} & {*join.split()}
+    own = f"--out {tmp_path / 'b'} --monitor.console quiet --device cpu {LOOPBACK}"
     words = [*shlex.split(join)[1:], *own.split()]
     second = Command(first.processes, words, tmp_path / "second.txt")
     members = first.until(

@@ -43,7 +43,7 @@ class Sweeps:
 
     def write(self, changes: Mapping[str, str]) -> Path:
         text = "[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [0]\n"
-        text = text.replace("[base.data]", f'[base.data]\npaths = ["{self.folder / "text.txt"}"]')
+        text = text.replace("[base.data]", f'[base.data]\npaths = ["{self.folder / "text.jsonl"}"]')
         for old, new in changes.items():
             assert old in text
             text = text.replace(old, new)
@@ -59,7 +59,7 @@ class Sweeps:
 
 @pytest.fixture
 def sweeps(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
-    (tmp_path / "text.txt").write_bytes((files / "text.txt").read_bytes())
+    (tmp_path / "text.jsonl").write_bytes((files / "text.jsonl").read_bytes())
     study = Sweeps(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", type("Popen", (), {
         "__class_getitem__": classmethod(lambda cls, item: cls),
@@ -69,8 +69,8 @@ def sweeps(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swee
 
 
 def change_data(sweeps: Sweeps) -> Mapping[str, str]:
-    text = (sweeps.folder / "text.txt").read_text()
-    (sweeps.folder / "text.txt").write_text(text.replace("abc", "xyz"))  # as long as before
+    text = (sweeps.folder / "text.jsonl").read_text()
+    (sweeps.folder / "text.jsonl").write_text(text.replace("abc", "xyz"))  # as long as before
     return {}
 
 
@@ -147,7 +147,7 @@ def test_same_settings_in_other_words_are_the_same_run(changes: Mapping[str, str
 def test_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"seed = [0]": "seed = [0]\nschedule.overlap_steps = [1, 9]"}
     for _ in range(2):
-        rows = {row["varied"]["schedule.overlap_steps"]: row["error"] for row in sweeps.sweep(changes)}
+        rows = {row["varied"]["sync.overlap_steps"]: row["error"] for row in sweeps.sweep(changes)}
         assert rows[1] == ""
         assert rows[9].startswith("exit code 2: ")
     assert len(sweeps.commands) == 3
@@ -217,7 +217,7 @@ def test_folder_is_one_sweeps_until_its_last_process_has_ended(
 
 def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
-    path.write_text('[base]\nseed = 3\ncodec.name = "int8"\n[axes]\n"train.steps, schedule.overlap_steps" = '
+    path.write_text('[base]\nseed = 3\ncodec.name = "int8"\n[axes]\n"train.steps, sync.overlap_steps" = '
                     '[[10, 1], [30, 3]]\ncodec.name = ["fp4", "float32"]\n')  # fmt: skip
     runs = read_study(path)
     assert [run.name for run in runs] == [

@@ -17,7 +17,7 @@ from tests.commands import Command
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, train
 
-START = "--data-parallel-steps 3 --train.threads 1"
+START = "--data-parallel-steps 3"
 
 
 class Replicas:
@@ -29,7 +29,7 @@ class Replicas:
 
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
         """Start one command for each entry of ``of_one``, which holds its own arguments."""
-        meet = f"--rendezvous 127.0.0.1:{free_port()}"
+        meet = f"--join 127.0.0.1:{free_port()}"
         return [
             Command(self.processes, f"{self.words} {arguments} {meet} {own}".split(), self.out.with_suffix(f".{m}.txt"))
             for m, own in enumerate(of_one)
@@ -93,7 +93,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
 
 def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replicas) -> None:
     """One of two replicas has another codec. It is refused, and the other waits in vain. Neither leaves any files."""
-    common = "--transport.rendezvous-timeout-s 8"
+    common = ""
     for command in replicas.by_hand(common, "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
         assert "has codec = fp4 (block_size 256) and replica 1" in command.output

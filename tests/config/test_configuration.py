@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,21 @@ from tests.command_lines import command_line, toml_file
 
 
 def test_the_order_is_preset_then_file_then_flags(tmp_path: Path) -> None:
-    file = toml_file(tmp_path, "seed = 3\n[inner]\nlearning_rate = 1\n[transport]\nreplicas = 2\n")
+    file = toml_file(tmp_path, "seed = 3\n[optimizer]\nlearning_rate = 1\n[network]\nreplicas = 2\n")
     run = load_configuration(["--replicas", "8", str(file)])
     assert run.train.sequence_length == get_preset("tiny").sequence_length
-    assert run.schedule.inner_steps == 10
-    assert (run.inner.learning_rate, type(run.inner.learning_rate)) == (1.0, float)
-    assert (run.seed, run.transport.replicas) == (3, 8)
+    assert run.sync.inner_steps == 10
+    assert (run.optimizer.learning_rate, type(run.optimizer.learning_rate)) == (1.0, float)
+    assert (run.seed, run.network.replicas) == (3, 8)
 
 
 def test_a_preset_may_stand_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
     other = next(name for name in preset_names() if name != "tiny")
     third = next(name for name in preset_names() if name not in ("tiny", other))
     file = toml_file(tmp_path, f'preset = "{other}"')
-    assert load_configuration([str(file)]).model == get_preset(other).model
+    assert load_configuration([str(file)]).model.settings == get_preset(other).model
     run = load_configuration([str(file), "--preset", third])
-    assert (run.preset, run.model) == (third, get_preset(third).model)
+    assert (run.preset, run.model.settings) == (third, get_preset(third).model)
 
 
 SHORT_FLAGS: dict[str, tuple[str, Any]] = {
@@ -48,14 +47,14 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--stop-after 3": ("train.stop_after", 3),
     "--seed 5": ("seed", 5),
     "--model hf:gpt2": ("model.source", "hf:gpt2"),
-    "--replicas 2": ("transport.replicas", 2),
+    "--replicas 2": ("network.replicas", 2),
     "--algorithm diloco": ("algorithm", "diloco"),
-    "--inner-steps 50": ("schedule.inner_steps", 50),
-    "--fragments 2": ("fragments.num_fragments", 2),
-    "--overlap-steps 3": ("schedule.overlap_steps", 3),
-    "--merge-alpha 0.5": ("merge.alpha", 0.5),
-    "--codec int8": ("codec.name", "int8"),
-    "--transport torch": ("transport.name", "torch"),
+    "--inner-steps 50": ("sync.inner_steps", 50),
+    "--fragments 2": ("sync.num_fragments", 2),
+    "--overlap-steps 3": ("sync.overlap_steps", 3),
+    "--merge-alpha 0.5": ("sync.merge_alpha", 0.5),
+    "--codec int8": ("sync.codec", "int8"),
+    "--transport torch": ("network.transport", "torch"),
     "--data a b": ("data.paths", (Path("a"), Path("b"))),
     "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
     "--out runs/y": ("out", Path("runs/y")),
@@ -64,15 +63,19 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--preset 2m": ("preset", "2m"),
 }
 DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
-    "--train.steps 7": ("train.steps", 7),
-    "--schedule.inner-steps 50": ("schedule.inner_steps", 50),
-    "--fragments.num_fragments 2": ("fragments.num_fragments", 2),
-    "--inner.clip-norm None": ("inner.clip_norm", None),
-    "--train.compile": ("train.compile", True),
-    "--codec.no-error-feedback": ("codec.error_feedback", False),
-    "--merge_alpha=0.25": ("merge.alpha", 0.25),
-    "--outer.betas 0.8 0.9": ("outer.betas", (0.8, 0.9)),
-    "--schedule.offsets 0 5": ("schedule.offsets", (0, 5)),
+    "--steps 7": ("train.steps", 7),
+    "--inner-steps 50": ("sync.inner_steps", 50),
+    "--sync.num-fragments 2": ("sync.num_fragments", 2),
+    "--optimizer.clip-norm None": ("optimizer.clip_norm", None),
+    "--compile": ("train.compile", True),
+    "--error-feedback 0": ("sync.error_feedback", False),
+    "--merge_alpha=0.25": ("sync.merge_alpha", 0.25),
+    "--sync.arguments.outer.betas [0.8,0.9]": ("sync.arguments", {"outer": {"betas": (0.8, 0.9)}}),
+    "--emulate.latency 20ms": ("emulate.latency", (0.02,)),
+    "--emulate.bandwidth=100Mbit": ("emulate.bandwidth", (1e8,)),
+    "--emulate.step-time 1.5s": ("emulate.step_time", (1.5,)),
+    "--optimizer.arguments.weight-decay 0": ("optimizer.arguments", {"weight_decay": 0}),
+    "--model.arguments.tie-embeddings": ("model.arguments", {"tie_embeddings": True}),
     "--monitor.console quiet": ("monitor.console", "quiet"),
     "--evaluation.every-steps=0": ("evaluation.every_steps", 0),
 }
@@ -83,28 +86,31 @@ def test_flags_set_their_key_and_nothing_else(flags: dict[str, tuple[str, Any]])
     line = parse_arguments([word for flag in flags for word in flag.split()])
     assert line.values == dict(flags.values())
     values = flatten(compose(line))
-    assert {name: values[name] for name in line.values} == line.values
+    assert {name: values[name] for name in line.values if "arguments" not in name} == {
+        name: value for name, value in line.values.items() if "arguments" not in name
+    }
 
 
-def test_every_key_has_a_dotted_flag_and_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse_arguments(["--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
+def test_help_fits_on_two_screens_and_all_of_it_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            parse_arguments([word])
+        assert stopped.value.code == 0
+        shown[word] = capsys.readouterr().out
+        assert "None" not in shown[word].replace("None: no clipping", "")
+    assert len(shown["--help"].splitlines()) <= 120
     for key in keys_of(Configuration).values():
-        flag = f"--{key.name.replace('_', '-')}"
-        assert flag in shown or flag.replace(f".{key.leaf}", f".no-{key.leaf}") in shown
-        for alias in key.aliases:
-            assert re.search(rf"{alias}[ ,]", shown)
-    assert "None" not in shown.replace("None: no clipping", "")
+        assert key.flag in shown["--help-all"], key.name
+        assert all(f"{alias} " in shown["--help"].replace(",", " ") for alias in key.aliases)
 
 
 def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None:
     values = preset_values("tiny", steps=30)
-    assert (values["train.data_parallel_steps"], values["inner.warmup_steps"]) == (10, 7)
+    assert (values["train.data_parallel_steps"], values["optimizer.warmup_steps"]) == (10, 7)
     file = toml_file(tmp_path, "[train]\nsteps = 30\n")
     for run in (load_configuration(["--steps", "30"]), load_configuration([str(file)])):
-        assert (run.train.steps, run.train.data_parallel_steps, run.inner.warmup_steps) == (30, 10, 7)
+        assert (run.train.steps, run.train.data_parallel_steps, run.optimizer.warmup_steps) == (30, 10, 7)
     given_too = load_configuration([str(file), "--data-parallel-steps", "20"])
     assert given_too.train.data_parallel_steps == 20
     for steps in (1, 2, 3):
@@ -115,7 +121,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))
-    resolved = resolve(run, num_layers=run.model.layers)
+    resolved = resolve(run, num_layers=run.model.settings.layers)
     assert resolved.train.sequence_length == get_preset(name).sequence_length
 
 
@@ -123,40 +129,39 @@ def test_every_model_preset_has_a_run_preset() -> None:
     assert set(RUN_PRESETS) == set(preset_names())
 
 
-def test_an_outer_gain_and_a_learning_rate_replace_each_other_from_layer_to_layer(tmp_path: Path) -> None:
-    """The preset sets a learning rate, which a gain replaces."""
-    outer = compose(command_line(outer__gain=2.0)).outer
-    assert (outer.gain, outer.learning_rate) == (2.0, None)
-    file = toml_file(tmp_path, "[outer]\ngain = 2.0\n")
-    outer = compose(command_line(file, outer__learning_rate=0.3)).outer
-    assert (outer.gain, outer.learning_rate) == (None, 0.3)
-    both = compose(command_line(file, outer__gain=3.0, outer__learning_rate=0.3))
-    with pytest.raises(ConfigurationError, match=r"outer\.gain=3 can't be combined with outer\.learning_rate"):
-        resolve(both, num_layers=4)
+def test_another_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
+    assert compose(command_line(optimizer__name="SGD")).optimizer.arguments == {}
+    assert compose(command_line(optimizer__name="AdamW")).optimizer.arguments["weight_decay"] == 0.1
+    file = toml_file(tmp_path, '[optimizer]\nname = "SGD"\n[optimizer.arguments]\nmomentum = 0.9\n')
+    assert compose(command_line(file)).optimizer.arguments == {"momentum": 0.9}
+    assert compose(command_line(file, optimizer__name="Adam")).optimizer.arguments == {}
 
 
-def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
-    assert compose(command_line(inner__name="SGD")).inner.arguments == {}
-    assert compose(command_line(inner__name="AdamW")).inner.arguments["weight_decay"] == 0.1
-    file = toml_file(tmp_path, '[inner]\nname = "SGD"\n[inner.arguments]\nmomentum = 0.9\n')
-    assert compose(command_line(file)).inner.arguments == {"momentum": 0.9}
-    assert compose(command_line(file, inner__name="Adam")).inner.arguments == {}
-
-
-def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Path) -> None:
-    typed, muon = {"momentum": 0.95}, {"matrix_lr_ratio": 2.5, "momentum": 0.95, "betas": (0.97, 0.99)}
-    assert compose(command_line(preset="tiny-muon", inner__arguments=typed)).inner.arguments == muon
-    renamed = command_line(preset="tiny-muon", inner__name="SGD", inner__arguments=typed)
-    assert compose(renamed).inner.arguments == typed
+def test_a_table_of_arguments_changes_only_the_entries_that_it_names(tmp_path: Path) -> None:
+    muon = {"matrix_lr_ratio": 2.5, "momentum": 0.95, "betas": (0.97, 0.99)}
+    typed = {"optimizer.arguments.momentum": 0.95}
+    assert compose(command_line(preset="tiny-muon", **typed)).optimizer.arguments == muon
+    renamed = compose(command_line(preset="tiny-muon", optimizer__name="SGD", **typed))
+    assert renamed.optimizer.arguments == {"momentum": 0.95}
     file = toml_file(
         tmp_path,
-        'preset = "tiny-muon"\n[inner.arguments]\nmomentum = 0.8\n[codec]\nname = "a:B"\n'
-        "[codec.arguments]\nkept = 8\ndense = true\n",
+        'preset = "tiny-muon"\n[optimizer.arguments]\nmomentum = 0.95\n[sync]\ncodec = "a:B"\n'
+        "[sync.arguments.codec]\nkept = 8\ndense = true\n[sync.arguments.average]\nmax_norm = 1.0\n",
     )
-    assert compose(command_line(file)).inner.arguments == {"momentum": 0.8}
-    composed = compose(command_line(file, codec__arguments={"kept": 4}))
-    assert composed.codec.arguments == {"kept": 4, "dense": True}
-    assert compose(command_line(file, codec__name="int8")).codec.arguments == {}
+    assert compose(command_line(file)).optimizer.arguments == muon
+    composed = compose(command_line(file, sync__arguments__codec={"kept": 4}))
+    assert composed.sync.arguments["codec"] == {"kept": 4, "dense": True}
+    other = compose(command_line(file, sync__codec="int8")).sync.arguments
+    assert other == {"average": {"max_norm": 1.0}}
+
+
+def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> None:
+    file = toml_file(tmp_path, "[model.arguments]\nlayers = 2\n")
+    configuration = compose(command_line(file, **{"model.arguments.width": 64}))
+    sizes = configuration.model.settings
+    assert (sizes.layers, sizes.width, sizes.ffn_width) == (2, 64, get_preset("tiny").model.ffn_width)
+    with pytest.raises(ConfigurationError, match=r"model\.arguments\.layer is not .* did you mean 'layers'"):
+        compose(command_line(**{"model.arguments.layer": 2}))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Pa
     [
         ("--stepz 5", ["--stepz", "--steps"]),
         ("--train.stepz 5", ["--train.stepz", "--train.steps"]),
-        ("--schedule.iner-steps 5", ["--schedule.iner-steps", "--schedule.inner-steps"]),
+        ("--sync.iner-steps 5", ["--sync.iner-steps", "--sync.inner-steps"]),
         ("--steps many", ["--steps", "many"]),
         ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
         ("--steps", ["--steps"]),
@@ -183,9 +188,9 @@ def test_a_wrong_flag_is_refused_with_the_nearest(
 
 def test_checks_see_final_values_only(tmp_path: Path) -> None:
     """Neither the file nor the flags are valid alone. An error in the result comes from the checks of the settings."""
-    file = toml_file(tmp_path, "[transport]\nlatency_s = [0.1, 0.2]\nstep_time_s = [1]")
-    assert load_configuration([str(file), "--replicas", "2"]).transport.latency_s == (0.1, 0.2)
-    with pytest.raises(ConfigurationError, match=r"latency_s must have .* one per replica \(4\), got 2 values"):
+    file = toml_file(tmp_path, '[emulate]\nlatency = ["100ms", "0.2s"]\nstep_time = ["1s"]')
+    assert load_configuration([str(file), "--replicas", "2"]).emulate.latency == (0.1, 0.2)
+    with pytest.raises(ConfigurationError, match=r"latency must have .* one per replica \(4\), got 2 values"):
         load_configuration([str(file)])
 
 
@@ -193,7 +198,7 @@ def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    plan = plan_run(parse_arguments(["--data", "a", "~/b", "--init-from", "w", "--data.tokenizer", "tokenizer.json"]))
+    plan = plan_run(parse_arguments(["--data", "a", "~/b", "--init-from", "w", "--tokenizer", "tokenizer.json"]))
     configuration = plan.configuration
     assert configuration.data.paths == (tmp_path / "a", tmp_path / "home" / "b")
     assert configuration.train.init_from == tmp_path / "w"
@@ -207,18 +212,16 @@ def test_only_what_was_typed_comes_back() -> None:
     assert compose(line).train.steps == 5
 
 
-def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
-    configuration = load_configuration(["--inner.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
-    assert configuration.inner.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
-    arguments = ["--fragments.strategy", "patterns", "--fragments.patterns", '[["layers.*"], ["head.*", "norm.*"]]']
-    assert load_configuration(arguments).fragments.patterns == (("layers.*",), ("head.*", "norm.*"))
+def test_tables_are_given_as_toml() -> None:
+    configuration = load_configuration(["--optimizer.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
+    assert configuration.optimizer.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
-        (["--inner.arguments", "3"], "inner.arguments"),
+        (["--optimizer.arguments", "{weight"], "--optimizer.arguments is not valid TOML"),
+        (["--optimizer.arguments", "3"], "optimizer.arguments"),
         (["--data", "text.txt", "run.toml"], "--data includes run.toml"),
     ],
 )

@@ -60,10 +60,10 @@ def test_a_sample_is_spread_over_all_documents_and_held_out_as_often() -> None:
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:264"])
 def test_a_corpus_is_its_documents_each_followed_by_an_end(tmp_path: Path, tokenizer: str) -> None:
     documents = [*numbered(60), "é漢" * 500]
-    corpus = corpus_of(tmp_path / "text", documents, tokenizer=tokenizer, heldout_fraction=0.2, bpe_vocab_size=264)
+    corpus = corpus_of(tmp_path / "text", documents, tokenizer=tokenizer, heldout_fraction=0.2)
     train, heldout = split_documents(documents, 0.2)
     for tokens, texts in ((corpus.train, train), (corpus.heldout, heldout)):
         assert tokens.dtype == np.uint16
@@ -79,7 +79,7 @@ def test_a_bpe_learns_from_training_documents_only(tmp_path: Path) -> None:
     """Held-out documents that differ from all others produce no merge."""
     train, heldout = split_documents(numbered(100), 0.2)
     _, unlike = split_documents(["zq" * n for n in range(100, 200)], 0.2)
-    settings = {"tokenizer": "bpe", "bpe_vocab_size": 264, "heldout_fraction": 0.2}
+    settings = {"tokenizer": "bpe:264", "heldout_fraction": 0.2}
     one = corpus_of(tmp_path / "one", [*train, *heldout], **settings)
     other = corpus_of(tmp_path / "other", [*train, *unlike], **settings)
     assert other.heldout_documents == len(unlike)
@@ -96,6 +96,6 @@ def test_the_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
         corpus_of(tmp_path / "order", documents[::-1], **settings).fingerprint,
         corpus_of(tmp_path / "more", [*documents, "more"], **settings).fingerprint,
         corpus_of(tmp_path / "split", documents, heldout_fraction=0.7).fingerprint,
-        corpus_of(tmp_path / "bpe", documents, tokenizer="bpe", bpe_vocab_size=257, **settings).fingerprint,
+        corpus_of(tmp_path / "bpe", documents, tokenizer="bpe:257", **settings).fingerprint,
     }
     assert len(others | {base.fingerprint}) == 5

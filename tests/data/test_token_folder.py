@@ -52,7 +52,7 @@ def mine(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("more", "shard_tokens"),
-    [({}, 60), ({}, 1000), ({"tokenizer": "bpe", "bpe_vocab_size": 270}, 1 << 20), ({"max_documents": 50}, 333)],
+    [({}, 60), ({}, 1000), ({"tokenizer": "bpe:270"}, 1 << 20), ({"max_documents": 50}, 333)],
 )
 def test_a_folder_is_the_corpus_that_it_was_made_of(
     text: Path, tmp_path: Path, more: dict[str, object], shard_tokens: int
@@ -144,7 +144,7 @@ def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  
 
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, tmp_path: Path) -> None:
     bpe = tmp_path / "bpe"
-    tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), bpe)
+    tokenize(of(text, tokenizer="bpe:270"), bpe)
     for settings, words in (
         (DataSettings(paths=(folder, text)), "one source can't mix the two"),
         (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
@@ -190,7 +190,7 @@ def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: P
 
 
 def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, tmp_path: Path) -> None:
-    other = tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), tmp_path / "bpe").path
+    other = tokenize(of(text, tokenizer="bpe:270"), tmp_path / "bpe").path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(other / name, mine / name)
     with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):

@@ -80,7 +80,7 @@ def test_a_trained_bpe_has_the_size_asked_for_and_is_deterministic() -> None:
 def test_too_little_text_for_a_vocabulary_says_what_it_gives() -> None:
     with pytest.raises(DataError, match=r"^1 training documents are too few for a BPE .*: they give (\d+)") as caught:
         train_bpe(["abab abab"], 4096)
-    largest = int(str(caught.value).split("data.bpe_vocab_size=")[1].split()[0])
+    largest = int(str(caught.value).split("bpe:")[1].split()[0])
     assert train_bpe(["abab abab"], largest).vocab_size == largest
 
 

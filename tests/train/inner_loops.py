@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm import ValueSchedule
 from diloco.model import ModelSettings, build_model
-from diloco.train import InnerLoop, InnerSettings, ParallelModel, make_inner_optimizer
+from diloco.train import InnerLoop, OptimizerSettings, ParallelModel, make_inner_optimizer
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 CONSTANT = ValueSchedule(peak=1e-2)
@@ -34,7 +34,7 @@ def make_loop(
 ) -> InnerLoop:
     model = build_model(MODEL, seed=0)
     given = {"weight_decay": 0.1} if arguments is None else arguments
-    optimizer = make_inner_optimizer(InnerSettings(name=name, arguments=given, learning_rate=rate.peak), model)
+    optimizer = make_inner_optimizer(OptimizerSettings(name=name, arguments=given, learning_rate=rate.peak), model)
     return InnerLoop(
         ParallelModel(model),
         optimizer,

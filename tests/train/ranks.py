@@ -17,7 +17,7 @@ from diloco.model import ModelSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
     InnerLoop,
-    InnerSettings,
+    OptimizerSettings,
     ReplicaState,
     Strategy,
     TrainSettings,
@@ -84,7 +84,7 @@ class Rank:
         self.model = self.parallel.model
         self.inner = InnerLoop(
             self.parallel,
-            make_inner_optimizer(InnerSettings(), self.model),
+            make_inner_optimizer(OptimizerSettings(), self.model),
             learning_rate=ValueSchedule(peak=3e-3),
             clip_norm=setup.clip_norm,
             precision=setup.precision,

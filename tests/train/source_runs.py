@@ -16,12 +16,11 @@ BASE: dict[str, Any] = {
     "train__sequence_length": 16,
     "train__batch_size": 2,
     "train__data_parallel_steps": 0,
-    "inner__warmup_steps": 2,
-    "schedule__inner_steps": 4,
-    "transport__replicas": 2,
+    "optimizer__warmup_steps": 2,
+    "sync__inner_steps": 4,
+    "network__replicas": 2,
     "evaluation__every_steps": 0,
     "evaluation__sequences": 4,
-    "evaluation__sample_tokens": 4,
     "checkpoint__every_steps": 0,
 }
 

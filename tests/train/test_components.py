@@ -11,8 +11,8 @@ import torch
 from diloco.algorithm import (
     Adam,
     Nesterov,
-    OuterSettings,
     Sgd,
+    SyncSettings,
     at,
 )
 from diloco.devices import choose_device, use_device
@@ -56,12 +56,8 @@ class TestOuterOptimizer:
         self, name: Literal["sgd", "nesterov", "adam"], kind: Literal["linear", "cosine"]
     ) -> None:
         """Over ten rounds of a fragment, the rate starts at the peak and is half-way to its end value at five."""
-        settings = OuterSettings(
-            name=name,
-            learning_rate=0.8,
-            learning_rate_schedule=kind,
-            learning_rate_final_ratio=0.25,
-        )
+        arguments = {"outer": {"schedule": kind, "final_ratio": 0.25}}
+        settings = SyncSettings(outer=name, outer_learning_rate=0.8, arguments=arguments)
         outer = make_outer_optimizer(settings, 10)
         assert isinstance(outer, Sgd | Nesterov | Adam)
         rates = [at(outer.learning_rate, step) for step in range(13)]

@@ -17,7 +17,7 @@ from diloco.model import ModelSettings, Transformer, build_model
 from diloco.train import (
     GradientAverager,
     InnerLoop,
-    InnerSettings,
+    OptimizerSettings,
     ParallelModel,
     average_gradients,
     make_inner_optimizer,
@@ -51,7 +51,7 @@ class Replicas:
             model = build_model(MODEL, seed=0)
             for name in frozen:
                 model.get_parameter(name).requires_grad_(False)
-            optimizer = make_inner_optimizer(InnerSettings(), model)
+            optimizer = make_inner_optimizer(OptimizerSettings(), model)
             rate = ValueSchedule(peak=1e-2)
             loop = InnerLoop(ParallelModel(model), optimizer, learning_rate=rate, precision=precision)
             self.loops.append(loop)

@@ -28,7 +28,7 @@ def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
 
 
 def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Transformer) -> None:
-    facts = facts_of(model, schedule__inner_steps=10, train__steps=100, transport__replicas=3, codec__name="int8")
+    facts = facts_of(model, sync__inner_steps=10, train__steps=100, network__replicas=3, sync__codec="int8")
     assert facts["rounds"] == "3 fragments every 10 steps as int8"
     codec = make_codec("int8", block_size=256)
     sizes = [fragment.numel for fragment in partition(model, num_fragments=3)]
@@ -49,8 +49,8 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
     [(35, "from step 30 on, 1 x ", " as much)"), (20, "from step 30 on, 0 x ", "0 B per replica and step (data-par")],
 )
 def test_a_shared_start_shifts_the_schedule(model: Transformer, steps: int, fragments: str, traffic: str) -> None:
-    start = {"algorithm": "diloco", "train__data_parallel_steps": 20, "inner__warmup_steps": 0}
-    facts = facts_of(model, schedule__inner_steps=10, train__steps=steps, **start)
+    start = {"algorithm": "diloco", "train__data_parallel_steps": 20, "optimizer__warmup_steps": 0}
+    facts = facts_of(model, sync__inner_steps=10, train__steps=steps, **start)
     assert facts["rounds"].startswith("20 data-parallel steps, then the model every 10 steps as ")
     assert fragments in facts["fragments"]
     assert traffic in facts["traffic"]
@@ -58,6 +58,6 @@ def test_a_shared_start_shifts_the_schedule(model: Transformer, steps: int, frag
 
 def test_data_parallel_training_sends_gradients(model: Transformer) -> None:
     assert "traffic" not in facts_of(model, algorithm="none")
-    facts = facts_of(model, algorithm="data-parallel", codec__name="bfloat16")
+    facts = facts_of(model, algorithm="data-parallel", sync__codec="bfloat16")
     assert facts["traffic"].startswith("gradients as bfloat16: ")
     assert "rounds" not in facts

@@ -50,9 +50,11 @@ def test_a_slow_replica_trains_its_share() -> None:
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.vocab-size", "257"])
+    configuration = load_configuration(
+        [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]
+    )
     settings: RunSettings = resolve(configuration, num_layers=2)
-    fleet = InProcessFleet(make_transport(settings.transport))
+    fleet = InProcessFleet(make_transport(settings))
     corpus = build_corpus(settings.data)
     return Session(settings, corpus, fleet, torch.device("cpu"), [].append if events is None else events.append)
 

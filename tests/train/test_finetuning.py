@@ -23,9 +23,9 @@ from tests.train.source_runs import BASE, trained
 
 SMALL = BASE | {
     "train__sequence_length": 48,
-    "fragments__num_fragments": 2,
+    "sync__num_fragments": 2,
     "data__heldout_fraction": 0.2,
-    "inner__learning_rate": 1e-2,
+    "optimizer__learning_rate": 1e-2,
 }
 
 
@@ -40,15 +40,15 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(base: Path, sums: Path, *, full: bool = False, **values: Any) -> RunPlan:
-    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_tokens": 0} | values))
+    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_prompts": ()} | values))
     return plan_run(with_steps(finetune_line(line, full=full), 0, 1.0, 2)[0])
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(base: Path, sums: Path, tmp_path: Path, full: bool) -> None:
-    whole = trained(tmp_path / "whole", plan_of(base, sums, full=full, schedule__overlap_steps=2))
+    whole = trained(tmp_path / "whole", plan_of(base, sums, full=full, sync__overlap_steps=2))
     # at step 7 fragment 1 is in flight
-    trained(tmp_path / "cut", plan_of(base, sums, full=full, schedule__overlap_steps=2, train__stop_after=7))
+    trained(tmp_path / "cut", plan_of(base, sums, full=full, sync__overlap_steps=2, train__stop_after=7))
     resumed = plan_run(command_line(checkpoint__resume=tmp_path / "cut"))
     summary = trained(tmp_path / "cut", resumed)
     assert summary["global_params_digest"] == whole["global_params_digest"]
@@ -148,7 +148,7 @@ REFUSED: tuple[tuple[list[str], str], ...] = (
     ([], "diloco finetune needs a model"),
     (["llama"], "diloco finetune needs conversations"),
     (["run.toml", "--data", "a.jsonl"], "use `diloco train run.toml`"),
-    (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
+    (["llama", "--data", "a.jsonl", "--full", "--lora-rank", "8"], "--full trains all weights"),
     (["--resume", "runs/a", "--full"], "cannot be combined with --resume"),
     (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
 )

@@ -10,7 +10,7 @@ from torch import nn
 
 from diloco.algorithm import SyncSchedule
 from diloco.outer import DiLoCo
-from diloco.train import InnerSettings, inner_learning_rate
+from diloco.train import OptimizerSettings, inner_learning_rate
 from diloco.transport import InProcessTransport
 from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights
 
@@ -81,7 +81,7 @@ def test_a_mean_that_is_finite_is_applied_though_this_replicas_gradients_were_no
 def test_with_diloco_around_it_a_skipped_step_desynchronises_nothing() -> None:
     """Steps, rounds and digests stay equal on all replicas, and the loss scale never affects contributions."""
     hub = InProcessTransport(2)
-    loops = [make_loop("float16", rate=inner_learning_rate(InnerSettings(warmup_steps=4), 24)) for _ in range(2)]
+    loops = [make_loop("float16", rate=inner_learning_rate(OptimizerSettings(warmup_steps=4), 24)) for _ in range(2)]
     schedule = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)
     swarm = [
         DiLoCo(loop.model, loop.optimizer, transport=hub.endpoint(m), schedule=schedule) for m, loop in enumerate(loops)

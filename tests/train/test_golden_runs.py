@@ -22,10 +22,11 @@ from tests.processes import Processes, free_port
 DIGEST = "6a0d6bf52720f242"
 MODEL = "tests.train.test_golden_runs:Tables"
 SETTINGS = (
-    f"--model.source {MODEL} --train.sequence-length 16 --train.batch-size 2 --train.device cpu --steps 30 "
-    "--data-parallel-steps 5 --inner-steps 6 --fragments 3 --fragments.strategy balanced --overlap-steps 1 --codec fp4 "
-    "--inner.learning-rate 1e-1 --inner.warmup-steps 2 --inner.clip-norm None "
-    "--evaluation.every-steps 0 --evaluation.sequences 4 --evaluation.sample-tokens 0 --checkpoint.every-steps 0"
+    f"--model.source {MODEL} --sequence-length 16 --batch-size 2 --device cpu --steps 30 "
+    "--data-parallel-steps 5 --inner-steps 6 --fragments 3 --sync.fragment-strategy balanced --overlap-steps 1 "
+    "--codec fp4 "
+    "--learning-rate 1e-1 --optimizer.warmup-steps 2 --optimizer.clip-norm None "
+    "--evaluation.every-steps 0 --evaluation.sequences 4 --evaluation.sample-prompts --checkpoint.every-steps 0"
 )
 STOP = "--stop-after 19"
 """At this step a fragment is in flight."""
@@ -82,18 +83,17 @@ def in_process_resumed(commands: Commands) -> None:
 
 
 def over_sockets_resumed(commands: Commands) -> None:
-    meeting = f"--transport torch --rendezvous 127.0.0.1:{free_port()} --replicas 2 {STOP}"
+    meeting = f"--transport torch --join 127.0.0.1:{free_port()} --replicas 2 {STOP}"
     for rank in [commands.start(f"{meeting} --replica {m}") for m in range(2)]:
         rank.end()
     commands.resume().end()
 
 
 def over_the_swarm(commands: Commands) -> None:
-    place = "--transport hivemind --run golden --start-replicas 2 --swarm.listen /ip4/127.0.0.1/tcp/0 "
-    place += f"--swarm.no-map-ports --swarm.identity {commands.keys}"
-    first = commands.start(f"{place}/0 --replica 0")
+    place = "--transport hivemind --run golden --replicas 2 --network.listen 127.0.0.1:0"
+    first = commands.start(f"{place} --replica 0")
     address = first.until(lambda: re.search(r"--join (/ip4/127\S+)", first.output), "an address")[1]
-    second = commands.start(f"{place}/1 --replica 1 --join {address}", commands.out.with_name("second"))
+    second = commands.start(f"{place} --replica 1 --join {address}", commands.out.with_name("second"))
     for peer in (first, second):
         peer.end()
 

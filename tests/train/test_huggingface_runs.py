@@ -31,8 +31,8 @@ def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data
     listener = Listener()
     plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
     summary = trained(tmp_path / "run", plan, listener)
-    assert plan.configuration.codec.name == "fp4"
-    assert plan.configuration.fragments.num_fragments == 2
+    assert plan.configuration.sync.codec == "fp4"
+    assert plan.configuration.sync.num_fragments == 2
     assert summary["rounds_committed"] == 6
     checkpoint = open_checkpoint(tmp_path / "run")
     one, other = (checkpoint.load(f"replica-{m}") for m in range(2))
@@ -52,9 +52,9 @@ def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
 
     folder = write_config(tmp_path, "Llama")
     arguments = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    inner = {"inner__schedule": "constant", "inner__warmup_steps": 0, "inner__arguments": arguments}
+    inner = {"optimizer__schedule": "constant", "optimizer__warmup_steps": 0, "optimizer__arguments": arguments}
     plan = plan_of(
-        f"hf:{folder}", data, algorithm="diloco", outer__learning_rate=0.7, inner__learning_rate=3e-3, **inner
+        f"hf:{folder}", data, algorithm="diloco", sync__outer_learning_rate=0.7, optimizer__learning_rate=3e-3, **inner
     )
     trained(tmp_path / "run", plan)
     mine = open_checkpoint(tmp_path / "run").load("global")
@@ -94,7 +94,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     """The run has dropout, four bits with error feedback and the model's own tokeniser, and stops between rounds."""
     folder = write_config(tmp_path, "GPT-2")
     ByteTokenizer().save(folder)
-    values = {"codec__error_feedback": True, "transport__replicas": 2}
+    values = {"sync__error_feedback": 1.0, "network__replicas": 2}
     whole = plan_of(f"hf:{folder}", data, **values)
     assert whole.configuration.data.tokenizer == str(folder)
     straight = trained(tmp_path / "straight", whole)

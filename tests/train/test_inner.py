@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.algorithm import ValueSchedule
 from diloco.errors import NonFiniteError
 from diloco.model import document_numbers
-from diloco.train import InnerSettings, inner_learning_rate
+from diloco.train import OptimizerSettings, inner_learning_rate
 from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights
 
 
@@ -126,7 +126,7 @@ class TestState:
     def test_going_on_from_a_saved_state_is_never_stopping(self, precision: Any, name: str) -> None:
         """The bits are equal (invariant 6), also after a skipped step where a precision has one."""
         arguments = {"momentum": 0.9} if name != "AdamW" else {"weight_decay": 0.1}
-        rate = inner_learning_rate(InnerSettings(warmup_steps=3, learning_rate=1e-2), 12)
+        rate = inner_learning_rate(OptimizerSettings(warmup_steps=3, learning_rate=1e-2), 12)
         first, second = (make_loop(precision, name=name, arguments=arguments, rate=rate) for _ in range(2))
         train(first, 4)
         if precision == "float16":

@@ -16,7 +16,7 @@ from diloco.errors import ConfigurationError
 from diloco.model import build_model
 from diloco.train import (
     InnerLoop,
-    InnerSettings,
+    OptimizerSettings,
     ParallelModel,
     inner_learning_rate,
     make_inner_optimizer,
@@ -29,18 +29,14 @@ class TestLearningRate:
         schedule=st.sampled_from(["cosine", "wsd", "constant"]),
         steps=st.integers(1, 60),
         warmup=st.integers(0, 60),
-        decay=st.none() | st.integers(0, 60),
         ratio=st.sampled_from([0.0, 0.05, 1.0]),
     )
     def test_rises_then_never_again_also_after_the_end(
-        self, schedule: Any, steps: int, warmup: int, decay: int | None, ratio: float
+        self, schedule: Any, steps: int, warmup: int, ratio: float
     ) -> None:
-        """Property: for every length, warm-up and decay that settings allow."""
+        """Property: for every length and warm-up that settings allow."""
         warmup = min(warmup, steps)
-        decay = None if decay is None else min(decay, steps - warmup)
-        settings = InnerSettings(
-            schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_ratio=ratio, learning_rate=2.0
-        )
+        settings = OptimizerSettings(schedule=schedule, warmup_steps=warmup, final_ratio=ratio, learning_rate=2.0)
         rate = inner_learning_rate(settings, steps)
         values = [rate(step) for step in range(steps + 20)]
         assert values[:warmup] == sorted(values[:warmup])
@@ -48,12 +44,12 @@ class TestLearningRate:
         after = values[warmup:]
         assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
         assert len(set(values[steps:])) == 1
-        stays = schedule == "constant" or (schedule == "wsd" and (decay == 0 or warmup == steps))
+        stays = schedule == "constant" or (schedule == "wsd" and warmup == steps)
         assert values[-1] == pytest.approx(2.0 if stays else 2.0 * ratio)
 
     def test_it_is_a_function_of_the_global_step_alone(self) -> None:
         """Invariant 7: a replica that joins at step 30 has the swarm's rate at once."""
-        settings = InnerSettings(learning_rate=1e-2, warmup_steps=10)
+        settings = OptimizerSettings(learning_rate=1e-2, warmup_steps=10)
         rate = inner_learning_rate(settings, 50)
         joiner = make_loop(rate=inner_learning_rate(settings, 50))
         joiner.accumulate_gradients(*batch(0))
@@ -84,7 +80,9 @@ class TestOptimizer:
 
     def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule(self) -> None:
         model = build_model(MODEL, seed=0)
-        settings = InnerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
+        settings = OptimizerSettings(
+            name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2
+        )
         optimizer = make_inner_optimizer(settings, model)
         losses = train(InnerLoop(ParallelModel(model), optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]
@@ -115,7 +113,7 @@ class TestOptimizer:
                 {"weight_deacy": 0.1},
                 "arguments.weight_deacy is not an argument of AdamW; did you mean 'weight_decay'",
             ),
-            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set inner.learning_rate"),
+            ("AdamW", {"lr": 0.1}, "schedule sets the learning rate. Set optimizer.learning_rate"),
             ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
             ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
             ("Muon", {"momentum": 1.5}, "momentum must be from 0 to less than 1"),
@@ -126,4 +124,4 @@ class TestOptimizer:
         self, name: str, arguments: dict[str, Any], words: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=words):
-            make_inner_optimizer(InnerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))
+            make_inner_optimizer(OptimizerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))

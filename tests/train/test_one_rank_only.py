@@ -72,12 +72,13 @@ def run_rank(position: int, event: str, at: int, parallelism: str, data: Path, o
         (data.parent / "other").mkdir()
         data = write_text(data.parent / "other", seed=9)
     words = f"train {SMALL} {data} --replicas 1 --transport torch --replica-size 2 --replica 0 --monitor.console quiet"
-    ends = f"--rendezvous 127.0.0.1:{ports[0]} --transport.inner-store 127.0.0.1:{ports[1]}"
-    how = f"--transport.position {position} --train.parallelism {parallelism} --train.threads 1 --out {out}"
+    os.environ |= {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{ports[1]}"}
+    ends = f"--join 127.0.0.1:{ports[0]}"
+    how = f"--train.parallelism {parallelism} --out {out}"
     with pytest.MonkeyPatch.context() as patch:
         if position == at:
             change(event, patch)
-        return main(f"{words} --evaluation.sample-tokens 4 {ends} {how}".split())
+        return main(f"{words} {ends} {how}".split())
 
 
 EVENTS = [  # the rank on which it happens, the parallelism, and the exit codes of both ranks

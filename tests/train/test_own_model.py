@@ -53,7 +53,7 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
     file.write_text(NETS, encoding="utf-8")
     plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
     summary = trained(tmp_path / "run", plan)
-    assert plan.configuration.fragments.num_fragments == 3  # four layers, three per fragment, and the rest
+    assert plan.configuration.sync.num_fragments == 3  # four layers, three per fragment, and the rest
     again = load_trained(tmp_path / "run", source=f"{file}:build").model
     assert (again.num_layers, again.vocab_size, again.wrapped.embedding.weight.shape[1]) == (4, 257, 12)
     checkpoint = open_checkpoint(tmp_path / "run")

@@ -13,7 +13,7 @@ from diloco.algorithm import SyncSchedule, bind, flatten, local_shard, partition
 from diloco.errors import ReplicaLostError
 from diloco.model import build_model
 from diloco.outer import DiLoCo
-from diloco.train import InnerSettings, make_inner_optimizer, parallelise
+from diloco.train import OptimizerSettings, make_inner_optimizer, parallelise
 from tests.processes import Processes, receive, report
 from tests.train.ranks import CPU, MODEL, Rank, Setup, open_group, whole
 
@@ -26,7 +26,7 @@ def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
     fragments = partition(model, num_fragments=2, strategy="patterns", patterns=[["norm.weight"], ["[!n]*"]])
     diloco = DiLoCo(
         model,
-        make_inner_optimizer(InnerSettings(), model),
+        make_inner_optimizer(OptimizerSettings(), model),
         fragments=fragments,
         schedule=SyncSchedule(inner_steps=2, num_fragments=2),
         codec="fp4",

@@ -25,8 +25,7 @@ def resolved(num_layers: int | None = 4, **values: Any) -> RunSettings:
 
 
 def test_defaults_of_each_algorithm() -> None:
-    keys = ("num_fragments", "overlap_steps", "rule", "alpha", "name", "learning_rate")
-    sections = ("fragments", "schedule", "merge", "merge", "codec", "outer")
+    keys = ("num_fragments", "overlap_steps", "merge", "merge_alpha", "codec", "outer_learning_rate")
     expected = {
         "streaming": (3, 1, "rebase", None, "fp4", 0.4),
         "diloco": (1, 0, "alpha", 0.0, "float32", 0.7),
@@ -35,42 +34,36 @@ def test_defaults_of_each_algorithm() -> None:
     }
     for algorithm, wanted in expected.items():
         run = resolved(algorithm=algorithm)
-        assert tuple(getattr(getattr(run, s), k) for s, k in zip(sections, keys, strict=True)) == wanted
+        assert tuple(getattr(run.sync, key) for key in keys) == wanted
 
 
 @pytest.mark.parametrize(("layers", "fragments"), [(1, 2), (3, 2), (4, 3), (24, 9)])
 def test_streaming_takes_one_fragment_per_three_layers_and_one_for_the_rest(layers: int, fragments: int) -> None:
-    assert resolved(layers).fragments.num_fragments == fragments
+    assert resolved(layers).sync.num_fragments == fragments
 
 
 def test_default_fragments_and_overlap_fit_into_a_short_cycle() -> None:
-    run = resolved(108, schedule__inner_steps=1)
-    assert (run.fragments.num_fragments, run.schedule.overlap_steps) == (1, 0)
-    assert resolved(108, schedule__inner_steps=2).fragments.num_fragments == 2
+    run = resolved(108, sync__inner_steps=1)
+    assert (run.sync.num_fragments, run.sync.overlap_steps) == (1, 0)
+    assert resolved(108, sync__inner_steps=2).sync.num_fragments == 2
 
 
 def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
     def rule_and_alpha(**values: Any) -> tuple[str | None, float | None]:
-        merge = resolved(**values).merge
-        return merge.rule, merge.alpha
+        sync = resolved(**values).sync
+        return sync.merge, sync.merge_alpha
 
-    assert rule_and_alpha(merge__alpha=0.5) == ("alpha", 0.5)
-    assert rule_and_alpha(merge__rule="alpha") == ("alpha", 0.0)
-    assert rule_and_alpha(merge__rule="rebase") == ("rebase", None)
+    assert rule_and_alpha(sync__merge_alpha=0.5) == ("alpha", 0.5)
+    assert rule_and_alpha(sync__merge="alpha") == ("alpha", 0.0)
+    assert rule_and_alpha(sync__merge="rebase") == ("rebase", None)
 
 
 @pytest.mark.parametrize(("steps", "evaluate", "save"), [(1000, 100, 250), (9, 1, 2), (1, 1, 1)])
 def test_intervals_are_shares_of_the_run_and_at_least_one_step(steps: int, evaluate: int, save: int) -> None:
-    run = resolved(train__steps=steps, inner__warmup_steps=0)
+    run = resolved(train__steps=steps, optimizer__warmup_steps=0)
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (evaluate, save)
     run = resolved(evaluation__every_steps=0, checkpoint__every_steps=0)
     assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (0, 0)
-
-
-def test_decay_of_wsd_is_a_fifth_of_the_run_and_never_overlaps_the_warm_up() -> None:
-    assert resolved(inner__schedule="wsd").inner.decay_steps == 200
-    assert resolved(inner__schedule="wsd", inner__warmup_steps=950).inner.decay_steps == 50
-    assert resolved(inner__schedule="cosine").inner.decay_steps is None
 
 
 def test_a_data_parallel_run_has_no_start_of_its_own_and_independent_replicas_keep_it() -> None:
@@ -90,82 +83,87 @@ def test_defaults_of_every_algorithm_always_fit_together(
     run = resolved(
         layers,
         algorithm=algorithm,
-        schedule__inner_steps=inner_steps,
+        sync__inner_steps=inner_steps,
         train__steps=steps,
-        inner__warmup_steps=0,
+        optimizer__warmup_steps=0,
     )
     assert resolve(run, num_layers=layers) == run
-    assert run.fragments.num_fragments is not None
+    assert run.sync.num_fragments is not None
     SyncSchedule(
         inner_steps=inner_steps,
-        num_fragments=run.fragments.num_fragments,
-        overlap_steps=run.schedule.overlap_steps or 0,
+        num_fragments=run.sync.num_fragments,
+        overlap_steps=run.sync.overlap_steps or 0,
     )
 
 
 def test_fragments_that_are_never_sent_are_named() -> None:
     """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
-    run = resolved(train__steps=140, inner__warmup_steps=0, outer__gain=1.0)
+    run = resolved(train__steps=140, optimizer__warmup_steps=0, sync__outer="sgd")
     assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, so its global parameters do not change")
     assert "first sent after step 166" in notes(run)[0]
-    assert notes(resolved(train__steps=166, inner__warmup_steps=0, outer__gain=1.0)) == ()
+    assert notes(resolved(train__steps=166, optimizer__warmup_steps=0, sync__outer="sgd")) == ()
 
 
 def test_notes_tell_of_runs_that_exchange_nothing() -> None:
     assert notes(resolved(train__steps=10_000)) == ()
-    assert "trains alone" in notes(resolved(merge__alpha=1.0))[0]
-    assert "a single replica" in notes(resolved(transport__replicas=1, train__steps=10_000))[0]
-    first_send = resolved(train__steps=110, train__data_parallel_steps=10, fragments__num_fragments=1)
+    assert "trains alone" in notes(resolved(sync__merge_alpha=1.0))[0]
+    assert "a single replica" in notes(resolved(network__replicas=1, train__steps=10_000))[0]
+    first_send = resolved(train__steps=110, train__data_parallel_steps=10, sync__num_fragments=1)
     assert notes(first_send) == ()
     too_short = resolved(train__steps=110, train__data_parallel_steps=11)
     assert "No fragment is ever sent, so the global parameters do not change: the 99 steps" in notes(too_short)[0]
-    assert notes(resolved(algorithm="none", train__steps=99, inner__warmup_steps=0, transport__replicas=1)) == ()
+    assert notes(resolved(algorithm="none", train__steps=99, optimizer__warmup_steps=0, network__replicas=1)) == ()
 
 
 def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
-    assert resolved(None, fragments__num_fragments=90).fragments.num_fragments == 90
-    assert resolved(None, algorithm="diloco").fragments.num_fragments == 1
+    assert resolved(None, sync__num_fragments=90).sync.num_fragments == 90
+    assert resolved(None, algorithm="diloco").sync.num_fragments == 1
     with pytest.raises(ConfigurationError, match="must be set, because the depth of this model is unknown"):
         resolved(None)
 
 
-PEERS = {"transport.name": "hivemind", "swarm.run": "mine"}
-RANKS = {"transport.name": "torch"}
+PEERS = {"network.transport": "hivemind", "network.run": "mine"}
+RANKS = {"network.transport": "torch"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule and its fragments
-    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 11}, "overlap_steps must be from 0 to 10 .* got 11"),
-    ({"schedule.inner_steps": 9, "schedule.overlap_steps": 9, "merge.alpha": 0.5}, "overlap_steps=9, a whole round"),
-    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments must be from 1 to 2 .* got 3"),
-    ({"fragments.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
+    ({"sync.inner_steps": 10, "sync.overlap_steps": 11}, "overlap_steps must be from 0 to 10 .* got 11"),
+    ({"sync.inner_steps": 9, "sync.overlap_steps": 9, "sync.merge_alpha": 0.5}, "overlap_steps=9, a whole round"),
+    ({"sync.inner_steps": 2, "sync.num_fragments": 3}, "num_fragments must be from 1 to 2 .* got 3"),
+    ({"sync.num_fragments": 6}, "num_fragments=6 is too many for a model of 4 layers.*1 to 5.*balanced"),
     # what only Streaming DiLoCo can do
-    ({"algorithm": "diloco", "fragments.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
-    ({"algorithm": "diloco", "schedule.overlap_steps": 1}, "overlap_steps=1.*Use --algorithm streaming"),
-    ({"algorithm": "diloco", "merge.alpha": 0.5}, "alpha=0.5.*Use --algorithm streaming"),
+    ({"algorithm": "diloco", "sync.num_fragments": 2}, "2 fragments.*Use --algorithm streaming"),
+    ({"algorithm": "diloco", "sync.overlap_steps": 1}, "overlap_steps=1.*Use --algorithm streaming"),
+    ({"algorithm": "diloco", "sync.merge_alpha": 0.5}, "alpha=0.5.*Use --algorithm streaming"),
     # what would have no effect without an outer loop
-    ({"algorithm": "data-parallel", "codec.name": "fp4"}, "codec.name='fp4'.*--codec float32"),
-    ({"algorithm": "none", "codec.name": "float16"}, "float16.* independent replicas send nothing"),
-    ({"algorithm": "data-parallel", "transport.mean_codec": "fp4"}, "mean_codec='fp4'.*only the means of streaming"),
-    ({"algorithm": "data-parallel", "outer.max_norm": 1.0}, "only streaming and diloco send contributions"),
+    ({"algorithm": "data-parallel", "sync.codec": "fp4"}, "sync.codec='fp4'.*--codec float32"),
+    ({"algorithm": "none", "sync.codec": "float16"}, "float16.* independent replicas send nothing"),
+    (
+        {"algorithm": "data-parallel", "sync.arguments.average.codec": "fp4"},
+        "average.codec='fp4'.*only the means of streaming",
+    ),
+    (
+        {"algorithm": "data-parallel", "sync.arguments.average.max_norm": 1.0},
+        "only streaming and diloco send contributions",
+    ),
     # codecs, averages, merge rules
-    ({"codec.name": "int9"}, "codec.name='int9'.*did you mean 'int8'"),
-    ({"codec.name": "topk2"}, "drops 98 % .* Add --codec.error-feedback"),
-    ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
-    ({"codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
-    (RANKS | {"outer.max_norm": 1.0, "transport.replica_size": 2}, "Use --train.parallelism ddp"),
-    ({"merge.alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
-    ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
+    ({"sync.codec": "int9"}, "sync.codec='int9'.*did you mean 'int8'"),
+    ({"sync.codec": "topk2"}, "drops 98 % .* Add --error-feedback 0.95"),
+    ({"sync.codec": "float32", "sync.error_feedback": 1.0}, "error_feedback.* no loss to feed back"),
+    ({"sync.arguments.codec.block_size": 0}, "block_size must be an even number from 2 to 65536, got 0"),
+    (RANKS | {"sync.arguments.average.max_norm": 1.0, "network.replica_size": 2}, "Use --train.parallelism ddp"),
+    ({"sync.merge_alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5"),
+    ({"sync.merge_alpha": 0.0, "sync.merge": "rebase"}, "rebase.* one of the two"),
     # transports
-    ({"transport.name": "hivemind"}, "'hivemind' needs the name of the run. Use --run NAME"),
-    ({"swarm.run": "mine"}, "swarm.run='mine' can't be used with transport.name='in-process'"),
+    ({"network.transport": "hivemind"}, "'hivemind' needs the name of the run. Use --run NAME"),
+    ({"network.run": "mine"}, "--run mine needs a swarm.* Add --transport hivemind"),
     (PEERS | {"algorithm": "data-parallel"}, "replicas that join and leave can't average gradients at every step"),
-    (PEERS | {"transport.min_replicas": 2}, "start_replicas must be at least transport.min_replicas=2, got 1"),
-    (PEERS | {"swarm.straggler": "skip", "swarm.join_window_s": 3.9}, "join_window_s must be at least 4 s .* got 3.9"),
-    (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with transport.name='hivemind'"),
+    (PEERS | {"network.min_replicas": 5}, "replicas must be at least network.min_replicas=5, got 4"),
+    (PEERS | {"data.streaming": True}, "data.streaming=true can't be used with network.transport='hivemind'"),
     (PEERS | {"data.sharding": "contiguous"}, "sharding=.* Use 'shuffled'"),
-    (PEERS | {"transport.latency_s": (0.1,)}, r"latency_s=.* Use \(\)"),
-    ({"swarm.dynamic_steps": True}, "dynamic_steps=true can't be used with .*Use --transport hivemind"),
-    (RANKS | {"transport.step_time_s": (0.1,)}, "step_time_s can't be used with transport.name='torch'.*in-process"),
-    (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* transport.name='torch'"),
+    (PEERS | {"emulate.latency": (0.1,)}, r"latency=.* Use \(\)"),
+    ({"network.straggler": "dynamic"}, "straggler='dynamic' can't be used with .*Use --transport hivemind"),
+    (RANKS | {"emulate.step_time": (0.1,)}, "step_time can't be used with network.transport='torch'.*in-process"),
+    (RANKS | {"algorithm": "none"}, "algorithm='none' sends nothing and .* network.transport='torch'"),
     # one value of each kind that is out of its range
     ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
     ({"seed": 2**63}, rf"seed must be a number from 0 to 2\*\*63 - 1, got {2**63}"),
@@ -173,8 +171,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train.stop_after": 1001}, "stop_after must be from 1 to train.steps=1000, got 1001"),
     ({"train.steps": 0}, "train.steps must be at least 1, got 0"),
     ({"train.batch_size": 8, "train.gradient_accumulation": 7}, "gradient_accumulation=7 must divide .*=8. Use 4"),
-    ({"inner.learning_rate": float("nan")}, "inner.learning_rate must be a positive number, got nan"),
-    ({"outer.momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
+    ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate must be a positive number, got nan"),
+    ({"sync.outer_momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
 ]
 
 
@@ -185,19 +183,19 @@ def test_impossible_combinations_are_refused_and_say_what_would_work(values: dic
 
 
 ALLOWED: list[dict[str, Any]] = [
-    {"schedule.inner_steps": 10, "schedule.overlap_steps": 9},
-    {"fragments.num_fragments": 5},
-    {"fragments.num_fragments": 50, "fragments.strategy": "balanced"},
-    {"algorithm": "diloco", "fragments.num_fragments": 1, "schedule.overlap_steps": 0, "merge.alpha": 0.0},
-    {"codec.name": "topk2", "codec.error_feedback": True},
-    {"algorithm": "data-parallel", "codec.name": "bfloat16"},
-    {"merge.alpha": 1.0},
-    {"train.stop_after": 1000, "inner.warmup_steps": 1000, "train.data_parallel_steps": 1000},
+    {"sync.inner_steps": 10, "sync.overlap_steps": 9},
+    {"sync.num_fragments": 5},
+    {"sync.num_fragments": 50, "sync.fragment_strategy": "balanced"},
+    {"algorithm": "diloco", "sync.num_fragments": 1, "sync.overlap_steps": 0, "sync.merge_alpha": 0.0},
+    {"sync.codec": "topk2", "sync.error_feedback": 1.0},
+    {"algorithm": "data-parallel", "sync.codec": "bfloat16"},
+    {"sync.merge_alpha": 1.0},
+    {"train.stop_after": 1000, "optimizer.warmup_steps": 1000, "train.data_parallel_steps": 1000},
     {"train.sequence_length": 1024},
     {"train.device": "cuda:12"},
-    {"inner.clip_norm": None},
-    {"codec.block_size": 65536},
-    {"transport.name": "torch", "algorithm": "data-parallel"},
+    {"optimizer.clip_norm": None},
+    {"sync.arguments": {"codec": {"block_size": 65536}}},
+    {"network.transport": "torch", "algorithm": "data-parallel"},
 ]
 
 

@@ -80,11 +80,11 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 RESUMABLE = [
-    "--codec fp4 --merge.rule rebase",
-    "--codec int8 --codec.error-feedback --merge-alpha 0.5",
-    "--algorithm diloco --fragments 1 --overlap-steps 0 --train.precision bfloat16 --inner.name SGD --outer.name adam",
-    "--train.precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+    "--codec fp4 --sync.merge rebase",
+    "--codec int8 --error-feedback 1 --merge-alpha 0.5",
+    "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer adam",
+    "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
+    "--emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
 ]
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, plain
     trained = load_trained(plain.folder)
     assert trained.step == 12
     assert trained.model.num_parameters() == plain.summary["parameters"]
-    started = train(data, tmp_path, f"--steps 2 --inner.learning-rate 1e-9 --init-from {plain.folder}")
+    started = train(data, tmp_path, f"--steps 2 --learning-rate 1e-9 --init-from {plain.folder}")
     assert started["heldout_loss"] == pytest.approx(plain.summary["heldout_loss"], abs=1e-4)
 
 
@@ -151,16 +151,16 @@ def test_resuming_with_other_data_is_refused(data: Path, tmp_path: Path) -> None
 def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_large(
     data: Path, tmp_path: Path
 ) -> None:
-    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --inner.name SGD"
-    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --train.batch-size 1")
-    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --train.batch-size 4")
+    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --optimizer.name SGD"
+    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --batch-size 1")
+    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --batch-size 4")
     assert many["heldout_loss"] == pytest.approx(one["heldout_loss"], abs=1e-5)
     assert many["sent_bytes_per_replica"] == pytest.approx(many["data_parallel_bytes_per_replica"], rel=1e-3)
     assert one["sent_bytes_per_replica"] == one["data_parallel_bytes_per_replica"] == 0
 
 
 def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_path: Path) -> None:
-    link = "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.02 --transport.step-time-s 0.1 --steps 24"
+    link = "--emulate.bandwidth 2e5 --emulate.latency 0.02 --emulate.step-time 0.1 --steps 24"
     names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32"}
     runs = {name: train(data, tmp_path / name, f"{link} {more}") for name, more in names.items()}
     utilization = {name: run["compute_utilization"] for name, run in runs.items()}
@@ -171,10 +171,8 @@ def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_
 
 def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    toml = tmp_path / "faults.toml"
-    faults = ["drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0"]
-    toml.write_text(f"[transport]\nfaults = {json.dumps(faults)}\n")
-    summary = train(data, tmp_path / "run", sink=listener, file=toml)
+    faults = ("drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0")
+    summary = train(data, tmp_path / "run", sink=listener, faults=faults)
     void = [(event.replica, event.fragment, event.outer_step) for event in listener.of(RoundVoid)]
     # The dropped round is void for both. The missed commit is void for one, which the fragment's next round detects.
     assert void == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]
@@ -184,10 +182,9 @@ def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Pat
 
 def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    toml = tmp_path / "faults.toml"
-    toml.write_text('[transport]\nfaults = ["drop replica=1 fragment=-1 outer_step=2"]\n')
+    faults = ("drop replica=1 fragment=-1 outer_step=2",)
     undisturbed = train(data, tmp_path / "undisturbed", "--data-parallel-steps 4")
-    summary = train(data, tmp_path / "run", "--data-parallel-steps 4", sink=listener, file=toml)
+    summary = train(data, tmp_path / "run", "--data-parallel-steps 4", sink=listener, faults=faults)
     assert summary["global_params_digest"] == undisturbed["global_params_digest"]
     told = [(event.step, event.text) for event in listener.of(Note) if "void" in event.text]
     assert [step for step, _ in told] == [2]
@@ -196,7 +193,7 @@ def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, t
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
-    arguments = "--inner.name SGD --inner.learning-rate 1e30 --inner.schedule constant --inner.clip-norm None"
+    arguments = "--optimizer.name SGD --learning-rate 1e30 --optimizer.schedule constant --optimizer.clip-norm None"
     with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
         train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -205,7 +202,7 @@ def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: 
 
 def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="torch sees"):
-        train(data, tmp_path / "run", f"--train.device cuda:{torch.cuda.device_count()}")
+        train(data, tmp_path / "run", f"--device cuda:{torch.cuda.device_count()}")
     assert not (tmp_path / "run").exists()
 
 

@@ -19,6 +19,7 @@ from diloco.config import load_configuration
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
+from diloco.model import ModelSection
 from diloco.train import InProcessFleet, Session, load_session, make_transport, resolve, save_session
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
@@ -79,7 +80,7 @@ def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: 
     assert [document for batch in read for document in batch] == order, "the order of one replica, divided among all"
 
 
-@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --codec.error-feedback", 3)])
+@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --error-feedback 1", 3)])
 def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int) -> None:
     """Rounds are in flight at step 6. Replicas that stay keep their state, and new ones get the shared state."""
     data = write_text(tmp_path)
@@ -107,10 +108,12 @@ def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int)
 
 def make_session(data: Path, arguments: str, kind: type[InProcessFleet] = InProcessFleet) -> Session:
     configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
-    settings = resolve(configuration, num_layers=configuration.model.layers)
+    settings = resolve(configuration, num_layers=configuration.model.settings.layers)
     corpus = build_corpus(settings.data)
-    settings = replace(settings, model=replace(settings.model, vocab_size=corpus.tokenizer.vocab_size))
-    fleet = kind(make_transport(settings.transport))
+    settings = replace(
+        settings, model=ModelSection.of(replace(settings.model.settings, vocab_size=corpus.tokenizer.vocab_size))
+    )
+    fleet = kind(make_transport(settings))
     return Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
 
 
@@ -138,7 +141,7 @@ def held_by(session: Session) -> list[Any]:
 def test_everything_comes_back(tmp_path: Path, replicas: int, kind: type[InProcessFleet]) -> None:
     """The session has rounds in flight, error feedback, and has drawn random numbers."""
     data = write_text(tmp_path)
-    arguments = f"--steps 24 --codec fp4 --codec.error-feedback --replicas {replicas}"
+    arguments = f"--steps 24 --codec fp4 --error-feedback 1 --replicas {replicas}"
     session = make_session(data, arguments, kind)
     for _ in range(10):
         session.step()
@@ -173,8 +176,8 @@ STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0
 
 
 def rank(replica: int, arguments: str, port: int) -> int:
-    place = f"--transport torch --replica {replica} --rendezvous 127.0.0.1:{port}" if port else ""
-    return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet", "--train.threads", "1"])
+    place = f"--transport torch --replica {replica} --join 127.0.0.1:{port}" if port else ""
+    return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet"])
 
 
 def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:

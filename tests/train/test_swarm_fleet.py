@@ -51,7 +51,7 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
-                threads=PeerThreads(1, Seats(tmp_path / "seats")),
+                threads=PeerThreads(Seats(tmp_path / "seats")),
             )
         )
         return fleets[-1]

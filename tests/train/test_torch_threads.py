@@ -12,7 +12,7 @@ import torch
 
 from diloco.cores import share
 from diloco.train import PeerThreads, Seats, choose_threads, launch
-from diloco.transport import TransportSettings
+from diloco.transport import NetworkSettings
 
 
 @pytest.fixture(autouse=True)
@@ -27,19 +27,17 @@ def all_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_process_takes_its_share_unless_the_user_chose_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_threads(None, 2)
+    choose_threads(2)
     assert torch.get_num_threads() == share(2)
-    choose_threads(3, 2)
-    assert torch.get_num_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    choose_threads(None, 4)
-    assert torch.get_num_threads() == 3
+    choose_threads(4)
+    assert torch.get_num_threads() == share(2)
 
 
 def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    mine = PeerThreads(None, Seats(tmp_path))
+    mine = PeerThreads(Seats(tmp_path))
     other = Seats(tmp_path)
     assert mine.follow() == "", "peers are not counted at every step"
     now_s[0] += 5
@@ -82,7 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a launcher of four replicas and return its exit code."""
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
     monkeypatch.setattr(subprocess, "Popen", Started)
-    return launch(TransportSettings(name="torch", replicas=4), lambda *_: ["train"], print)
+    return launch(NetworkSettings(transport="torch", replicas=4), lambda *_: ["train"], print)
 
 
 def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ TEXTS = ["alpha beta 12.", " gamma\n\n  héllo\tdelta", "", "日本語 don't \x0
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with a trained BPE, QK-norm and tied embeddings; checkpoints after steps 6 and 12."""
     folder = tmp_path_factory.mktemp("export")
-    shape = "--model.kv-heads 1 --model.qk-norm --model.tie-embeddings --model.norm-epsilon 1e-3"
-    tokenizer = "--data.tokenizer bpe --data.bpe-vocab-size 270"
+    shape = "--model.arguments {kv_heads=1,qk_norm=true,tie_embeddings=true,norm_epsilon=1e-3}"
+    tokenizer = "--tokenizer bpe:270"
     train(write_text(folder), folder / "run", f"{shape} {tokenizer} --checkpoint.every-steps 6")
     return folder / "run"
 
@@ -66,7 +66,7 @@ def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Pat
 
 
 def test_the_byte_tokenizer_is_exported_too(tmp_path: Path) -> None:
-    train(write_text(tmp_path), tmp_path / "run", "--steps 1 --inner.warmup-steps 0")
+    train(write_text(tmp_path), tmp_path / "run", "--steps 1 --optimizer.warmup-steps 0")
     export_huggingface(load_trained(tmp_path / "run"), tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in TEXTS:
@@ -94,7 +94,16 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
     assert begun.model.described() == before | {"max_sequence_length": 16, "z_loss": 0.0}
     assert (begun.data.tokenizer, begun.schedule.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
-    flags = ["--init-from", str(exported), "--model.layers", "3", "--model.rope-theta", "5", "--data", "absent"]
+    flags = [
+        "--init-from",
+        str(exported),
+        "--model.arguments.layers",
+        "3",
+        "--model.arguments.rope-theta",
+        "5",
+        "--data",
+        "absent",
+    ]
     changed = load_configuration(flags)
     with pytest.raises(
         ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 can't be combined with .* layers 2"
@@ -118,8 +127,8 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
     """At a learning rate near 0, it ends with the weights with which it began."""
     flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
-    tiny = "--train.sequence-length 8 --inner.warmup-steps 0 --inner.learning-rate 1e-30 --monitor.console quiet"
-    places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0"
+    tiny = "--sequence-length 8 --optimizer.warmup-steps 0 --learning-rate 1e-30 --monitor.console quiet"
+    places = "--device cpu --replicas 1 --evaluation.sample-prompts"
     assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
     assert same(read_weights(tmp_path / "on"), read_weights(exported))
     assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])

@@ -16,8 +16,8 @@ from tests.runs import write_text
 transformers = Lazy("transformers")
 
 SHORT = (
-    "--steps 4 --data-parallel-steps 0 --inner-steps 2 --replicas 2 --inner.warmup-steps 0 --train.sequence-length 16 "
-    "--train.device cpu --monitor.console quiet --evaluation.sample-tokens 0"
+    "--steps 4 --data-parallel-steps 0 --inner-steps 2 --replicas 2 --optimizer.warmup-steps 0 --sequence-length 16 "
+    "--device cpu --monitor.console quiet --evaluation.sample-prompts"
 )
 
 
@@ -64,7 +64,7 @@ def test_a_run_begins_from_its_folder_as_the_same_model_only(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, data = run.parent / "out", ["--data", str(run.parent / "text.jsonl"), "--out", str(tmp_path / "on")]
-    begun = ["train", "--init-from", str(out), *SHORT.split(), *data, "--inner.learning-rate", "1e-30"]
+    begun = ["train", "--init-from", str(out), *SHORT.split(), *data, "--learning-rate", "1e-30"]
     assert main(begun) == 2
     assert "holds a model of type 'gpt2', but the native decoder equals only" in capsys.readouterr().err
     assert main([*begun, "--model", f"hf:{run.parent / 'gpt2'}", "--algorithm", "none"]) == 0

@@ -40,8 +40,8 @@ def test_addresses(text: str, host: str, port: int) -> None:
      "host:٣", "host:²", "host:http", "http://host", "[::1]", "a:b:1"],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_under_the_name_it_was_given_as(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"--rendezvous must be HOST:PORT, such as .*, got"):
-        parse_address(text, key="--rendezvous")
+    with pytest.raises(ConfigurationError, match=r"--join must be HOST:PORT, such as .*, got"):
+        parse_address(text, key="--join")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.transport.nowhere import wire
 
 SECRET = new_secret()
 PASSPHRASE = "passphrase: correct horse battery staple"
-NAME = "swarm.secret_file"
+NAME = "network.secret_file"
 KNOWN = "d3f29598b51cbd09e49dcf92660b5cadcc49128ccb1eb9f7a92e8902b895f507"
 
 

@@ -75,7 +75,6 @@ from .numbers import check_choice as check_choice
 from .numbers import check_replica as check_replica
 from .numbers import check_type as check_type
 from .numbers import check_whole as check_whole
-from .numbers import learning_rate_of_gain as learning_rate_of_gain
 from .outer_loop import OuterLoop as OuterLoop
 from .outer_optimizer import Adam as Adam
 from .outer_optimizer import Nesterov as Nesterov
@@ -96,11 +95,7 @@ from .registry import Registry as Registry
 from .schedule import Merge as Merge
 from .schedule import Send as Send
 from .schedule import SyncSchedule as SyncSchedule
-from .settings import CodecSettings as CodecSettings
-from .settings import FragmentSettings as FragmentSettings
-from .settings import MergeSettings as MergeSettings
-from .settings import OuterSettings as OuterSettings
-from .settings import ScheduleSettings as ScheduleSettings
+from .settings import SyncSettings as SyncSettings
 from .shards import MOST_SHARE as MOST_SHARE
 from .shards import UNKNOWN_UPLINK as UNKNOWN_UPLINK
 from .shards import Uplink as Uplink

@@ -115,7 +115,7 @@ _HERE = "diloco.algorithm"
 
 CODECS = Registry(
     "codec",
-    "codec.name",
+    "sync.codec",
     f"{_HERE}.codec.base:Codec",
     {
         "float32": f"{_HERE}.codec.casts:Float32",
@@ -129,7 +129,7 @@ CODECS = Registry(
 
 OUTER_OPTIMIZERS = Registry(
     "outer optimizer",
-    "outer.name",
+    "sync.outer",
     f"{_HERE}.outer_optimizer:OuterOptimizer",
     {
         "nesterov": f"{_HERE}.outer_optimizer:Nesterov",
@@ -140,17 +140,19 @@ OUTER_OPTIMIZERS = Registry(
 
 MERGE_RULES = Registry(
     "merge rule",
-    "merge.rule",
+    "sync.merge",
     f"{_HERE}.merge:MergeRule",
     {"alpha": f"{_HERE}.merge:AlphaMerge", "rebase": f"{_HERE}.merge:RebaseMerge"},
 )
 
 AVERAGES = Registry(
     "average",
-    "outer.average",
+    "sync.average",
     f"{_HERE}.averaging:AverageRule",
     {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.averaging:SendersMean"},
 )
 
-INNER_OPTIMIZERS = Registry("inner optimizer", "inner.name", "torch.optim:Optimizer", {"Muon": f"{_HERE}.muon:muon"})
+INNER_OPTIMIZERS = Registry(
+    "inner optimizer", "optimizer.name", "torch.optim:Optimizer", {"Muon": f"{_HERE}.muon:muon"}
+)
 """Those that torch.optim does not have, or not like this; its classes are known by their names."""

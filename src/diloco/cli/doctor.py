@@ -45,7 +45,7 @@ class DoctorOptions:
     timeout: Annotated[str, arg(metavar="TEXT")] = "10s"
     """How long each step of the check may take."""
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """The run's secret, if it has one; both ends need it."""
+    """The run's secret (network.secret_file), if it has one; both ends need it."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print the findings as JSON."""
 

@@ -95,7 +95,7 @@ def _evaluate(trained: Trained, given: EvaluateOptions, length: int) -> Evaluati
     elif not given.data:
         raise ConfigurationError(f"{given.path} is not a run, so it has no held-out text: give --data PATH.")
     tokenizer: Tokenizer = trained.tokenizer
-    if settings.data.format == "chat":
+    if settings.data.chat:
         tokenizer = trained.chat_tokenizer()
         tokens: Any = heldout_rows(settings.data, tokenizer, length, given.data)
     else:
@@ -114,7 +114,7 @@ def _evaluate(trained: Trained, given: EvaluateOptions, length: int) -> Evaluati
             sequence_length=length,
             batch_size=settings.train.batch_size * 8,
             sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
-            document_masks=settings.train.document_masks,
+            document_masks=settings.data.document_masks,
             progress=progress,
         )
 

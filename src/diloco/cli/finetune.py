@@ -9,23 +9,40 @@ from dataclasses import dataclass
 from diloco.cli.train import run_line, torchrun_values
 from diloco.config import SHOWN, CommandLine, Configuration, compose, finetune_line, flatten, parse_flags, with_steps
 from diloco.errors import ConfigurationError
-from diloco.model import NATIVE_ONLY
 
 __all__ = ["parse_arguments", "run"]
 
 DESCRIPTION = """Fine-tune a transformers model on conversations, with DiLoCo between replicas.
 
-By default only adapters (LoRA, --lora.rank) are trained and exchanged; --full trains
-all weights. All flags except --full and --epochs are those of `diloco train`.
+By default only adapters (LoRA, --lora-rank) are trained and exchanged; --full trains
+all weights. --help-all shows all flags, which are those of `diloco train`, with the defaults of this command.
 
 Examples:
   diloco finetune llama --data chat.jsonl              on this machine alone
-  diloco finetune llama --data chat.jsonl --run mine   with others; prints how to join
+  diloco finetune llama --data chat.jsonl --transport hivemind --run mine
+                                                       with others; prints how to join
   diloco finetune llama --data chat.jsonl --full       all weights
   diloco finetune --resume runs/mine                   continue a stopped run
 
 The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
 the model, and `diloco export RUN PLACE --merge` writes it as a whole model."""
+
+
+COMMON = (
+    *("data.paths", "epochs", "full", "model.lora_rank", "model.quantization", "optimizer.learning_rate"),
+    *("train.steps", "train.batch_size", "train.sequence_length", "train.precision", "data.format"),
+    *("network.replicas", "network.transport", "network.run", "network.join", "out", "checkpoint.resume"),
+)
+"""The settings that --help shows."""
+
+
+HELPS = {
+    "data.paths": "Conversations to train on: .jsonl, .json or .parquet files.",
+    "data.format": "chat; or a Jinja file to use instead of the chat template of the model's tokenizer.",
+    "model.lora_rank": "Rank of the adapters. 0: train all weights.",
+    "optimizer.learning_rate": "Peak learning rate.",
+    "train.steps": "Inner steps of the whole run.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +72,15 @@ def run(arguments: Sequence[str]) -> int:
         if typed.file is not None and not typed.file.expanduser().is_dir():
             raise ConfigurationError(
                 f"there is no folder {str(typed.file)!r} with a transformers model. A model of the Hugging Face hub is "
-                "given as --model hf:NAME --data.tokenizer hf:NAME instead."
+                "given as --model hf:NAME --tokenizer hf:NAME instead."
             )
         asked = compose(line)
-        swarm = asked.transport.name == "hivemind"
-        replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas
         rows = 0
         if "train.steps" not in typed.values:
             from diloco.data import build_chat_corpus
 
             rows = len(build_chat_corpus(asked.data, asked.train.sequence_length).train) // asked.train.sequence_length
-        line, words = with_steps(line, rows, epochs, replicas)
+        line, words = with_steps(line, rows, epochs, asked.network.replicas)
         notes = (words,) if words else ()
     elif full or epochs is not None:
         raise ConfigurationError(
@@ -83,7 +98,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, float 
         arguments,
         shown=flatten(Finetuning()) | SHOWN,
         place=("MODEL", "Folder of a transformers model."),
-        hidden=["preset", *(f"model.{name}" for name in NATIVE_ONLY)],
+        common=COMMON,
+        helps=HELPS,
     )
     values = dict(line.values)
     full, epochs = values.pop("full", False), values.pop("epochs", None)

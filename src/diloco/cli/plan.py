@@ -14,7 +14,8 @@ from diloco.cli.tables import columns, facts_table
 from diloco.config import Configuration, compose, flatten, parse_flags, preset_values
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
-from diloco.model import with_vocabulary
+from diloco.model import ModelSection, with_vocabulary
+from diloco.transport import EmulateSettings
 from diloco.units import (
     format_bytes,
     format_count,
@@ -45,9 +46,8 @@ Examples:
 
 SHOWN = (
     *("preset", "algorithm", "train.steps", "train.data_parallel_steps", "train.device", "model.source"),
-    *("transport.name", "transport.replicas", "transport.mean_codec", "swarm.dynamic_steps", "model.lora_rank"),
-    *("schedule.inner_steps", "schedule.overlap_steps", "fragments.num_fragments", "fragments.strategy"),
-    *("codec.name", "codec.block_size", "codec.arguments", "outer.average", "outer.max_norm"),
+    *("network.transport", "network.replicas", "model.lora_rank", "sync.inner_steps", "sync.overlap_steps"),
+    *("sync.num_fragments", "sync.fragment_strategy", "sync.codec", "sync.average", "sync.arguments"),
 )
 """The settings of a run that the help lists."""
 
@@ -84,8 +84,8 @@ OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in 
 def run(arguments: Sequence[str]) -> int:
     """Print the cost of the settings, and the table of others."""
     shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
-    hidden = shown.keys() - OWN - set(SHOWN)
-    line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, hidden=hidden)
+    common = [*(name for name in shown if name in OWN), *SHOWN]
+    line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
     if line.print_config:
         raise ConfigurationError("--print-config belongs to `diloco train`, which prints these settings.")
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
@@ -115,7 +115,7 @@ def _record(options: PlanSettings, asked: Configuration) -> dict[str, Any]:
         "prediction": asdict(own),
         "data_parallel": asdict(baseline),
         "accuracy": ACCURACY,
-        "round_timeout_s": settings.transport.round_timeout_s,
+        "round_timeout_s": settings.network.round_timeout,
         "steps": steps,
         "data_parallel_steps": start,
         "hours": hours,
@@ -131,26 +131,29 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
     from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
 
     # a plan emulates nothing, and needs no name for its swarm
-    transport = replace(asked.transport, bandwidth_bits_per_s=(), latency_s=(), step_time_s=())
-    swarm = replace(asked.swarm, run=asked.swarm.run or "plan") if transport.name == "hivemind" else asked.swarm
-    asked = replace(asked, transport=transport, swarm=swarm)
+    network = asked.network
+    if network.transport == "hivemind" and network.run is None:
+        network = replace(network, run="plan")
+    asked = replace(asked, network=network, emulate=EmulateSettings())
     if asked.algorithm == "none":
         raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
     if options.parameters is not None:
         total, facts = parse_count(options.parameters, "--parameters"), {}
         settings = resolve(asked)
-        number = settings.fragments.num_fragments or 1
+        number = settings.sync.num_fragments or 1
         sizes = Workload(parameters=total, layers=number, step_time_s=1.0).fragment_sizes(number)
     else:
         here = tuple(path for path in asked.data.paths if path.expanduser().exists())
-        size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
+        size = asked.model.settings.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
         built = outline(asked, size)
         total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
-        asked = replace(asked, model=with_vocabulary(asked.model, size))
+        asked = replace(asked, model=ModelSection.of(with_vocabulary(asked.model.settings, size)))
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
-        sizes = tuple(fragment.numel for fragment in make_fragments(settings.fragments, built))
+        sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
     trained = sum(sizes)
-    memory = bytes_per_trained(settings) * trained + round(bytes_per_frozen(settings.model) * (total - trained))
+    memory = bytes_per_trained(settings) * trained + round(
+        bytes_per_frozen(settings.model.settings) * (total - trained)
+    )
     return settings, {"parameters": total, "trained": trained, **facts, "memory_bytes": memory}, sizes
 
 
@@ -159,10 +162,10 @@ def _site(options: PlanSettings, asked: Configuration, settings: Configuration) 
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
 
-    emulated, replicas = asked.transport, settings.transport.replicas
+    emulated, replicas = asked.emulate, settings.network.replicas
     rates = [parse_rate_bits_per_s(text, "--bandwidth") for text in options.bandwidth]
     latencies = [parse_duration_s(text, "--latency") for text in options.latency]
-    times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time_s
+    times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time
     conditions = Conditions(congestion_control=options.congestion_control, loss=parse_share(options.loss, "--loss"))
     work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
@@ -173,8 +176,8 @@ def _site(options: PlanSettings, asked: Configuration, settings: Configuration) 
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
     elif not work_is_known:
         conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-    rates = _per_replica(rates or emulated.bandwidth_bits_per_s, replicas, "--bandwidth 500Mbit")
-    latencies = _per_replica(latencies or emulated.latency_s or [0.0], replicas, "--latency 80ms")
+    rates = _per_replica(rates or emulated.bandwidth, replicas, "--bandwidth 500Mbit")
+    latencies = _per_replica(latencies or emulated.latency or [0.0], replicas, "--latency 80ms")
     times = _per_replica(times, replicas, "--step-time 250ms, or --measure")
     links = tuple(Link(rate, latency_s) for rate, latency_s in zip(rates, latencies, strict=True))
     return Site(links=links, step_time_s=tuple(times), conditions=conditions), work_is_known
@@ -218,7 +221,9 @@ def _report(record: dict[str, Any]) -> str:
     fragments, limit_s = own["fragments"], record["round_timeout_s"]
     slowest_s = max(fragment["p90_round_s"] for fragment in fragments)
     if slowest_s > limit_s:
-        facts["note"] = f"rounds of up to {format_duration(slowest_s)} exceed transport.round_timeout_s={limit_s:g}"
+        facts["note"] = (
+            f"rounds of up to {format_duration(slowest_s)} exceed network.round_timeout={format_duration(limit_s)}"
+        )
     heads = ["fragment", "values", "first sent", "sent per round", "round", "at p90", "waiting per round"]
     this = (own["inner_steps"], own["codec"])
     rows = [

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from diloco.algorithm import ScheduleSettings
+from diloco.algorithm import SyncSettings
 from diloco.cli.tables import columns
 from diloco.config import parse_options, preset_values
 from diloco.model import Preset, get_preset, preset_names
@@ -54,6 +54,6 @@ def _numbers(preset: Preset) -> list[str]:
         str(model.ffn_width),
         heads,
         str(preset.vocab_size),
-        str(values.get("schedule.inner_steps", ScheduleSettings().inner_steps)),
+        str(values.get("sync.inner_steps", SyncSettings().inner_steps)),
         str(values["train.steps"]),
     ]

@@ -67,7 +67,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
     base = settings.out or plan.source
     if base is None and torchrun is not None and role.rendezvous is None:
         claimed = str(_claim_numbered(plan)) if role.is_first else None
-        timeout_s = settings.transport.rendezvous_timeout_s
+        timeout_s = settings.network.start_timeout_s
         base = Path(share_text(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
     if base is None:
         raise ConfigurationError(
@@ -111,7 +111,7 @@ def not_empty_error(folder: Path) -> ConfigurationError:
 def _claim_numbered(plan: RunPlan) -> Path:
     """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
     settings = plan.configuration
-    first = Path("runs") / (settings.swarm.run or f"{settings.algorithm}-{settings.model_label}")
+    first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
     _create(first.parent)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")

@@ -22,7 +22,7 @@ DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --d
 
 Examples:
   diloco tokenize --data books/ --out books-tokens
-  diloco tokenize --data hf:allenai/c4/en --data.tokenizer hf:gpt2 --out c4-tokens
+  diloco tokenize --data hf:allenai/c4/en --tokenizer hf:gpt2 --out c4-tokens
   diloco tokenize data.toml --out tokens     a [data] table, as for `diloco train`
 
 Documents are read one at a time, so the text may be larger than memory."""

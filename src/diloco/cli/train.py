@@ -20,7 +20,7 @@ from diloco.config import (
     read_toml,
     resume_command,
 )
-from diloco.train import Role, read_torchrun, role_of
+from diloco.train import POSITION, Role, read_torchrun, role_of
 
 __all__ = ["run"]
 
@@ -50,13 +50,13 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         print(plan.record)
         print("\n".join(f"# {name}: {fact}" for name, fact in _facts(plan.configuration).items()))
         return 0
-    role = role_of(plan.configuration.transport, torchrun)
+    role = role_of(plan.configuration.network, torchrun)
     if role.kind == "rank":
         from diloco.cli.train_processes import train_rank
 
         code = train_rank(plan, role, quiet="monitor.console" not in line.values)
         folder = plan.configuration.out or plan.source
-        launched = "transport.position" in line.values
+        launched = POSITION in os.environ
         if torchrun is not None or launched:
             folder = None  # the launcher of this process prints how to resume
         if launched and code == FAILED:
@@ -79,11 +79,11 @@ def torchrun_values(values: Values) -> Values:
         values: the keys that are set, which take precedence.
     """
     torchrun = read_torchrun(os.environ)
-    if torchrun is None or "checkpoint.resume" in values or values.get("transport.name", "torch") != "torch":
+    if torchrun is None or "checkpoint.resume" in values or values.get("network.transport", "torch") != "torch":
         return {}
-    size = int(values.get("transport.replica_size", 1))
-    fitting = {} if torchrun.world_size % size else {"transport.replicas": torchrun.world_size // size}
-    return {"transport.name": "torch"} | fitting
+    size = int(values.get("network.replica_size", 1))
+    fitting = {} if torchrun.world_size % size else {"network.replicas": torchrun.world_size // size}
+    return {"network.transport": "torch"} | fitting
 
 
 def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str], lock: int) -> int:
@@ -102,6 +102,6 @@ def _facts(configuration: Configuration) -> dict[str, str]:
     from diloco.data import corpus_vocabulary_size
     from diloco.train import describe, outline
 
-    vocab_size = configuration.model.vocab_size or corpus_vocabulary_size(configuration.data)
+    vocab_size = configuration.model.settings.vocab_size or corpus_vocabulary_size(configuration.data)
     facts, details = describe(configuration, outline(configuration, vocab_size))
     return facts | details

@@ -64,7 +64,7 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
         fleets.append(fleet)
         notes.extend(fleet.beginning())
         addresses = fleet.invitation()
-        secret = " --swarm.secret-file FILE" if settings.swarm.secret_file else ""  # their copy of it
+        secret = " --secret-file FILE" if settings.network.secret_file else ""  # their copy of it
         invitation = f"others join with\n  {join}{secret} {addresses}" if addresses else "no other peer can join here"
         print(f"diloco: {invitation}", file=sys.stderr, flush=True)
         return fleet
@@ -95,20 +95,16 @@ def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: 
     """Start every rank on this machine with the arguments of this command, and wait for them."""
     from diloco.train import launch
 
-    def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
-        added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
-        if inner is not None:
-            added += ["--transport.inner-store", str(inner)]
-        if not has_out and plan.source is None:
-            added += ["--out", str(folder)]
-        return [*typed, *added]
+    def command(replica: int, position: int, address: Address) -> list[str]:
+        out = [] if has_out or plan.source is not None else ["--out", str(folder)]
+        return [*typed, "--replica", str(replica), "--join", str(address), *out]
 
     def show(words: str) -> None:
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
     settings = plan.configuration
-    talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(settings.transport, command, show, talking_ranks=talking_ranks, lock=lock)
+    talking_ranks = settings.network.replica_size if settings.train.parallelism == "fsdp" else 1
+    return launch(settings.network, command, show, talking_ranks=talking_ranks, lock=lock)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
@@ -217,8 +213,8 @@ def _watch(configuration: Configuration, folder: Path, role: Role | None = None)
         name = f"{group}-replica-{role.replica}"
         if role.position:  # it reports what position 0 does
             monitor = dataclasses.replace(monitor, sinks=tuple(filter(is_own, monitor.sinks)))
-    elif configuration.transport.name == "hivemind":
-        group = configuration.swarm.run
-        name = configuration.swarm.name or platform.node()
+    elif configuration.network.transport == "hivemind":
+        group = configuration.network.run
+        name = configuration.network.name or platform.node()
     is_terminal, config = sys.stdout.isatty(), dataclasses.asdict(configuration)
     return _Watched(make_sinks(monitor, folder, is_terminal=is_terminal, config=config, name=name, group=group))

@@ -17,6 +17,7 @@ from .keys import flatten as flatten
 from .keys import keys_of as keys_of
 from .presets import RUN_PRESETS as RUN_PRESETS
 from .presets import preset_values as preset_values
+from .renamed import RENAMED as RENAMED
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
 from .run_plan import plan_run as plan_run

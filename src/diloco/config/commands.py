@@ -12,20 +12,17 @@ from diloco.config.configuration import Configuration, compose, parse_arguments
 from diloco.config.finetune import finetune_line, with_steps
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values, flatten, keys_of
-from diloco.config.run_plan import CONFIG_FILE, PEER_KEYS, PROCESS_KEYS, absolute_inputs, model_limits
+from diloco.config.run_plan import CONFIG_FILE, PROCESS_KEYS, absolute_inputs, model_limits
 from diloco.errors import ConfigurationError
-from diloco.model import native_keys, parse_source
+from diloco.model import parse_source
 from diloco.plugins import own_code
 from diloco.train import resolve
 
 __all__ = ["join_command", "resume_command"]
 
 _PRIVATE = (
-    *("out", "checkpoint", "monitor", *PROCESS_KEYS, *PEER_KEYS),
-    *(f"train.{name}" for name in ("device", "global_device", "threads", "stop_after", "peak_flops_per_s")),
-    *(f"transport.{name}" for name in ("host", "ports", "interface", "secret_file", "streams", "give_up_after_s")),
-    *(f"swarm.{name}" for name in ("name", "behind_nat", "direct", "direct_port", "map_ports", "relay", "secret_file")),
-    "swarm.state_bytes_per_s",
+    *("out", "checkpoint", "monitor", "emulate", *PROCESS_KEYS),
+    *("train.device", "train.global_device", "train.stop_after", "network.behind_nat", "network.secret_file"),
 )
 """Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
 
@@ -38,9 +35,10 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
         join: addresses of peers that still train. Those that this run was started with may have been reused since.
     """
     values, usual = flatten(configuration), flatten(Configuration())
-    own = [name for name in (*PROCESS_KEYS, *PEER_KEYS) if name != "swarm.join"]
+    swarm = configuration.network.transport == "hivemind"
+    own = [name for name in PROCESS_KEYS if not (swarm and name == "network.join")]
     kept = own_code(values) | {name: values[name] for name in own if values[name] != usual[name]}
-    kept |= {"swarm.join": tuple(join)} if join else {}
+    kept |= {"network.join": tuple(join)} if join else {}
     return command_text(command, flags={"--resume": folder} | _flags(kept))
 
 
@@ -56,9 +54,7 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
     """
     goal, source = flatten(configuration), configuration.model.source
     place = None if source is None or command != "finetune" else parse_source(source).place
-    private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}} | {
-        f"model.{name}" for name in native_keys(source)
-    }
+    private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
     goal = {name: value for name, value in goal.items() if name not in private}
     limits = model_limits(configuration)
 

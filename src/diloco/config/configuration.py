@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.flags import CommandLine, parse_flags
-from diloco.config.keys import Values, build, flatten
+from diloco.config.keys import Values, build, flatten, keys_of, layered
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import get_preset, native_keys, native_only_error, parse_source
+from diloco.model import ModelSection, get_preset, parse_source
 from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
 from diloco.train import RunSettings
 
-__all__ = ["Configuration", "compose", "filled_tables", "load_configuration", "overlay", "parse_arguments"]
+__all__ = ["Configuration", "compose", "load_configuration", "overlay", "parse_arguments"]
 
 DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo.
 
@@ -26,19 +26,14 @@ Examples:
   diloco train run.toml --steps 2000         settings from a file and from flags
   diloco train --algorithm data-parallel     the baseline, all else the same
   diloco train --resume runs/streaming-tiny  resume a stopped run
-
 A TOML file overrides the preset, and flags override both. The defaults shown are
 those of the preset tiny."""
 
-_TABLES = {
-    "inner.arguments": "inner.name",
-    "codec.arguments": "codec.name",
-    "outer.arguments": "outer.name",
-    "outer.average_arguments": "outer.average",
-    "merge.arguments": "merge.rule",
-    "model.arguments": "model.source",
-}
+_NAMED_BY = {"optimizer.arguments": "optimizer.name", "model.arguments": "model.source"}
 """Each table of arguments, and the key that names the object which takes them."""
+
+_ROLES = {"codec": "sync.codec", "outer": "sync.outer", "merge": "sync.merge", "average": "sync.average"}
+"""Each table in ``sync.arguments``, and the key that names the object which takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +41,7 @@ class Configuration(RunSettings):
     """The settings of a run, its preset, and the settings of its monitoring."""
 
     preset: str = DEFAULT_PRESET
-    """Preset with the model and the training defaults; `diloco presets` lists all presets."""
+    """Preset of model and training; `diloco presets` lists all."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
     @property
@@ -69,7 +64,7 @@ def load_configuration(arguments: Sequence[str]) -> Configuration:
     Raises:
         ConfigurationError: for an unknown flag, key or preset, or a value of the wrong type or out of range.
 
-    >>> load_configuration(["--replicas", "2", "--schedule.inner-steps", "25"]).schedule.inner_steps
+    >>> load_configuration(["--replicas", "2", "--inner-steps", "25"]).sync.inner_steps
     25
     """
     return compose(parse_arguments(arguments))
@@ -104,7 +99,9 @@ def compose(line: CommandLine) -> Configuration:
     preset = preset_values(
         asked.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
     )
-    values = overlay(in_file, line.values, preset) | filled_tables(overlay(preset, in_file), line.values)
+    values = overlay(in_file, line.values, preset)
+    if values.get("network.transport") == "hivemind" and "network.replicas" not in values:
+        values["network.replicas"] = 1  # a swarm begins with its first peer
     init_from = values.get("train.init_from")
     named = {name for name in values if name.startswith("model.")}
     if init_from is not None and "preset" not in values and named <= {"model.source"}:
@@ -113,9 +110,6 @@ def compose(line: CommandLine) -> Configuration:
     if source is None:
         return build(Configuration, overlay(preset | _model_of_folder(init_from), values))
     parsed = parse_source(source)
-    for name in native_keys(source):
-        if f"model.{name}" in values:
-            raise native_only_error(name, parsed)
     preset = {name: value for name, value in preset.items() if not name.startswith("model.")}
     place = Path(parsed.place).expanduser()
     if parsed.kind == "hf" and (place / "tokenizer.json").is_file() and "data.tokenizer" not in values:
@@ -126,32 +120,21 @@ def compose(line: CommandLine) -> Configuration:
 def overlay(below: Values, above: Values, beneath: Mapping[str, Any] = {}) -> Values:
     """Return the values of both layers, which lie on those of ``beneath``; those of ``above`` win.
 
-    If ``above`` selects another inner optimizer, codec or the like, it does not inherit the arguments of the one below.
-    An outer learning rate and an outer gain replace each other, since both set the same quantity.
+    A table of arguments changes only the entries that it names. If ``above`` selects another optimizer, codec or the
+    like, it does not inherit the arguments of the one below.
     """
-    values = below | dict(above)
-    for given, other in (("outer.gain", "outer.learning_rate"), ("outer.learning_rate", "outer.gain")):
-        if given in above and other not in above:
-            values.pop(other, None)
     before = flatten(RunSettings()) | dict(beneath) | below
-    for table, name in _TABLES.items():
-        if above.get(name, before[name]) != before[name] and table not in above:
-            values[table] = {}
-    return values
-
-
-def filled_tables(below: Values, typed: Values) -> Values:
-    """Return the typed tables of arguments, completed from ``below`` where both tables belong to the same object.
-
-    >>> filled_tables({"inner.arguments": {"momentum": 0.9, "nesterov": True}}, {"inner.arguments": {"momentum": 0.8}})
-    {'inner.arguments': {'momentum': 0.8, 'nesterov': True}}
-    """
-    before = flatten(RunSettings()) | below
-    return {
-        table: {**before[table], **typed[table]}
-        for table, name in _TABLES.items()
-        if table in typed and typed.get(name, before[name]) == before[name]
-    }
+    others = {table for table, name in _NAMED_BY.items() if above.get(name, before[name]) != before[name]}
+    roles = {role for role, name in _ROLES.items() if above.get(name, before[name]) != before[name]}
+    lower = dict(below)
+    for table in keys_of(Configuration):
+        if table in others:
+            lower[table] = {}
+        elif table in _NAMED_BY and table not in lower and any(name.startswith(table) for name in above):
+            lower[table] = before[table]
+    if roles:
+        lower["sync.arguments"] = {role: each for role, each in before["sync.arguments"].items() if role not in roles}
+    return layered(Configuration, lower, above)
 
 
 def _model_of_checkpoint(path: Path, typed: Values) -> Values:
@@ -174,8 +157,8 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
         return {}
     from diloco.trained import model_settings
 
-    settings = model_settings(checkpoint, named)
-    return {f"model.{name}": getattr(settings, name) for name, value in described.items() if value is not None}
+    section = ModelSection.of(model_settings(checkpoint, named))
+    return {f"model.{name}": value for name, value in vars(section).items() if value not in (None, {}, 0)}
 
 
 def _model_of_folder(init_from: Path | None) -> Values:
@@ -183,8 +166,8 @@ def _model_of_folder(init_from: Path | None) -> Values:
     folder = None if init_from is None else init_from.expanduser()
     if folder is None or not (folder / "config.json").is_file():
         return {}
-    from diloco.model import SIZES, native_settings
+    from diloco.model import native_settings
 
-    model = native_settings(folder)
-    sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}
-    return sizes | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})
+    arguments = ModelSection.of(native_settings(folder)).arguments
+    tokenizer = {"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {}
+    return {"model.arguments": dict(arguments), **tokenizer}

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from diloco.config.configuration import filled_tables, overlay
+from diloco.config.configuration import overlay
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
@@ -55,19 +55,18 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
-            f"--full trains all weights and --lora.rank {given['model.lora_rank']} trains adapters instead. Use only "
+            f"--full trains all weights and --lora-rank {given['model.lora_rank']} trains adapters instead. Use only "
             "one of them."
         )
-    transport = given.get("transport.name")
     values: Values = {
         **usual_values(full=full),
         "model.source": source,
         "train.steps": _STEPS,
         "train.sequence_length": _sequence_length(source),
     }
-    if transport == "hivemind" or (transport is None and {"swarm.run", "swarm.join"} & given.keys()):
-        values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
-    return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
+    if given.get("network.transport") == "hivemind":
+        values |= {"network.run": f"finetune-{parse_source(source).label}"}
+    return replace(line, file=None, values=overlay(values, given))
 
 
 def usual_values(*, full: bool) -> Values:
@@ -77,12 +76,12 @@ def usual_values(*, full: bool) -> Values:
         "data.format": "chat",
         "train.data_parallel_steps": 0,
         "train.batch_size": 8,
-        "inner.learning_rate": 2e-5 if full else 2e-4,
-        "inner.arguments": {"betas": (0.9, 0.999), "weight_decay": 0.0},
-        "fragments.strategy": "balanced",
-        "fragments.num_fragments": 1,
-        "transport.replicas": 1,
-        "evaluation.sample_tokens": 0,
+        "optimizer.learning_rate": 2e-5 if full else 2e-4,
+        "optimizer.arguments": {"betas": (0.9, 0.999), "weight_decay": 0.0},
+        "sync.fragment_strategy": "balanced",
+        "sync.num_fragments": 1,
+        "network.replicas": 1,
+        "evaluation.sample_prompts": (),
     }
 
 
@@ -90,15 +89,15 @@ SHOWN: Values = {
     **usual_values(full=False),
     "preset": None,
     "model.lora_rank": "16, or 0 with --full",
-    "inner.learning_rate": "0.0002, or 2e-05 with --full",
+    "optimizer.learning_rate": "0.0002, or 2e-05 with --full",
     "data.tokenizer": "that of the model",
     "train.steps": "from --epochs and the data",
     "train.sequence_length": f"the longest of the model, at most {_LONGEST}",
-    "schedule.inner_steps": f"a tenth of the steps, at most {_LONGEST_WINDOW}",
-    "inner.warmup_steps": "a twentieth of the steps, at most 100",
-    "outer.learning_rate": f"0.7, or 1 with fewer than {SHORT_RUN_ROUNDS} rounds",
-    "outer.momentum": 0.6,
-    "outer.name": f"nesterov, or sgd with fewer than {SHORT_RUN_ROUNDS} rounds",
+    "sync.inner_steps": f"a tenth of the steps, at most {_LONGEST_WINDOW}",
+    "optimizer.warmup_steps": "a twentieth of the steps, at most 100",
+    "sync.outer_learning_rate": f"0.7, or 1 with fewer than {SHORT_RUN_ROUNDS} rounds",
+    "sync.outer_momentum": 0.6,
+    "sync.outer": f"nesterov, or sgd with fewer than {SHORT_RUN_ROUNDS} rounds",
 }
 """The defaults as the help shows them."""
 
@@ -119,21 +118,21 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     steps = int(given["train.steps"])
     if rows:
         steps = max(1, math.ceil(epochs * rows / sequences))
-    window = int(given.get("schedule.inner_steps", min(_LONGEST_WINDOW, max(1, steps // _ROUNDS))))
+    window = int(given.get("sync.inner_steps", min(_LONGEST_WINDOW, max(1, steps // _ROUNDS))))
     if rows:  # round up to whole windows, so that the last round follows the last step
         steps = math.ceil(steps / window) * window
     derived = {
         "train.steps": steps,
-        "schedule.inner_steps": window,
-        "inner.warmup_steps": min(100, steps // 20),
+        "sync.inner_steps": window,
+        "optimizer.warmup_steps": min(100, steps // 20),
     }
     chosen, words = outer_values(steps // window)
-    if any(name.startswith("outer.") for name in given):
+    if any(name.startswith("sync.outer") for name in given) or "outer" in given.get("sync.arguments", {}):
         chosen, words = {}, ""
     if rows and steps < FEW_STEPS:
         words += (
             f" {rows} rows, {sequences} per step and read {epochs:g} times, give only {steps} steps. For more steps, "
-            "use a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs."
+            "use a smaller --batch-size, shorter rows (--sequence-length) or more --epochs."
         )
     values = derived | chosen | given | {"train.steps": steps}
     return replace(line, file=None, values=values), words.strip()
@@ -146,17 +145,17 @@ def outer_values(rounds: int) -> tuple[Values, str]:
     and as many to decay, so a short run overshoots. Without momentum and with a learning rate of 1, the global
     parameters become the mean of the local ones.
 
-    >>> outer_values(12)[0]["outer.name"], outer_values(500)[0]["outer.momentum"]
+    >>> outer_values(12)[0]["sync.outer"], outer_values(500)[0]["sync.outer_momentum"]
     ('sgd', 0.6)
     """
     if rounds < SHORT_RUN_ROUNDS:
         return (
-            {"outer.name": "sgd", "outer.learning_rate": 1.0},
+            {"sync.outer": "sgd", "sync.outer_learning_rate": 1.0},
             f"The run has only {rounds} rounds, so the outer optimizer has no momentum and a learning rate of 1: after "
             "each round the replicas continue from the mean of their parameters.",
         )
     return (
-        {"outer.name": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.6},
+        {"sync.outer": "nesterov", "sync.outer_learning_rate": 0.7, "sync.outer_momentum": 0.6},
         f"The run has {rounds} rounds; the outer optimizer has Nesterov momentum 0.6 and a learning rate of 0.7.",
     )
 

@@ -7,33 +7,39 @@ the checks of the settings see only final values.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 import functools
-import inspect
-import itertools
-import re
-import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["Key", "Values", "build", "flatten", "keys_of", "nearest_flags", "nearest_key"]
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, Suppress
+
+from diloco.units import Duration, Rate
+
+__all__ = ["Key", "Values", "build", "flatten", "keys_of", "layered", "leaf_type"]
 
 Values = dict[str, Any]
 T = TypeVar("T")
 
+_POSITIONAL, _SINGLE, _NO_PREFIX, _HIDDEN = (
+    get_args(mark[int])[1] for mark in (Positional, FlagCreatePairsOff, OmitArgPrefixes, Suppress)
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One setting."""
+    """One setting of a run, or one option of a command."""
 
     name: str  # dotted path, such as ``train.steps``
     annotation: Any  # type, without the `Annotated` around it
-    help: str  # docstring of the field, on one line
-    default: Any
-    aliases: tuple[str, ...] = ()  # short flags in addition to ``--train.steps``
+    default: Any  # `dataclasses.MISSING` if it has none
+    owner: type  # the dataclass that defines it
+    aliases: tuple[str, ...] = ()  # short flags in addition to ``--steps``
+    metavar: str | None = None
+    positional: bool = False
+    negatable: bool = True  # whether a switch has a second flag ``--no-...``
 
     @property
     def section(self) -> str:
@@ -45,8 +51,45 @@ class Key:
         """``"steps"`` for ``train.steps``."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def flag(self) -> str:
+        """``"--batch-size"`` for ``train.batch_size``."""
+        return f"--{self.name.replace('_', '-')}"
 
-def keys_of(settings_type: type[Any]) -> dict[str, Key]:
+    @property
+    def help(self) -> str:
+        """The docstring of the field, on one line."""
+        return " ".join(_docstrings(self.owner).get(self.leaf, "").split())
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flag takes no value."""
+        return self.annotation is bool
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its flag takes several words."""
+        return get_origin(self.annotation) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of TOML, whose entries have dotted names of their own."""
+        return get_origin(self.annotation) is Mapping
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it may be None."""
+        return type(None) in get_args(self.annotation)
+
+
+def leaf_type(annotation: Any) -> Any:
+    """Return the type of the values: ``int`` of ``int | None`` and of ``tuple[int, ...]``."""
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        return leaf_type(next(part for part in get_args(annotation) if part not in (type(None), Ellipsis)))
+    return annotation
+
+
+def keys_of(settings_type: Any) -> dict[str, Key]:
     """Return all keys of a settings dataclass by name: top-level keys first, then section by section.
 
     >>> from diloco.train.settings import RunSettings
@@ -58,41 +101,63 @@ def keys_of(settings_type: type[Any]) -> dict[str, Key]:
     return _KEYS[settings_type]
 
 
-# Not functools.cache: a type checker does not take a class for hashable.
-_KEYS: dict[type[Any], dict[str, Key]] = {}
+_KEYS: dict[Any, dict[str, Key]] = {}
 
 
-def _collect(settings_type: type[Any]) -> dict[str, Key]:
+def _collect(settings_type: Any) -> dict[str, Key]:
     top: dict[str, Key] = {}
     nested: dict[str, Key] = {}
     hints = get_type_hints(settings_type, include_extras=True)
-    documentation = _field_docstrings(settings_type)
     for field in dataclasses.fields(settings_type):
         annotation: Any = hints[field.name]
-        metadata: tuple[Any, ...] = ()
-        if get_origin(annotation) is Annotated:
-            annotation, metadata = get_args(annotation)[0], get_args(annotation)[1:]
-        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            for key in keys_of(annotation).values():
-                nested[f"{field.name}.{key.name}"] = dataclasses.replace(key, name=f"{field.name}.{key.name}")
+        marks: tuple[Any, ...] = ()
+        while get_origin(annotation) is Annotated:
+            annotation, *more = get_args(annotation)
+            marks = (*marks, *more)
+        if _HIDDEN in marks:
             continue
-        aliases = [alias for entry in metadata for alias in getattr(entry, "aliases", None) or ()]
+        if dataclasses.is_dataclass(annotation):
+            prefix = "" if _NO_PREFIX in marks else f"{field.name}."
+            for key in keys_of(annotation).values():
+                nested[f"{prefix}{key.name}"] = dataclasses.replace(key, name=f"{prefix}{key.name}")
+            continue
+        made = field.default_factory
         top[field.name] = Key(
             name=field.name,
             annotation=annotation,
-            help=documentation.get(field.name, ""),
-            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            aliases=tuple(aliases),
+            default=field.default if made is dataclasses.MISSING else made(),
+            owner=next(each for each in settings_type.__mro__ if field.name in vars(each).get("__annotations__", {})),
+            aliases=tuple(alias for mark in marks for alias in getattr(mark, "aliases", None) or ()),
+            metavar=next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None),
+            positional=_POSITIONAL in marks,
+            negatable=_SINGLE not in marks,
         )
     return {**top, **nested}
 
 
+@functools.cache
+def _docstrings(owner: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass, as tyro reads them."""
+    from tyro.constructors import MISSING, ConstructorRegistry, StructConstructorSpec, StructTypeInfo
+
+    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(owner, MISSING, in_union_context=False))
+    assert isinstance(spec, StructConstructorSpec)
+    texts = {field.name: field.helptext() if callable(field.helptext) else field.helptext for field in spec.fields}
+    return {name: text or "" for name, text in texts.items()}
+
+
 def flatten(settings: Any) -> Values:
-    """Return every key of a settings dataclass with its value."""
-    values: Values = {}
-    for name in keys_of(type(settings)):
-        values[name] = functools.reduce(getattr, name.split("."), settings)
-    return values
+    """Return every key of a settings dataclass with its value; durations and rates are such that they print a unit."""
+    return {
+        name: _with_unit(functools.reduce(getattr, name.split("."), settings), leaf_type(key.annotation))
+        for name, key in keys_of(type(settings)).items()
+    }
+
+
+def _with_unit(value: Any, kind: Any) -> Any:
+    if kind not in (Duration, Rate) or value is None:
+        return value
+    return tuple(map(kind, value)) if isinstance(value, tuple) else kind(value)
 
 
 def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
@@ -103,117 +168,45 @@ def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
     """
     arguments: dict[str, Any] = {}
     sections: dict[str, Values] = {}
-    for name, value in values.items():
+    hints = get_type_hints(settings_type)
+    fields = {field.name for field in dataclasses.fields(settings_type)}  # type: ignore[arg-type]  # a dataclass
+    unprefixed = {name: hints[name] for name in fields if dataclasses.is_dataclass(hints[name])}
+    for name, value in layered(settings_type, {}, values).items():
         section, _, rest = name.partition(".")
         if rest:
             sections.setdefault(section, {})[rest] = value
-        else:
+        elif name in fields:
             arguments[name] = value
-    hints = get_type_hints(settings_type)
-    return settings_type(**arguments, **{name: build(hints[name], rest) for name, rest in sections.items()})
+        else:
+            owner = next(each for each, kind in unprefixed.items() if name in keys_of(kind))
+            sections.setdefault(owner, {})[name] = value
+    nested = {name: build(hints[name], rest) for name, rest in sections.items()}
+    return settings_type(**arguments, **nested)
 
 
-def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = False) -> str:
-    """Return a sentence with the key nearest to ``given``, from its own section or else from all sections.
+def layered(settings_type: Any, below: Mapping[str, Any], above: Mapping[str, Any]) -> Values:
+    """Return the values of both layers; those of ``above`` win, and of a table those entries that it names.
 
-    For a section, the nearest section is tried first.
+    An entry of a table may also be named by a longer key.
 
     >>> from diloco.train.settings import RunSettings
-    >>> nearest_key("train.stesp", keys_of(RunSettings))
-    "did you mean 'train.steps'?"
-    >>> nearest_key("codec.inner_step", keys_of(RunSettings))
-    "did you mean 'schedule.inner_steps'?"
-    >>> nearest_key("codec.colour", keys_of(RunSettings))
-    '[codec] has: arguments, block_size, error_feedback, error_feedback_decay, name.'
+    >>> layered(RunSettings, {"optimizer.arguments": {"momentum": 0.9}}, {"optimizer.arguments.nesterov": True})
+    {'optimizer.arguments': {'momentum': 0.9, 'nesterov': True}}
     """
-    section, _, leaf = given.rpartition(".")
-    leaf = leaf.replace("-", "_")
-    siblings = {key.leaf: key.name for key in known.values() if key.section == section}
-    everywhere = {key.leaf: key.name for key in reversed(list(known.values()))}
-    sections = {key.section: f"[{key.section}]" for key in known.values() if key.section}
-    for choices in (sections, siblings, everywhere) if is_section else (siblings, everywhere, sections):
-        close = difflib.get_close_matches(leaf, choices, n=1, cutoff=0.7)
-        if close:
-            return f"did you mean {choices[close[0]]!r}?"
-    if siblings and section:
-        return f"[{section}] has: {', '.join(sorted(siblings))}."
-    return f"the sections are: {', '.join(sorted(sections.values()))}."
+    tables = [name for name, key in keys_of(settings_type).items() if key.is_table]
+    values = dict(below)
+    for name, value in above.items():
+        table = next((each for each in tables if name.startswith(f"{each}.")), None)
+        if table is not None:
+            for part in reversed(name.removeprefix(f"{table}.").split(".")):
+                value = {part: value}
+            name = table
+        values[name] = _merged(values[name], value) if name in tables and name in values else value
+    return values
 
 
-_COMMON = {
-    **dict.fromkeys(("epochs", "iters", "iterations"), "steps"),
-    **dict.fromkeys(("gpus", "nproc", "nproc-per-node", "world-size", "workers", "nodes", "m"), "replicas"),
-    **dict.fromkeys(("output", "output-dir", "outdir", "dir", "save-dir"), "out"),
-    **dict.fromkeys(("dataset", "input", "corpus"), "data"),
-    **dict.fromkeys(("wd", "weight-decay", "betas"), "inner.arguments"),
-    **dict.fromkeys(("rank", "local-rank"), "replica"),
-    **dict.fromkeys(("h", "sync-every", "sync-steps"), "inner-steps"),
-    **dict.fromkeys(("dtype", "bf16"), "train.precision"),
-    **dict.fromkeys(("ctx", "context-length", "block-size"), "train.sequence-length"),
-    **{"run-name": "run", "p": "fragments", "tau": "overlap-steps", "cuda": "device", "gpu": "device"},
-    **dict.fromkeys(("wandb", "tensorboard", "report-to"), "sinks"),
-    **{"grad-clip": "inner.clip-norm", "momentum": "outer.momentum"},
-    **{"lora": "lora.rank", "val-split": "data.heldout-fraction", "hidden-size": "model.width"},
-}
-"""Names that other programs use, and symbols of the papers -> the end of the flag that is meant here."""
-
-_LONG = {
-    **{"lr": "learning-rate", "bs": "batch-size", "seq": "sequence", "len": "length", "eval": "evaluation"},
-    **{"save": "checkpoint", "ckpt": "checkpoint", "num": "", "max": "", "total": "", "n": ""},
-}
-"""Parts of names -> what is written for them here."""
-
-
-def nearest_flags(word: str, flags: Sequence[str]) -> list[str]:
-    """Return the flags that are probably meant by an unknown one, at most three.
-
-    >>> flags = ["--inner.learning-rate", "--outer.learning-rate", "--run", "--steps", "--train.batch-size"]
-    >>> [nearest_flags(word, flags) for word in ("--lr", "--batchsize", "--max-steps", "--zz")]
-    [['--inner.learning-rate', '--outer.learning-rate'], ['--train.batch-size'], ['--steps'], []]
-    """
-    section, _, leaf = word.lstrip("-").replace("_", "-").lower().rpartition(".")
-    meant = _COMMON.get(leaf, leaf)
-    words = _parts("-".join([section, *(_LONG.get(part, part) for part in _parts(meant))])) or [leaf]
-    if not section:  # the short flag, if there is one
-        short = {flag.lstrip("-") for flag in flags if "." not in flag}
-        flags = [flag for flag in flags if "." not in flag or flag.rpartition(".")[2] not in short]
-
-    def likeness(flag: str) -> float:
-        ours, end = _parts(flag), _parts(flag.rpartition(".")[2])
-        typed = sum(max(_alike(each, part) for part in ours) for each in words) / len(words)
-        covered = sum(max(_alike(each, part) for each in words) for part in end) / len(end)
-        return max((typed + covered) / 2, _alike("".join(words), "".join(ours if section else end)))
-
-    scores = {flag: round(likeness(flag), 3) for flag in flags}
-    best = max(scores.values(), default=0.0)
-    return [flag for flag, score in scores.items() if score == best > 0.55][:3]
-
-
-def _parts(name: str) -> list[str]:
-    return [part for part in re.split(r"[-.]", name) if part]
-
-
-def _alike(one: str, other: str) -> float:
-    ratio = difflib.SequenceMatcher(None, one, other).ratio()
-    return ratio if ratio >= 0.75 else 0.0
-
-
-def _field_docstrings(settings_type: type) -> dict[str, str]:
-    """Return the string below each field of the class and of its base dataclasses."""
-    found: dict[str, str] = {}
-    for cls in reversed(settings_type.__mro__):
-        if not dataclasses.is_dataclass(cls):
-            continue
-        body = _class_bodies(cls.__module__).get(cls.__name__, [])
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                match below:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        found[field.target.id] = " ".join(text.split())
-    return found
-
-
-@functools.cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+def _merged(below: Mapping[str, Any], above: Any) -> Any:
+    if not isinstance(above, Mapping):
+        return above
+    both = {name: _merged(below[name], above[name]) for name in above if isinstance(below.get(name), Mapping)}
+    return {**below, **above, **both}

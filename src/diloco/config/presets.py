@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.config.keys import Values
-from diloco.model import get_preset
+from diloco.model import ModelSection, get_preset
 
 __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 
 DEFAULT_PRESET = "tiny"
-
-_OF_SOURCES = ("source", "weights", "arguments")  # settings of models from a source, which no preset has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +37,10 @@ TINY = RunPreset(
     data_parallel_share=1 / 3,
     values={
         "train.batch_size": 4,
-        "transport.replicas": 4,
-        "inner.learning_rate": 2e-3,
-        "schedule.inner_steps": 10,
-        "outer.learning_rate": 0.4,
+        "network.replicas": 4,
+        "optimizer.learning_rate": 2e-3,
+        "sync.inner_steps": 10,
+        "sync.outer_learning_rate": 0.4,
     },
 )
 
@@ -53,33 +51,33 @@ TINY_MUON = replace(
     TINY,
     values={
         **TINY.values,
-        "inner.name": "Muon",
-        "inner.learning_rate": 8e-3,  # for AdamW, which updates embedding, head and norms
-        "inner.arguments": {"matrix_lr_ratio": 2.5, "momentum": 0.85, "betas": (0.97, 0.99)},
-        "outer.learning_rate": 0.8,
-        "outer.momentum": 0.6,
+        "optimizer.name": "Muon",
+        "optimizer.learning_rate": 8e-3,  # for AdamW, which updates embedding, head and norms
+        "optimizer.arguments": {"matrix_lr_ratio": 2.5, "momentum": 0.85, "betas": (0.97, 0.99)},
+        "sync.outer_learning_rate": 0.8,
+        "sync.outer_momentum": 0.6,
     },
 )
 
-OPEN_DILOCO = {"transport.replicas": 8, "train.batch_size": 512, "train.gradient_accumulation": 64}
-STREAMING = {"transport.replicas": 2, "inner.arguments": {"betas": (0.9, 0.99), "weight_decay": 0.1}}
+OPEN_DILOCO = {"network.replicas": 8, "train.batch_size": 512, "train.gradient_accumulation": 64}
+STREAMING = {"network.replicas": 2, "optimizer.arguments": {"betas": (0.9, 0.99), "weight_decay": 0.1}}
 
 RUN_PRESETS: dict[str, RunPreset] = {
     "tiny": TINY,
     "tiny-muon": TINY_MUON,
     # OpenDiLoCo (2407.07852): 88,000 steps, 8 replicas of 512 sequences, H=500; 1b: 44,000 steps, 4 of 2,048, H=125.
     **{
-        name: RunPreset(steps=88_000, warmup_steps=1_000, values={**OPEN_DILOCO, "schedule.inner_steps": 500})
+        name: RunPreset(steps=88_000, warmup_steps=1_000, values={**OPEN_DILOCO, "sync.inner_steps": 500})
         for name in ("2m", "14m", "60m", "150m")
     },
     "1b": RunPreset(
         steps=44_000,
         warmup_steps=1_000,
         values={
-            "transport.replicas": 4,
+            "network.replicas": 4,
             "train.batch_size": 2048,
             "train.gradient_accumulation": 256,
-            "schedule.inner_steps": 125,
+            "sync.inner_steps": 125,
         },
     ),
     # Streaming DiLoCo (2501.18512), Table 2: its token budgets over M=2 replicas, H=100. The paper does not state its
@@ -106,7 +104,7 @@ RUN_PRESETS: dict[str, RunPreset] = {
 def preset_values(name: str, *, steps: int | None = None) -> Values:
     """Return every key that preset ``name`` sets, for a run of ``steps`` steps (default: the preset's own number).
 
-    >>> preset_values("tiny")["train.data_parallel_steps"], preset_values("tiny", steps=30)["inner.warmup_steps"]
+    >>> preset_values("tiny")["train.data_parallel_steps"], preset_values("tiny", steps=30)["optimizer.warmup_steps"]
     (200, 7)
 
     Raises:
@@ -120,9 +118,9 @@ def preset_values(name: str, *, steps: int | None = None) -> Values:
         "train.steps": total,
         "train.sequence_length": preset.sequence_length,
         "train.data_parallel_steps": int(total * run.data_parallel_share),
-        "inner.warmup_steps": min(run.warmup_steps, total // 4),
-        **{f"model.{name}": value for name, value in preset.model.described().items() if name not in _OF_SOURCES},
+        "optimizer.warmup_steps": min(run.warmup_steps, total // 4),
+        "model.arguments": dict(ModelSection.of(preset.model).arguments),
     }
     if preset.model.vocab_size is not None:
-        values |= {"data.tokenizer": "bpe", "data.bpe_vocab_size": preset.model.vocab_size}
+        values |= {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
     return values | dict(run.values)

@@ -9,42 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco import __version__
-from diloco.config.configuration import Configuration, compose, filled_tables
+from diloco.config.configuration import Configuration, compose, overlay
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model import native_keys, parse_source
+from diloco.model import parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
 from diloco.train import notes, resolve
 
-__all__ = ["CONFIG_FILE", "PEER_KEYS", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run"]
+__all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run"]
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
+PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce", "network.name")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
-
-PEER_KEYS = tuple(
-    f"swarm.{name}" for name in ("join", "identity", "listen", "announce", "name")
-)  # the same for a swarm peer
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
-WIRE_KEYS = (
-    *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
-    *(f"transport.{name}" for name in ("streams", "piece_bytes", "heartbeat_s", "silence_s")),
-    *(f"transport.{name}" for name in ("rendezvous_timeout_s", "round_timeout_s")),
-)
-
 CHANGEABLE = (
-    *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
-    *("outer.telemetry", "train.parallelism", "transport.replica_size", "swarm", "data.skip_bad"),
-    *(f"transport.{name}" for name in ("replicas", "min_contributors")),
-    *(f"transport.{name}" for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s")),
-    *PROCESS_KEYS,
-    *WIRE_KEYS,
+    *("train.steps", "train.stop_after", "train.parallelism", "out", "evaluation", "checkpoint", "monitor"),
+    *("network", "emulate", "data.skip_bad"),
 )
 """Keys and sections that may change when a run resumes. None of them changes what a step of a replica computes, except
 that `train.steps` stretches the learning-rate schedule. Another number of replicas changes the mean. The run prints a
@@ -91,7 +77,8 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
     A model from a source is built for this, without its parameters.
     """
     if settings.model.source is None:
-        return {"num_layers": settings.model.layers, "max_sequence_length": settings.model.max_sequence_length}
+        model = settings.model.settings
+        return {"num_layers": model.layers, "max_sequence_length": model.max_sequence_length}
     from diloco.train import outline
 
     built = outline(settings, 1024)  # any vocabulary size will do: layers and positions don't depend on it
@@ -101,8 +88,7 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
-    arguments = (resolved.codec, resolved.outer, resolved.merge)
-    if any(map(is_own, _named(resolved).values())) or any(each.arguments for each in arguments):
+    if resolved.sync.arguments or any(map(is_own, _named(resolved).values())):
         from diloco.train import check_own_code
 
         check_own_code(resolved)
@@ -126,9 +112,10 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
     confirm(source, saved, line.values)
-    wanted = flatten(absolute_inputs(build(Configuration, saved | line.values | filled_tables(saved, line.values))))
+    wanted = flatten(absolute_inputs(build(Configuration, overlay(saved, line.values))))
     changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
-    fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
+    allowed = {name for name in changed if {name, name.partition(".")[0]} & {*CHANGEABLE}} - {"network.transport"}
+    fixed = [name for name in changed if name not in allowed]
     if fixed:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
@@ -173,12 +160,11 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_PER_CALL_KEYS)}
+    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *_PER_CALL_KEYS)}
     lasting = build(Configuration, flatten(configuration) | left_out)
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run."
-    without = {f"model.{name}" for name in native_keys(lasting.model.source)}
-    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given, without=without)}"
+    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given)}"
 
 
 def absolute_inputs(configuration: Configuration) -> Configuration:

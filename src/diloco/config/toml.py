@@ -1,39 +1,26 @@
-"""Conversion between TOML files and typed values. An unknown key or a wrong type is an error that names the key."""
+"""Conversion between TOML, the words of a command line, and typed values."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
-import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
+import msgspec
+
+from diloco.config.keys import Key, Values, flatten, keys_of, leaf_type
+from diloco.config.names import nearest_key
+from diloco.config.renamed import replacement
 from diloco.errors import ConfigurationError
-from diloco.units import visible
+from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
 
-__all__ = [
-    "ESCAPED",
-    "MAY_BE_EMPTY",
-    "UNSET",
-    "in_toml",
-    "parse_toml",
-    "read_tables",
-    "read_toml",
-    "to_toml",
-    "write_values",
-]
-
-_ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
-"""Keys that had a single value in records of earlier versions -> the keys that hold a list today."""
+__all__ = ["MAY_BE_EMPTY", "convert", "in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
 """Settings and options to which an empty text has a meaning."""
-
-ESCAPED = ("stop", "document_separator", "data.document_separator")
-r"""Settings and options whose text is looked for in other text: on a command line it may have escapes such as \n."""
 
 UNSET = "none"  # stands for null, which TOML lacks, in optional settings other than text, which no preset sets
 
@@ -90,20 +77,14 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
     values: Values = {}
     for word, value in table.items():
         name = f"{prefix}{word}"
-        if _ONCE_SINGLE.get(name) in known:
-            name, value = _ONCE_SINGLE[name], [value]
         if name in known:
-            try:
-                if name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
-                    raise _MismatchError("a value that is not empty")
-                values[name] = _convert(value, known[name].annotation)
-            except _MismatchError as mismatch:
-                raise ConfigurationError(
-                    f"{where}: {name} = {_show(value)} is not valid; expected {mismatch}."
-                ) from None
+            values[name] = convert(known[name], value, f"{where}: {name} = {_show(value)}")
         elif not any(key.startswith(f"{name}.") for key in known):
-            hint = nearest_key(name, known, is_section=isinstance(value, dict))
-            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
+            if isinstance(value, dict) and value and not replacement(name):
+                name = next((f"{name}.{leaf}" for leaf in value if replacement(f"{name}.{leaf}")), name)
+            gone = replacement(name)
+            hint = gone or nearest_key(name, known, is_section=isinstance(value, dict))
+            raise ConfigurationError(f"{where}: {'key' if gone else 'unknown key'} {name!r}; {hint}")
         elif isinstance(value, dict):
             values |= _read_table(value, f"{name}.", known, where)
         else:
@@ -113,48 +94,53 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
     return values
 
 
-class _MismatchError(Exception):
-    """A value of the wrong type; the message names the expected type."""
+def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
+    """Convert a value to the type of its key. Lists become tuples.
+
+    Args:
+        what: the key and the value, for messages.
+        typed: the value consists of words of a command line.
+
+    Raises:
+        ConfigurationError: the value has the wrong type.
+    """
+    leaf = leaf_type(key.annotation)
+    try:
+        if key.name not in MAY_BE_EMPTY and (value == "" or (isinstance(value, list) and "" in value)):
+            raise msgspec.ValidationError("a value that is not empty")
+        if key.is_optional and leaf not in (str, Path) and isinstance(value, str) and value.lower() == UNSET:
+            return None
+        if key.is_table and typed:
+            value = _tables(f"table = {value}", key.flag)["table"]
+        strict = not typed or leaf in (str, Path)
+        return _freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
+    except msgspec.ValidationError as error:
+        words = str(error).partition(" - at ")[0]
+        works = _expected(key.annotation) if words.startswith(("Expected", "Invalid", "unit")) else words
+        raise ConfigurationError(f"{what} is not valid; expected {works}.") from None
 
 
-def _convert(value: Any, annotation: Any) -> Any:
-    """Convert a value from TOML to the type ``annotation``. Lists become tuples."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        inner = next(part for part in parts if part is not type(None))
-        return None if value == UNSET and inner not in (str, Path) else _convert(value, inner)
-    if origin is Literal:
-        if isinstance(value, str) and value in parts:
-            return value
-        raise _MismatchError(f"one of {', '.join(parts)}")
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _MismatchError(_expected(annotation))
-        if parts[-1] is Ellipsis:
-            parts = (parts[0],) * len(value)
-        elif len(parts) != len(value):
-            raise _MismatchError(_expected(annotation))
-        return tuple(_convert(item, part) for item, part in zip(value, parts, strict=True))
-    if origin is not None and isinstance(value, dict):
-        return {key: _freeze(item) for key, item in value.items()}
-    if annotation is Path and isinstance(value, str):
+def _decode(kind: type, value: Any) -> Any:
+    """Convert a value of TOML to a type that msgspec does not know."""
+    if kind is Path and isinstance(value, str):
         return Path(value)
-    if annotation is float and type(value) is int:
-        return float(value)
-    if type(value) is annotation:  # not isinstance, since a bool is not valid as an int
-        return value
-    raise _MismatchError(_expected(annotation))
+    if kind in (Duration, Rate):
+        try:
+            return kind((parse_duration_s if kind is Duration else parse_rate_bits_per_s)(str(value), ""))
+        except ConfigurationError:
+            raise msgspec.ValidationError("unit") from None
+    raise msgspec.ValidationError("Expected another type")
 
 
 def _freeze(value: Any) -> Any:
-    """Return a value of a free-form table with tuples instead of lists."""
-    if isinstance(value, list):
+    """Return a value with tuples instead of lists."""
+    if isinstance(value, list | tuple):
         return tuple(_freeze(item) for item in value)
     if isinstance(value, dict):
         return {key: _freeze(item) for key, item in value.items()}
-    if isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | Path):
         return value
-    raise _MismatchError("true or false, a number, a string, a list or a table")
+    raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
 
 
 _WORDS = {
@@ -163,23 +149,24 @@ _WORDS = {
     float: ("a number", "numbers"),
     str: ("a string", "strings"),
     Path: ("a path in quotes", "paths in quotes"),
+    Duration: ("a number with a unit, such as '15s'", "numbers with a unit, such as '15s'"),
+    Rate: ("a number with a unit, such as '100Mbit'", "numbers with a unit, such as '100Mbit'"),
 }
 
 
-def _expected(annotation: Any, *, plural: bool = False) -> str:
-    if annotation in _WORDS:
-        return _WORDS[annotation][plural]
-    parts = get_args(annotation)
-    if get_origin(annotation) is not tuple:
-        return "tables" if plural else "a table"
-    count = "" if parts[-1] is Ellipsis else f"{len(parts)} "
-    return f"{'lists' if plural else 'a list'} of {count}{_expected(parts[0], plural=True)}"
+def _expected(annotation: Any) -> str:
+    leaf, parts = leaf_type(annotation), get_args(annotation)
+    if get_origin(annotation) is tuple:
+        return f"a list of {'' if parts[-1] is Ellipsis else f'{len(parts)} '}{_WORDS[leaf][1]}"
+    if get_origin(leaf) is Literal:
+        return f"one of {', '.join(get_args(leaf))}"
+    return _WORDS[leaf][0] if leaf in _WORDS else "a table"
 
 
 def _show(value: Any) -> str:
     try:
         return in_toml(_freeze(value))
-    except _MismatchError:
+    except (msgspec.ValidationError, ConfigurationError):
         return str(value)
 
 
@@ -188,7 +175,6 @@ def to_toml(
     *,
     beneath: Mapping[str, Any] | None = None,
     given: Mapping[str, Any] | None = None,
-    without: Collection[str] = (),
 ) -> str:
     """Return a settings dataclass as TOML, which `parse_toml` reads back, with or without ``beneath`` as a layer below.
 
@@ -198,19 +184,18 @@ def to_toml(
         beneath: the values of the preset that may be below the file when it is read.
         given: the values before derivation. Keys that are None here but have a value in ``settings`` are marked as
             derived.
-        without: keys to omit.
     """
     known, below = keys_of(type(settings)), beneath or {}
     marked = {name for name, value in (given or {}).items() if value is None}
     values = {
         name: UNSET if value is None else value
         for name, value in flatten(settings).items()
-        if name not in without and (value is not None or known[name].default is not None or below.get(name) is not None)
+        if value is not None or known[name].default is not None or below.get(name) is not None
     }
     return write_values(values, derived=marked)
 
 
-def write_values(values: Mapping[str, Any], *, derived: set[str] | frozenset[str] = frozenset()) -> str:
+def write_values(values: Mapping[str, Any], *, derived: Collection[str] = frozenset()) -> str:
     """Return dotted keys as TOML: top-level keys, then a table for each section. Values that are tables become inline.
 
     >>> print(write_values({"seed": 1, "train.steps": 50, "data.paths": (Path("a"), Path("b"))}), end="")
@@ -232,18 +217,16 @@ def write_values(values: Mapping[str, Any], *, derived: set[str] | frozenset[str
     return "\n".join([top, *tables] if top else tables)
 
 
-def _key(word: str) -> str:
-    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else in_toml(word)
-
-
 def in_toml(value: Any) -> str:
     """Return a value as it is written in a TOML file; "none" for None."""
     if value is None:
         return UNSET
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
+    if type(value) in (int, float):
         return repr(value)
+    if isinstance(value, float):  # a duration or a rate
+        return f'"{value}"'
     if isinstance(value, str | Path):
         if (visible_text := str(value).encode("utf-8", "backslashreplace").decode()) != str(value):
             raise ConfigurationError(
@@ -261,3 +244,7 @@ def in_toml(value: Any) -> str:
         f"{value!r} of type {type(value).__name__} cannot be written to a TOML file, which holds only booleans, "
         "numbers, strings, paths, lists and tables."
     )
+
+
+def _key(word: str) -> str:
+    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else in_toml(word)

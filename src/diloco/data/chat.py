@@ -47,7 +47,7 @@ def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
         ConfigurationError: ``data.tokenizer`` does not name the tokenizer of a model.
         DataError: as `ChatTokenizer`.
     """
-    if settings.tokenizer in ("bytes", "bpe"):
+    if settings.tokenizer == "bytes" or settings.bpe_vocab_size is not None:
         raise ConfigurationError(
             f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give a model folder as "
             "--model or data.tokenizer."
@@ -87,7 +87,11 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
                 "conversations, or change the fraction."
             )
         packed[heldout] = PackedRows(
-            kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype
+            kept,
+            sequence_length,
+            padding=tokenizer.eos_id,
+            together=settings.packing != "single",
+            dtype=tokenizer.dtype,
         )
     fingerprint = f"{tokenizer.to_json()} {packed[False].digest} {packed[True].digest}"
     return ChatCorpus(
@@ -114,7 +118,9 @@ def heldout_rows(
     examples = _Reader(tokenizer).examples(read_records(paths or settings.paths), settings)
     read = (example for example, heldout in examples if example is not None and (paths or heldout))
     kept, _, _ = fitting(read, sequence_length)
-    return PackedRows(kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype)
+    return PackedRows(
+        kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing != "single", dtype=tokenizer.dtype
+    )
 
 
 _NOTES = {

@@ -27,6 +27,8 @@ from diloco.units import format_bytes
 
 __all__ = ["Corpus", "StreamedCorpus", "build_corpus", "corpus_vocabulary_size", "open_stream"]
 
+_BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
+
 _COUNTS = ("train_documents", "train_bytes", "heldout_documents", "heldout_bytes")
 
 
@@ -146,13 +148,8 @@ def open_stream(settings: DataSettings) -> StreamedCorpus:
                 "data.streaming."
             )
         opened.append((about, open_source(about)))
-    if settings.tokenizer == "bpe" and settings.bpe_documents is None:
-        raise ConfigurationError(
-            "data.tokenizer='bpe' with data.streaming needs data.bpe_documents, the number of documents to train the "
-            "BPE on, such as 10000."
-        )
     sources = [source for _, source in opened]
-    share = -(-(settings.bpe_documents or 0) // len(sources))
+    share = -(-(settings.bpe_documents or _BPE_DOCUMENTS) // len(sources))
     texts = (text for source in sources for text in islice(documents_of(source, settings, heldout=False), share))
     tokenizer = make_tokenizer(settings, texts)
     heldout = first_heldout(sources, settings)
@@ -185,7 +182,7 @@ def corpus_vocabulary_size(settings: DataSettings) -> int:
     folders = [folder for source in settings.parsed_sources() for folder in token_folders(source)]
     if folders:
         return folders[0].vocab_size
-    return settings.bpe_vocab_size if settings.tokenizer == "bpe" else given_tokenizer(settings).vocab_size
+    return settings.bpe_vocab_size or given_tokenizer(settings).vocab_size
 
 
 def _check_heldout_fraction(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
@@ -207,10 +204,12 @@ def _tokenizer_of(settings: DataSettings, folders: Sequence[TokenFolder]) -> Tok
         if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
                 f"{folders[0].path} and {folder.path} were made with different tokenizers. Make them with the same "
-                f"one, such as --data.tokenizer {folders[0].path}."
+                f"one, such as --tokenizer {folders[0].path}."
             )
     given = settings.tokenizer
-    if given == "bpe" or (given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()):
+    if settings.bpe_vocab_size is not None or (
+        given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()
+    ):
         raise ConfigurationError(
             f"data.tokenizer={given!r} was given, but {folders[0].path} was made with another tokenizer. Leave out "
             "data.tokenizer."

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 from diloco.errors import ConfigurationError, nearest
 
@@ -42,54 +42,64 @@ class DataSettings:
     """Where the text comes from and how it becomes tokens."""
 
     paths: Annotated[tuple[Path, ...], arg(aliases=["--data"])] = ()
-    """What to read: text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco
-    tokenize`, or hf:NAME[/CONFIG][:SPLIT] for a data set of the datasets library. Default: the standard library of the
-    running Python."""
+    """Text, .jsonl, .json or .parquet files, also compressed, folders of them, folders made by `diloco tokenize`, or
+    hf:NAME[/CONFIG][:SPLIT]. Default: the standard library of the running Python."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several weighted sources, instead of paths: one table NAME = { data = "...", weight = 1.0 } for each source."""
-    format: Literal["text", "chat"] = "text"
-    """text: plain documents. chat: conversations, in which the loss counts only the answers. They are read from .jsonl,
-    .json or .parquet records with the field messages, the fields prompt and completion, or the field text."""
-    chat_template: Path | None = None
-    """With format chat: a Jinja file to use instead of the tokenizer's own template."""
-    packing: bool = True
-    """With format chat: pack several conversations into one sequence, masked from each other. Otherwise each sequence
-    holds one conversation."""
-    text_field: str = "text"
-    """The field of records that holds the text."""
+    format: Annotated[str, arg(metavar="{text,chat,FILE.jinja}")] = "text"
+    """text: plain documents. chat: conversations, in which the loss counts only the answers, from .jsonl, .json or
+    .parquet records with the field messages, the fields prompt and completion, or the field text. A Jinja file: the
+    same, with this chat template instead of the tokenizer's own."""
+    packing: Literal["joined", "masked", "single"] | None = None
+    """joined: documents follow each other in a sequence, and attention crosses their borders. masked: it does not.
+    single: each sequence holds one conversation. Default: joined, or masked with format chat."""
     skip_bad: bool = False
     """Leave out rows that can't be used (null, malformed, not UTF-8), and print how many and which. Default: stop."""
-    document_separator: str | None = None
-    """The separator at which a text file is split into documents, such as a blank line ("\\n\\n"). Default: each file
-    is one document."""
-    tokenizer: str = "bytes"
-    """The tokenizer: "bytes", "bpe" (a byte-level BPE trained on the training text), the path of a tokenizer.json, or
-    hf:NAME."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary size of a trained BPE, including the end-of-document token."""
-    bpe_documents: int | None = None
-    """Train the BPE on only the first N training documents. Default: on all of them."""
+    tokenizer: Annotated[str, arg(aliases=["--tokenizer"])] = "bytes"
+    """bytes; bpe or bpe:SIZE, trained on the training text (4096 tokens); the path of a tokenizer.json; or hf:NAME."""
     heldout_fraction: float = 0.02
     """Fraction of the documents held out for evaluation, selected by a hash of their text."""
-    sharding: Literal["shuffled", "contiguous"] = "shuffled"
-    """shuffled: every replica draws from all documents (iid). contiguous: each replica draws from a slice of its own
-    (non-iid)."""
-    max_documents: int | None = None
-    """Use at most this many documents, always the same ones, selected by a hash of their text."""
     streaming: bool = False
     """Read, tokenise and pack the documents during training instead of before it."""
-    streaming_block: int = 64
-    """With streaming: how many documents one replica is assigned at a time. They are shuffled among themselves."""
-    streaming_heldout: int = 256
-    """With streaming: how many documents to evaluate on, the first ones that the hash holds out."""
-    prefetch_batches: int | None = None
-    """Batches to prepare ahead of training, in a background thread. Default: 4 if files are read during training, else
-    0."""
+    # the rest is for Python code alone: no TOML file and no flag sets it
+    text_field: Suppress[str] = "text"  # the field of records that holds the text
+    document_separator: Suppress[str | None] = None  # splits text files into documents; None: a file is one
+    max_documents: Suppress[int | None] = None  # use as many documents, those with the lowest hashes
+    bpe_documents: Suppress[int | None] = None  # train the BPE on the first ones; None: all, or 10,000 while streaming
+    sharding: Suppress[Literal["shuffled", "contiguous"]] = "shuffled"  # contiguous: a slice per replica (non-iid)
+    streaming_block: Suppress[int] = 64  # documents that one replica is assigned at a time
+    streaming_heldout: Suppress[int] = 256  # documents to evaluate on, the first ones that the hash holds out
+    prefetch_batches: Suppress[int | None] = None  # None: 4 if files are read during training, else 0
+
+    @property
+    def chat(self) -> bool:
+        """Whether documents are conversations."""
+        return self.format != "text"
+
+    @property
+    def chat_template(self) -> Path | None:
+        """The Jinja file to use instead of the tokenizer's own template."""
+        return Path(self.format) if self.format.endswith(".jinja") else None
+
+    @property
+    def document_masks(self) -> bool:
+        """Whether attention between the documents of a sequence is masked."""
+        return self.packing == "masked" and not self.chat
+
+    @property
+    def bpe_vocab_size(self) -> int | None:
+        """The vocabulary of a BPE trained on the text, with the end-of-document token; None for other tokenizers."""
+        kind, _, size = self.tokenizer.partition(":")
+        return None if kind != "bpe" else int(size) if size.isdecimal() else -1 if size else 4096
 
     def __post_init__(self) -> None:
+        if self.format not in ("text", "chat") and self.chat_template is None:
+            hint = nearest(self.format, ("text", "chat"))
+            raise ConfigurationError(f"data.format={self.format!r} is neither text, chat nor a .jinja file; {hint}")
+        if self.bpe_vocab_size is not None and self.bpe_vocab_size < 257:  # 256 bytes and the end-of-document token
+            raise ConfigurationError(f"data.tokenizer must be bpe or bpe:SIZE from 257, got {self.tokenizer!r}.")
         for name, value, least in (
             ("bpe_documents", self.bpe_documents, 1),
-            ("bpe_vocab_size", self.bpe_vocab_size, 257),  # 256 bytes and the end-of-document token
             ("max_documents", self.max_documents, 2),  # one to train on and one to hold out
             ("streaming_block", self.streaming_block, 1),
             ("streaming_heldout", self.streaming_heldout, 1),
@@ -115,10 +125,17 @@ class DataSettings:
         self.parsed_sources()
 
     def _check_chat(self) -> None:
-        if self.format == "text":
-            if self.chat_template is not None:
-                raise ConfigurationError(f"data.chat_template={self.chat_template} needs data.format='chat'.")
+        if not self.chat:
+            if self.packing == "single":
+                raise ConfigurationError(
+                    "data.packing='single' needs data.format='chat'. For text, use joined or masked."
+                )
             return
+        if self.packing == "joined":
+            raise ConfigurationError(
+                "data.packing='joined' can't be used with data.format='chat', whose conversations must not see each "
+                "other. Use masked or single."
+            )
         for name in ("sources", "streaming", "document_separator"):
             if getattr(self, name):
                 raise ConfigurationError(
@@ -161,13 +178,13 @@ class DataSettings:
     def absolute(self) -> DataSettings:
         """Return these settings with absolute paths, so that they mean the same in another working directory."""
         tokenizer = self.tokenizer
-        if tokenizer not in ("bytes", "bpe"):
+        if tokenizer != "bytes" and self.bpe_vocab_size is None:
             place = _absolute_place(tokenizer)
             tokenizer = place if tokenizer.startswith(HUB_PREFIX) or Path(place).exists() else tokenizer
         paths = tuple(Path(_absolute_place(str(path))) for path in self.paths)
-        template = None if self.chat_template is None else Path(_absolute_place(str(self.chat_template)))
+        form = self.format if self.chat_template is None else _absolute_place(self.format)
         sources = {name: _absolute_table(table) for name, table in self.sources.items()}
-        return replace(self, paths=paths, sources=sources, tokenizer=tokenizer, chat_template=template)
+        return replace(self, paths=paths, sources=sources, tokenizer=tokenizer, format=form)
 
 
 def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:

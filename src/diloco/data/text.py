@@ -310,7 +310,7 @@ def _seekable(file: io.BufferedReader) -> io.BufferedReader | io.BytesIO:
 def missing_field(place: str, text_field: str, known: Iterable[str]) -> RowError:
     """Return the error for a record or file without the field that should hold the text."""
     hint = nearest(text_field, known)
-    return RowError(f"{place} has no field {text_field!r} (data.text_field); {hint}")
+    return RowError(f"{place} has no field {text_field!r} (data.sources); {hint}")
 
 
 def checked_text(value: Any, place: str, text_field: str) -> str:

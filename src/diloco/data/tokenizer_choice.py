@@ -33,7 +33,7 @@ def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenize
         ConfigurationError: it is not ``"bytes"``, ``"bpe"``, an existing path or an ``hf:`` name.
         DataError: as `train_bpe`, `load_tokenizer` and `load_hub_tokenizer`.
     """
-    if settings.tokenizer == "bpe":
+    if settings.bpe_vocab_size is not None:
         return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
     return given_tokenizer(settings)
 
@@ -89,7 +89,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     if made < vocab_size:
         raise DataError(
             f"{count} training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {made} "
-            f"ids. Set data.bpe_vocab_size={made} or less, or give more text."
+            f"ids. Use --tokenizer bpe:{made} or less, or give more text."
         )
     return Tokenizer(tokenizer.to_str(), eos=EOS)
 

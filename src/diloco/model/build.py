@@ -200,8 +200,8 @@ def check_vocabulary(model: LanguageModel, tokens: int) -> None:
     if tokens > model.vocab_size:
         raise ConfigurationError(
             f"The tokeniser has {tokens} tokens, but the model has a vocabulary of {model.vocab_size}. Use a smaller "
-            f"tokeniser (--data.tokenizer), such as the model's own, or use --model.vocab-size {tokens}; a model of "
-            "transformers then also needs --model.weights fresh."
+            f"tokeniser (--tokenizer), such as the model's own, or use --model.arguments.vocab-size "
+            f"{tokens}; a model of transformers then also needs --model.arguments.weights fresh."
         )
 
 

@@ -182,7 +182,7 @@ class HuggingFaceModel(LanguageModel):
             if not bool(logits.isfinite().all()):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Get "
-                    "another copy of the weights, or use --model.weights fresh."
+                    "another copy of the weights, or use --model.arguments.weights fresh."
                 )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]

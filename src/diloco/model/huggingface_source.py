@@ -86,7 +86,7 @@ def build_huggingface(
         if stored:
             raise ConfigurationError(
                 f"model.vocab_size={size} does not fit the weights in {folder}, which have {config.vocab_size}. Leave "
-                "it out, or use --model.weights fresh."
+                "it out, or use --model.arguments.weights fresh."
             )
         config.vocab_size = size
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
@@ -243,12 +243,12 @@ def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
     if pickles := [name for name in PICKLES if (folder / name).is_file()]:
         raise ConfigurationError(
             f"The weights in {folder} are in {pickles[0]}, a pickle, which could run any code and is not read. Convert "
-            "them to safetensors, or use --model.weights fresh."
+            "them to safetensors, or use --model.arguments.weights fresh."
         )
     if settings.weights == "stored" or settings.lora_rank:
         raise ConfigurationError(
-            f"{folder} has no model.safetensors, but stored weights are needed. For new weights, use --model.weights "
-            "fresh without LoRA."
+            f"{folder} has no model.safetensors, but stored weights are needed. For new weights, use "
+            "--model.arguments.weights fresh without LoRA."
         )
     return False
 
@@ -267,7 +267,7 @@ def _quantised(settings: ModelSettings) -> dict[str, Any]:
     except Exception as error:  # its native library raises other types
         raise ConfigurationError(
             f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): pip "
-            "install bitsandbytes, or use --model.base-dtype bfloat16."
+            "install bitsandbytes, or use --model.arguments.base-dtype bfloat16."
         ) from error
     made: Any = BitsAndBytesConfig
     dtype = getattr(torch, settings.base_dtype)
@@ -299,7 +299,7 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
     if missing := sorted(found["missing_keys"]):
         raise ConfigurationError(
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights that the configuration needs, or "
-            "use --model.weights fresh."
+            "use --model.arguments.weights fresh."
         )
     for module in wrapped.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -48,15 +48,15 @@ def measure_step(settings: RunSettings) -> MeasuredStep:
     rows = train.batch_size // train.gradient_accumulation
     taken_s: list[float] = []
     try:
-        model = build_language_model(settings.model, seed=0, device=device)
+        model = build_language_model(settings.model.settings, seed=0, device=device)
         prepare_model(model, train)
         shape = rows, train.sequence_length + 1
         tokens = torch.randint(model.vocab_size, shape, dtype=torch.int64, device=device)
         inner = InnerLoop(
             ParallelModel(model),
-            make_inner_optimizer(settings.inner, model),
-            learning_rate=inner_learning_rate(settings.inner, train.steps),
-            clip_norm=settings.inner.clip_norm,
+            make_inner_optimizer(settings.optimizer, model),
+            learning_rate=inner_learning_rate(settings.optimizer, train.steps),
+            clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
         )
         began_s = time.perf_counter()

@@ -45,14 +45,14 @@ class Exchange:
     def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
         """Return the exchange of resolved ``settings`` for a model with these fragments."""
         if settings.algorithm == "data-parallel":
-            return cls.of_gradients(sum(fragment_sizes), settings.codec.name or "float32")
+            return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
         return cls(
             schedule=make_schedule(settings),
             fragment_sizes=tuple(fragment_sizes),
-            codec=make_configured_codec(settings.codec),
-            mean=make_mean_encoding(settings),
-            whole=settings.outer.whole_contributions,
-            dynamic_steps=settings.swarm.dynamic_steps,
+            codec=make_configured_codec(settings.sync),
+            mean=make_mean_encoding(settings.sync),
+            whole=settings.sync.whole_contributions,
+            dynamic_steps=settings.network.straggler == "dynamic",
         )
 
     @classmethod

@@ -39,6 +39,7 @@ from .resolve import resolve as resolve
 from .resuming import Held as Held
 from .resuming import checkpoint_home as checkpoint_home
 from .resuming import held_step as held_step
+from .roles import POSITION as POSITION
 from .roles import Role as Role
 from .roles import read_torchrun as read_torchrun
 from .roles import role_of as role_of
@@ -47,7 +48,7 @@ from .session import Session as Session
 from .session_reports import handshake_facts as handshake_facts
 from .session_state import load_session as load_session
 from .session_state import save_session as save_session
-from .settings import InnerSettings as InnerSettings
+from .settings import OptimizerSettings as OptimizerSettings
 from .settings import RunSettings as RunSettings
 from .settings import TrainSettings as TrainSettings
 from .stopping import StopAsked as StopAsked

@@ -13,15 +13,12 @@ from diloco.algorithm import (
     OUTER_OPTIMIZERS,
     AverageRule,
     Codec,
-    CodecSettings,
     Fragment,
-    FragmentSettings,
     MeanEncoding,
     MergeRule,
-    MergeSettings,
     OuterOptimizer,
-    OuterSettings,
     ScalarSchedule,
+    SyncSettings,
     ValueSchedule,
     partition,
 )
@@ -33,7 +30,7 @@ from diloco.testing import check_average_rule, check_codec, check_merge_rule, ch
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
-from diloco.transport import InProcessTransport, Link, TransportSettings, VirtualNetwork, parse_fault
+from diloco.transport import InProcessTransport, Link, VirtualNetwork, parse_fault
 
 __all__ = [
     "check_own_code",
@@ -51,7 +48,7 @@ __all__ = [
 ]
 
 
-def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
+def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[Fragment, ...]:
     """Partition ``model`` into fragments as resolved ``settings`` say.
 
     Raises:
@@ -60,62 +57,58 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
     """
     number = settings.num_fragments or 1
     try:
-        return partition(model, num_fragments=number, strategy=settings.strategy, patterns=settings.patterns)
+        return partition(model, num_fragments=number, strategy=settings.fragment_strategy)
     except FragmentError as error:
-        if settings.strategy in ("balanced", "patterns"):
+        if settings.fragment_strategy == "balanced":
             raise
         raise FragmentError(
-            f"This model has too few layers for fragments.num_fragments={number}. Use fewer fragments, or "
-            'fragments.strategy = "balanced", which may split layers.'
+            f"This model has too few layers for sync.num_fragments={number}. Use fewer fragments, or "
+            'sync.fragment_strategy = "balanced", which may split layers.'
         ) from error
 
 
-def make_merge_rule(settings: MergeSettings) -> MergeRule:
+def make_merge_rule(settings: SyncSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
-    rule: MergeRule = MERGE_RULES.make(settings.rule or "alpha", settings.arguments, alpha=settings.alpha or 0.0)
+    arguments = settings.arguments_of("merge")
+    rule: MergeRule = MERGE_RULES.make(settings.merge or "alpha", arguments, alpha=settings.merge_alpha or 0.0)
     return rule
 
 
-def make_configured_codec(settings: CodecSettings) -> Codec:
+def make_configured_codec(settings: SyncSettings) -> Codec:
     """Return the codec of resolved settings."""
-    codec: Codec = CODECS.make(settings.name or "float32", settings.arguments, block_size=settings.block_size)
+    codec: Codec = CODECS.make(settings.codec or "float32", settings.arguments_of("codec"))
     return codec
 
 
-def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
+def make_mean_encoding(settings: SyncSettings) -> MeanEncoding:
     """Return the encoding in which resolved settings send means."""
     return MeanEncoding.of(_mean_codec(settings))
 
 
-def _mean_codec(settings: RunSettings) -> Codec | str:
-    name = settings.transport.mean_codec
-    return name if name == "auto" else CODECS.make(name, block_size=settings.codec.block_size)
+def _mean_codec(settings: SyncSettings) -> Codec | str:
+    name, block_size = settings.mean_codec, settings.arguments_of("codec").get("block_size", 256)
+    return name if name == "auto" else CODECS.make(name, block_size=block_size)
 
 
-def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
+def make_outer_optimizer(settings: SyncSettings, outer_steps: int) -> OuterOptimizer:
     """Return the outer optimizer of resolved settings.
 
     Args:
         outer_steps: rounds of one fragment in the whole run, which the schedules span.
     """
-    learning_rate: ScalarSchedule = settings.learning_rate if settings.learning_rate is not None else 0.7
-    if settings.learning_rate_schedule != "constant" and not callable(learning_rate):
-        learning_rate = ValueSchedule(
-            peak=learning_rate,
-            kind=settings.learning_rate_schedule,
-            total_steps=max(1, outer_steps),
-            final_ratio=settings.learning_rate_final_ratio,
-        )
-    momentum: ScalarSchedule = settings.momentum
-    if settings.momentum_warmup_outer_steps:
-        momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
+    arguments = dict(settings.arguments_of("outer"))
+    rate = 0.7 if settings.outer_learning_rate is None else settings.outer_learning_rate
+    learning_rate: ScalarSchedule = rate
+    momentum: ScalarSchedule = settings.outer_momentum
+    if not is_own(settings.outer):
+        kind, final_ratio = arguments.pop("schedule", "constant"), arguments.pop("final_ratio", 0.0)
+        if kind != "constant":
+            steps = max(1, outer_steps)
+            learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=steps, final_ratio=final_ratio)
+        if warmup := arguments.pop("momentum_warmup", 0):
+            momentum = ValueSchedule(peak=settings.outer_momentum, warmup_steps=warmup)
     outer: OuterOptimizer = OUTER_OPTIMIZERS.make(
-        settings.name,
-        settings.arguments,
-        learning_rate=learning_rate,
-        momentum=momentum,
-        betas=settings.betas,
-        epsilon=settings.epsilon,
+        settings.outer, arguments, learning_rate=learning_rate, momentum=momentum
     )
     return outer
 
@@ -126,18 +119,18 @@ def check_own_code(settings: RunSettings) -> None:
     Raises:
         ConfigurationError: if a component can't be constructed or violates its contract.
     """
-    codec, outer, merge = settings.codec, settings.outer, settings.merge
+    sync, optimizer = settings.sync, settings.optimizer
     checks: tuple[tuple[str, str | None, Callable[[], Any], Callable[[Any], object]], ...] = (
         (
-            "codec.name",
-            codec.name,
-            lambda: make_configured_codec(codec),
-            lambda _: check_codec(lambda: make_configured_codec(codec)),
+            "sync.codec",
+            sync.codec,
+            lambda: make_configured_codec(sync),
+            lambda _: check_codec(lambda: make_configured_codec(sync)),
         ),
-        ("outer.name", outer.name, lambda: make_outer_optimizer(outer, 100), check_outer_optimizer),
-        ("outer.average", outer.average, lambda: make_average_rule(outer), check_average_rule),
-        ("merge.rule", merge.rule, lambda: make_merge_rule(merge), check_merge_rule),
-        ("inner.name", settings.inner.name, lambda: check_inner_arguments(settings.inner), bool),
+        ("sync.outer", sync.outer, lambda: make_outer_optimizer(sync, 100), check_outer_optimizer),
+        ("sync.average", sync.average, lambda: make_average_rule(sync), check_average_rule),
+        ("sync.merge", sync.merge, lambda: make_merge_rule(sync), check_merge_rule),
+        ("optimizer.name", optimizer.name, lambda: check_inner_arguments(optimizer), bool),
     )
     for key, name, make, check in checks:
         made = make()
@@ -148,47 +141,48 @@ def check_own_code(settings: RunSettings) -> None:
             raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
 
 
-def make_average_rule(settings: OuterSettings) -> AverageRule | None:
+def make_average_rule(settings: SyncSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
-    rule: AverageRule | None = AVERAGES.make(settings.average, settings.average_arguments)
+    given = settings.arguments_of("average")
+    arguments = {name: value for name, value in given.items() if name not in ("max_norm", "codec")}
+    rule: AverageRule | None = AVERAGES.make(settings.average, arguments)
     return rule
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
     """Return the arguments of `DiLoCo` that are the same on all replicas, by name."""
-    steps = settings.train.steps - settings.train.data_parallel_steps
+    sync, steps = settings.sync, settings.train.steps - settings.train.data_parallel_steps
     return {
         "schedule": make_schedule(settings),
-        "fragments": make_fragments(settings.fragments, model),
-        "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
-        "merge": make_merge_rule(settings.merge),
-        "codec": make_configured_codec(settings.codec),
-        "error_feedback": settings.codec.kept_loss,
-        "max_norm": settings.outer.max_norm,
-        "mean_codec": _mean_codec(settings),
-        "average": make_average_rule(settings.outer),
+        "fragments": make_fragments(sync, model),
+        "outer_optimizer": make_outer_optimizer(sync, steps // sync.inner_steps),
+        "merge": make_merge_rule(sync),
+        "codec": make_configured_codec(sync),
+        "error_feedback": sync.error_feedback,
+        "max_norm": sync.max_norm,
+        "mean_codec": _mean_codec(sync),
+        "average": make_average_rule(sync),
     }
 
 
-def make_links(settings: TransportSettings) -> list[Link]:
+def make_links(settings: RunSettings) -> list[Link]:
     """Return the emulated link of each replica. Without settings, bandwidth is infinite and latency is 0."""
-    bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
-    latencies = _each(settings.latency_s or (0.0,), settings.replicas)
+    emulate, replicas = settings.emulate, settings.network.replicas
+    bandwidths = _each(emulate.bandwidth or (math.inf,), replicas)
+    latencies = _each(emulate.latency or (0.0,), replicas)
     return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
 
 
-def make_transport(settings: TransportSettings) -> InProcessTransport:
-    """Return the in-process transport with its emulated links and faults."""
-    network = None
-    if settings.step_time_s:
-        links = make_links(settings)
-        network = VirtualNetwork(links, _each(settings.step_time_s, settings.replicas))
+def make_transport(settings: RunSettings) -> InProcessTransport:
+    """Return the in-process transport with its emulated links."""
+    network, replicas = None, settings.network.replicas
+    if settings.emulate.step_time:
+        network = VirtualNetwork(make_links(settings), _each(settings.emulate.step_time, replicas))
     return InProcessTransport(
-        settings.replicas,
-        min_contributors=settings.min_contributors,
-        round_timeout_s=settings.round_timeout_s,
+        replicas,
+        round_timeout_s=settings.network.round_timeout,
         network=network,
-        faults=[parse_fault(text) for text in settings.faults],
+        faults=[parse_fault(text) for text in settings.network.faults],
     )
 
 
@@ -203,7 +197,7 @@ def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     Args:
         vocab_size: the vocabulary size if neither the settings nor the model's source give one.
     """
-    model = with_vocabulary(settings.model, vocab_size)
+    model = with_vocabulary(settings.model.settings, vocab_size)
     return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
 
 

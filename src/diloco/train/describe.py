@@ -41,19 +41,21 @@ def describe(settings: RunSettings, model: LanguageModel) -> tuple[Facts, Facts]
         facts["model"] = f"{kind} from {settings.model.source}{part}"
         details["weights"] = weights or "new"
     if rank := settings.model.lora_rank:
-        details["LoRA"] = f"rank {rank} at {', '.join(settings.model.lora_targets)}"
-    facts["optimizers"] = f"{settings.inner.name}, learning rate {settings.inner.learning_rate:g}"
+        details["LoRA"] = f"rank {rank} at {', '.join(settings.model.settings.lora_targets)}"
+    facts["optimizers"] = f"{settings.optimizer.name}, learning rate {settings.optimizer.learning_rate:g}"
     if settings.algorithm in ("streaming", "diloco"):
         _describe_rounds(settings, model, facts, details)
     elif settings.algorithm == "data-parallel":
-        codec = make_codec(settings.codec.name or "float32")
-        sent = plan_exchange(codec, trained, settings.transport.replicas).mean_bytes
+        codec = make_codec(settings.sync.codec or "float32")
+        sent = plan_exchange(codec, trained, settings.network.replicas).mean_bytes
         facts["traffic"] = f"gradients as {codec.name}: {format_bytes(sent)} per replica and step"
-    if optimizer := inner_optimizer_in_words(settings.inner, model):
+    if optimizer := inner_optimizer_in_words(settings.optimizer, model):
         details["inner optimizer"] = optimizer
-    batch, replicas = f"{train.batch_size} sequences x {train.sequence_length} tokens", settings.transport.replicas
+    batch, replicas = f"{train.batch_size} sequences x {train.sequence_length} tokens", settings.network.replicas
     details["batch"] = f"{replicas} replicas x {batch}"
-    memory = round(bytes_per_trained(settings) * trained + bytes_per_frozen(settings.model) * (total - trained))
+    memory = round(
+        bytes_per_trained(settings) * trained + bytes_per_frozen(settings.model.settings) * (total - trained)
+    )
     details["memory"] = f"{format_bytes(memory)} per replica, without activations"
     details["evaluation"] = _every(settings.evaluation.every_steps)
     details["checkpoints"] = f"{_every(settings.checkpoint.every_steps)}, the last {settings.checkpoint.keep} kept"
@@ -62,17 +64,21 @@ def describe(settings: RunSettings, model: LanguageModel) -> tuple[Facts, Facts]
 
 def _describe_rounds(settings: RunSettings, model: LanguageModel, facts: Facts, details: Facts) -> None:
     """Add the facts of an algorithm with an outer loop."""
-    start, replicas = settings.train.data_parallel_steps, settings.transport.replicas
-    schedule, codec, mean = make_schedule(settings), make_configured_codec(settings.codec), make_mean_encoding(settings)
-    local_steps, whole = settings.train.steps - start, settings.outer.whole_contributions
+    start, replicas = settings.train.data_parallel_steps, settings.network.replicas
+    schedule, codec, mean = (
+        make_schedule(settings),
+        make_configured_codec(settings.sync),
+        make_mean_encoding(settings.sync),
+    )
+    local_steps, whole = settings.train.steps - start, settings.sync.whole_contributions
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
-    sizes = [fragment.numel for fragment in make_fragments(settings.fragments, model)]
+    sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     exchanges = [plan_exchange(codec, size, replicas, mean=mean, whole=whole) for size in sizes]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     gradients = data_parallel_bytes(sum(sizes), replicas, 1)
     first = f"{start} data-parallel steps, then " if start else ""
     each = "the model" if len(sizes) == 1 else f"{len(sizes)} fragments"
-    facts["optimizers"] += f"; outer {settings.outer.name}, learning rate {settings.outer.learning_rate:g}"
+    facts["optimizers"] += f"; outer {settings.sync.outer}, learning rate {settings.sync.outer_learning_rate:g}"
     facts["rounds"] = f"{first}{each} every {schedule.inner_steps} steps as {codec.name}"
     ratio = f", {format_ratio(gradients * local_steps / sent)} as much" if sent else ""
     each_step = format_bytes(sent / max(1, local_steps))
@@ -85,14 +91,14 @@ def _describe_rounds(settings: RunSettings, model: LanguageModel, facts: Facts, 
         for number, (size, count, exchange) in enumerate(zip(sizes, rounds, exchanges, strict=True))
     )
     bits = 8 * sum(map(codec.payload_bytes, sizes)) / sum(sizes)
-    feedback = " with error feedback" if settings.codec.error_feedback else ""
+    feedback = " with error feedback" if settings.sync.error_feedback else ""
     details["codec"] = f"{codec.name}{feedback}, {bits:.3g} bits per parameter, exchanged by {exchanges[0].pattern}"
-    rule = make_average_rule(settings.outer)
+    rule = make_average_rule(settings.sync)
     details["average"] = "mean" if rule is None else described(rule)
-    if (bound := settings.outer.max_norm) is not None:
+    if (bound := settings.sync.max_norm) is not None:
         details["clipping"] = f"contributions are scaled down to the norm {bound:g}"
-    details["outer optimizer"] = described(make_outer_optimizer(settings.outer, max(rounds)))
-    details["merge"] = f"{described(make_merge_rule(settings.merge))}, overlap {schedule.overlap_steps}"
+    details["outer optimizer"] = described(make_outer_optimizer(settings.sync, max(rounds)))
+    details["merge"] = f"{described(make_merge_rule(settings.sync))}, overlap {schedule.overlap_steps}"
 
 
 def _every(steps: int | None) -> str:
@@ -108,8 +114,8 @@ def bytes_per_trained(settings: RunSettings) -> int:
     each = 16
     if settings.algorithm in ("streaming", "diloco"):
         value = torch.zeros(1, dtype=torch.float32, device="cpu")
-        each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(value).slots)
-        each += 4 if settings.codec.error_feedback else 0
+        each += 4 + 4 * len(make_outer_optimizer(settings.sync, 1).init(value).slots)
+        each += 4 if settings.sync.error_feedback else 0
     return each
 
 

@@ -17,7 +17,9 @@ __all__ = ["DynamicSteps", "make_pace"]
 
 def make_pace(settings: RunSettings, replica: int, others: PeerFleet) -> DynamicSteps | None:
     """Return the pace of a replica, or None if it trains all steps."""
-    return DynamicSteps(replica, settings.schedule.inner_steps, others) if settings.swarm.dynamic_steps else None
+    if settings.network.straggler != "dynamic":
+        return None
+    return DynamicSteps(replica, settings.sync.inner_steps, others)
 
 
 class DynamicSteps:

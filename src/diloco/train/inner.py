@@ -20,7 +20,7 @@ from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model import documents_of
 from diloco.train.parallel import ParallelModel
-from diloco.train.settings import InnerSettings
+from diloco.train.settings import OptimizerSettings
 
 __all__ = ["InnerLoop", "InnerStep", "inner_learning_rate"]
 
@@ -36,12 +36,12 @@ class InnerStep:
     skipped: bool  # by the gradient scaler (float16 only), or because the other replicas were lost
 
 
-def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
+def inner_learning_rate(settings: OptimizerSettings, steps: int) -> ValueSchedule:
     """Return the inner learning rate as a pure function of the global step, for a run of ``steps``.
 
-    ``wsd`` without decay steps, for example if the warm-up is as long as the run, stays at the peak.
+    ``wsd`` decays over the last fifth of the run, or what the warm-up leaves of it.
     """
-    decay_steps = settings.decay_over(steps)
+    decay_steps = min(max(1, steps // 5), steps - settings.warmup_steps) if settings.schedule == "wsd" else 0
     return ValueSchedule(
         peak=settings.learning_rate,
         kind="constant" if settings.schedule == "wsd" and decay_steps == 0 else settings.schedule,
@@ -179,7 +179,7 @@ class InnerLoop:
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
                 f"The gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. Resume from the "
-                "last checkpoint or restart the run, with a lower learning rate, inner.clip_norm or a wider precision."
+                "last checkpoint or restart the run, with a lower learning rate, a smaller clip_norm or more precision."
             )
         if finite and not skip:
             if not self.masked:

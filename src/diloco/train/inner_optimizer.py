@@ -13,7 +13,7 @@ from torch import nn
 from diloco.algorithm import INNER_OPTIMIZERS, Muon, hidden_matrices, trainable_parameters
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import check_arguments, find, is_own, split, takes
-from diloco.train.settings import InnerSettings
+from diloco.train.settings import OptimizerSettings
 
 __all__ = ["check_inner_arguments", "inner_optimizer_in_words", "make_inner_optimizer"]
 
@@ -26,7 +26,7 @@ FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim with a fused kerne
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
+def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     """Construct the optimizer that ``settings`` names, for the parameters of ``model``.
 
     A class of ``torch.optim`` is called with parameter groups. Anything else (`muon`, or the user's own code) is called
@@ -42,8 +42,8 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     make, accepted = check_inner_arguments(settings)
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
-            f"inner.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
-            "hold all parameters (ddp)."
+            f"optimizer.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks "
+            "that hold all parameters (ddp)."
         )
     arguments = dict(settings.arguments)
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
@@ -65,12 +65,12 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         raise ConfigurationError(f"{shown} refused {arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"inner.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
+            f"optimizer.name={name} returned a {type(optimizer).__name__} instead of a torch.optim.Optimizer."
         )
     return optimizer
 
 
-def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
+def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """Return the optimizer's constructor and the arguments it accepts besides parameters and learning rate.
 
     Raises:
@@ -81,18 +81,18 @@ def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.
     for argument in settings.arguments:
         if argument == "lr":
             raise ConfigurationError(
-                "inner.arguments.lr can't be set, because the schedule sets the learning rate. Set inner.learning_rate."
+                "optimizer.arguments.lr can't be set: the schedule sets the learning rate. Set optimizer.learning_rate."
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(
                 f"inner.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
             )
     if is_own(name):
-        check_arguments("inner.name", name, make, settings.arguments)
+        check_arguments("optimizer.name", name, make, settings.arguments)
     return make, accepted
 
 
-def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
+def inner_optimizer_in_words(settings: OptimizerSettings, model: nn.Module) -> str:
     """Describe which optimizer trains which parameters, if there are two or it is the user's own; else return ""."""
     if is_own(settings.name):
         place, name = split(settings.name)
@@ -118,9 +118,9 @@ def _named(parameters: Mapping[str, nn.Parameter]) -> str:
 def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """Return the constructor of optimizer ``name`` and its arguments besides parameters and learning rate."""
     if is_own(name):
-        make = find("inner.name", name, torch.optim.Optimizer)
+        make = find("optimizer.name", name, torch.optim.Optimizer)
         if not takes(make, "lr"):
-            raise ConfigurationError(f"inner.name={name} must accept a learning rate as the argument lr.")
+            raise ConfigurationError(f"optimizer.name={name} must accept a learning rate as the argument lr.")
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
@@ -129,10 +129,10 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     }
     known |= {each: INNER_OPTIMIZERS.find(each) for each in INNER_OPTIMIZERS.names}
     if name in UNFIT:
-        raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
+        raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:
         raise ConfigurationError(
-            f"inner.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
+            f"optimizer.name={name!r} is not an optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
             "Name your own as module:Class or FILE.py:Class."
         )
     accepted = dict(inspect.signature(known[name]).parameters)

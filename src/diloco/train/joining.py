@@ -60,15 +60,14 @@ def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
 def _adopt_state(session: Session, replica: Replica, fleet: PeerFleet) -> None:
     """Adopt the state of the others. Wait while they are connected but have none yet, because they have just started or
     still average gradients at every step."""
-    diloco, limit_s = session.begin_diloco(replica), session.settings.transport.give_up_after_s or math.inf
-    until_s, why = time.monotonic() + limit_s, ""
-    with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", limit_s):
+    diloco, why = session.begin_diloco(replica), ""
+    with waiting_for(lambda: f"a state to adopt ({why or 'the other replicas are sending it'})", math.inf):
         while True:
             try:
                 return diloco.take_over(fleet.view.members)
             except TransportError as error:
                 why = str(error).partition(". ")[0]
-                if fleet.gives_up(until_s):
+                if fleet.gives_up(math.inf):
                     raise
             time.sleep(_RETRY_S)
 
@@ -79,8 +78,6 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     Args:
         stop: a replica that was asked to stop does not search for the others.
 
-    Raises:
-        TransportError: if the others are not found within `transport.give_up_after_s`, if that is set.
     """
     step = session.totals.steps
     if notice := fleet.take_notices():
@@ -106,22 +103,18 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
         return
     if lost:
         emit(Note(step=step, text=f"{fleet.failure} It is searching for the other replicas."))
-    limit_s = session.settings.transport.give_up_after_s
-    gives_up_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     try:
         while True:
             try:
                 if lost:  # otherwise it has just joined a view that waits for more replicas
-                    rejoin(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
+                    rejoin(session, fleet, math.inf, stop.interrupting)
                 lost = True  # if too few replicas come, so that the next attempt rejoins
                 with stop.interrupting():
-                    fleet.gather(min(session.settings.transport.rendezvous_timeout_s, _GATHER_S))
+                    fleet.gather(min(session.settings.network.start_timeout_s, _GATHER_S))
                 break
             except RunFinishedError:
                 raise
             except TransportError as error:
-                if time.monotonic() >= gives_up_s:
-                    raise
                 emit(Note(step=session.totals.steps, text=f"Rejoining failed and is tried again: {error}"))
             with stop.interrupting():
                 time.sleep(_RETRY_S)
@@ -180,7 +173,7 @@ def _join_again(session: Session, replica: Replica, fleet: PeerFleet, looking: L
         except BaseException:  # the replica stays in the shared start
             replica.diloco = None
             raise
-    _become_member(session, replica, fleet, session.settings.transport.rendezvous_timeout_s)
+    _become_member(session, replica, fleet, session.settings.network.start_timeout_s)
 
 
 def _found_again(session: Session, replica: Replica, fleet: PeerFleet) -> None:
@@ -221,7 +214,7 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     """
     settings = session.settings
     if fleet is not None and fleet.joining:
-        join_run(session, fleet, settings.transport.rendezvous_timeout_s)
+        join_run(session, fleet, settings.network.start_timeout_s)
         return "the other replicas"
     path = settings.checkpoint.resume
     if path is None:
@@ -236,8 +229,8 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     before, now = checkpoint.about.get("threads"), torch.get_num_threads()
     if before not in (None, now) and not session.fleet.elastic:  # only these runs repeat their bits
         notes += (
-            f"The checkpoint was saved with train.threads={before}, but this process uses {now}. The result may "
-            f"differ in the last bits from an uninterrupted run. Use --train.threads {before} to get the same bits.",
+            f"The checkpoint was saved with {before} threads, but this process uses {now}. The result may "
+            f"differ in the last bits from an uninterrupted run. Set OMP_NUM_THREADS={before} to get the same bits.",
         )
     for note in notes:
         emit(Note(step=session.totals.steps, text=note))

@@ -18,8 +18,9 @@ from diloco.checkpoint import shared_lock
 from diloco.cores import set_thread_share
 from diloco.errors import ConfigurationError
 from diloco.protocol import Registry, Timing
+from diloco.train.roles import INNER_STORE, POSITION
 from diloco.train.stopping import is_echo
-from diloco.transport import Address, ConnectionManager, TcpStreams, TransportSettings, read_secret, serve
+from diloco.transport import Address, ConnectionManager, NetworkSettings, TcpStreams, read_secret, serve
 
 __all__ = ["IN_VAIN", "exit_code", "insisted", "launch", "start_process"]
 
@@ -33,19 +34,18 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def launch(
-    settings: TransportSettings,
-    command: Callable[[int, int, Address, Address | None], Sequence[str]],
+    settings: NetworkSettings,
+    command: Callable[[int, int, Address], Sequence[str]],
     say: Callable[[str], None],
     *,
     talking_ranks: int = 1,
     lock: int | None = None,
 ) -> int:
-    """Start ``settings.num_ranks`` processes, wait for them, and restart lost replicas as often as the settings allow.
+    """Start ``settings.num_ranks`` processes, and wait for them.
 
     Args:
-        command: returns the arguments of a rank's process from its replica, its position, the address of the
-            rendezvous, and the address of the inner store, at which the ranks of one replica meet. The inner store is
-            None if a replica has one rank.
+        command: returns the arguments of a rank's process from its replica, its position and the address of the
+            rendezvous.
         say: prints a message for the user.
         talking_ranks: the number of ranks of each replica that communicate with other replicas.
         lock: the lock of the run's folder, which rank 0 shares; see `diloco.checkpoint.lock`.
@@ -53,23 +53,26 @@ def launch(
     Returns:
         One exit code for all ranks, see `exit_code`.
     """
-    secret = read_secret(settings.secret_file, "transport.secret_file")
+    secret = read_secret(settings.secret_file, "network.secret_file")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
-        host = settings.host or "127.0.0.1"
+        host = settings.listen_host or "127.0.0.1"
         address = connections.listen(host, range(1), host)
         registry = Registry(settings.replicas * talking_ranks, talking_ranks)
         serve(connections, registry)
         stores: dict[int, Any] = {}
 
         def start(replica: int) -> Ranks:
-            inner, size = None, settings.replica_size
-            if size > 1:  # a new store for every start, as entries of the previous ranks would mislead these
+            ranks, size, shared = {}, settings.replica_size, lock if replica == 0 else None
+            if size > 1:
                 stores[replica] = _inner_store(host)
-                inner = Address(host, stores[replica].port)
-            commands = {(replica, each): command(replica, each, address, inner) for each in range(size)}
-            shared = lock if replica == 0 else None
-            return {rank: start_process(words, settings.num_ranks, shared) for rank, words in commands.items()}
+            for position in range(size):
+                variables = {POSITION: str(position)}
+                if size > 1:
+                    variables[INNER_STORE] = str(Address(host, stores[replica].port))
+                words = command(replica, position, address)
+                ranks[replica, position] = start_process(words, settings.num_ranks, shared, variables)
+            return ranks
 
         return _watch(settings, registry, start, say)
     finally:
@@ -77,17 +80,15 @@ def launch(
 
 
 def _watch(
-    settings: TransportSettings,
+    settings: NetworkSettings,
     registry: Registry,
     start: Callable[[int], Ranks],
     say: Callable[[str], None],
 ) -> int:
     running: Ranks = {}
-    lost: dict[int, float] = {}  # replica to restart -> time at which its first process ended
-    restarts = dict.fromkeys(range(settings.replicas), 0 if settings.on_failure == "stop" else settings.restarts)
     codes: list[int] = []
     asked: list[tuple[int, float]] = []
-    patience_s = 2 * settings.silence_s + 10  # working ranks end together, a frozen one does not
+    patience_s = 2 * settings.silence + 10  # working ranks end together, a frozen one does not
     finished_s: float | None = None
 
     def forward(number: int, frame: object) -> None:
@@ -119,36 +120,20 @@ def _watch(
                     continue
                 del running[replica, position]
                 finished_s = time.monotonic() if code in (0, IN_VAIN, 130) else finished_s
-                others = any(member != replica for member, _ in running)
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                if replica in lost:
-                    continue
-                if code not in (0, 2, IN_VAIN, 130) and not asked and others and restarts[replica]:
-                    restarts[replica] -= 1
-                    say(f"replica {replica} {how}. It is restarted.")
-                    lost[replica] = now_s
-                    continue
                 codes.append(code)
                 if code not in (0, IN_VAIN) and not asked:
                     say(f"replica {replica} {how}.")
                 if code != 0 and not registry.running:  # the run can't start without it
                     for other in running.values():
                         other.terminate()
-            for replica, since_s in list(lost.items()):
-                left = [process for (each, _), process in running.items() if each == replica]
-                if not left and running and not asked:
-                    running |= start(replica)
-                if not left:
-                    del lost[replica]
-                for process in left if now_s - since_s > patience_s else ():
-                    process.kill()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         kill_all()
         for process in running.values():
             process.wait()
-    return exit_code(codes, survivors_continue=settings.on_failure == "continue", asked=bool(asked))
+    return exit_code(codes, survivors_continue=settings.on_loss == "continue", asked=bool(asked))
 
 
 def insisted(asked: Sequence[tuple[int, float]]) -> bool:

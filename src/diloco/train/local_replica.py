@@ -68,7 +68,7 @@ class ReplicaMaker:
         settings, fleet = self.settings, self.fleet
         shared = first is not None and _may_share(first.model, settings)
         inner = first.inner if first and shared else self._inner(self.initial)
-        codec = settings.codec.name if settings.algorithm == "data-parallel" else None
+        codec = settings.sync.codec if settings.algorithm == "data-parallel" else None
         gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
         batches = _make_batches(settings, self.corpus, number, elastic=fleet.elastic)
         return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
@@ -97,7 +97,6 @@ class ReplicaMaker:
             transport=self.fleet.endpoint(replica.number),
             **outer_arguments(settings, replica.model),
             global_device="cpu" if on_host else None,
-            telemetry=settings.outer.telemetry,
             on_event=on_event,
             compare_arguments=False,  # the replicas compared their settings when they met
         )
@@ -106,16 +105,18 @@ class ReplicaMaker:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         place = "cpu" if strategy == "fsdp" else self.device
-        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self.definition)
+        model = build_language_model(
+            settings.model.settings, seed=settings.seed, device=place, definition=self.definition
+        )
         if initial is not None:
             load_parameters(model, initial)
         prepare_model(model, train)
-        end = self.corpus.tokenizer.eos_id if train.document_masks else None
+        end = self.corpus.tokenizer.eos_id if settings.data.document_masks else None
         return InnerLoop(
             parallelise(model, strategy, group, self.device),
-            make_inner_optimizer(settings.inner, model),
-            learning_rate=inner_learning_rate(settings.inner, train.steps),
-            clip_norm=settings.inner.clip_norm,
+            make_inner_optimizer(settings.optimizer, model),
+            learning_rate=inner_learning_rate(settings.optimizer, train.steps),
+            clip_norm=settings.optimizer.clip_norm,
             precision=train.precision,
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
@@ -140,7 +141,7 @@ def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
 
 def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
     """Return the batches of replica ``number``, prefetched in a thread if the settings say so or files are read."""
-    train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
+    train, replicas, ahead = settings.train, settings.network.replicas, settings.data.prefetch_batches
     batches = corpus.batches(
         sequence_length=train.sequence_length,
         batch_size=train.batch_size,

@@ -31,10 +31,12 @@ from diloco.transport import ReplicaGroup
 
 __all__ = ["ParallelModel", "Strategy", "blocks_of", "parallelise", "prepare_blocks", "prepare_model"]
 
+_LOSS_CHUNK_TOKENS = 8192  # the logits of a larger batch never exist at once
+
 
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
     """Set up recomputation, compilation and loss chunks, before the model is distributed over the ranks."""
-    model.loss_chunks = LossChunks(settings.loss_chunk_tokens, settings.compile)
+    model.loss_chunks = LossChunks(_LOSS_CHUNK_TOKENS, settings.compile)
     prepare_blocks(
         model,
         checkpointing=settings.activation_checkpointing,

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule, learning_rate_of_gain
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
-from diloco.train.refusals import check_averaging, check_lengths, check_means, check_transport, refuse_if
+from diloco.train.refusals import check_averaging, check_lengths, check_network, refuse_if
 from diloco.train.settings import RunSettings
 
 __all__ = ["LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
@@ -33,8 +33,7 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     """Derive every setting that was left out and check that the settings work together.
 
     Resolving is idempotent. A setting that stays None has a meaning of its own: no end before the last step, no
-    clipping, torch's own number of threads, all replicas as `min_contributors`, evenly spread offsets, and the
-    vocabulary of the tokeniser.
+    clipping.
 
     Args:
         num_layers: the number of transformer layers of the model. If it is None (unknown), the number of fragments has
@@ -45,37 +44,33 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     Raises:
         ConfigurationError: if the settings can't work; the message says which values would.
     """
-    if settings.transport.name == "hivemind":  # peers join and leave; plans assume the number at the start
-        settings = _with(settings, {"transport.replicas": settings.swarm.start_replicas})
-    train, inner, resume = settings.train, settings.inner, settings.checkpoint.resume
+    train, sync, resume = settings.train, settings.sync, settings.checkpoint.resume
     check_lengths(settings, max_sequence_length)
     check_averaging(settings)
-    check_means(settings)
-    check_transport(settings)
+    check_network(settings)
     check_device("train.device", train.device)
     refuse_if(
         resume is not None and train.init_from is not None,
         f"checkpoint.resume={resume} can't be combined with train.init_from={train.init_from}. Use one of them: "
         "--resume continues a run, --init-from starts a new run from saved parameters.",
     )
-    settings = _gain_as_learning_rate(settings)
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
+    OUTER_OPTIMIZERS.check(sync.outer)
+    AVERAGES.check(sync.average)
+    if sync.mean_codec != "auto":
+        CODECS.check(sync.mean_codec)
     derived: dict[str, object] = {
-        "codec.name": _codec(settings),
-        "merge.rule": rule,
-        "merge.alpha": alpha,
-        "fragments.num_fragments": number,
-        "schedule.overlap_steps": overlap,
-        "inner.decay_steps": inner.decay_over(train.steps) if inner.schedule == "wsd" else inner.decay_steps,
+        "sync.codec": _codec(settings),
+        "sync.merge": rule,
+        "sync.merge_alpha": alpha,
+        "sync.num_fragments": number,
+        "sync.overlap_steps": overlap,
         # a data-parallel run consists of such steps only
         "train.data_parallel_steps": 0 if settings.algorithm == "data-parallel" else train.data_parallel_steps,
     }
-    outer = settings.outer
-    OUTER_OPTIMIZERS.check(outer.name)
-    AVERAGES.check(outer.average)
     defaults: dict[str, float] = {
-        "outer.learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
+        "sync.outer_learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
         "evaluation.every_steps": max(1, train.steps // 10),
         "checkpoint.every_steps": max(1, train.steps // 4),
     }
@@ -85,12 +80,9 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
 
 def make_schedule(settings: RunSettings) -> SyncSchedule:
     """Return the synchronisation schedule of resolved settings."""
-    schedule, fragments = settings.schedule, settings.fragments
+    sync = settings.sync
     return SyncSchedule(
-        inner_steps=schedule.inner_steps,
-        num_fragments=fragments.num_fragments or 1,
-        overlap_steps=schedule.overlap_steps or 0,
-        offsets=schedule.offsets,
+        inner_steps=sync.inner_steps, num_fragments=sync.num_fragments or 1, overlap_steps=sync.overlap_steps or 0
     )
 
 
@@ -98,12 +90,14 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
     """Return warnings, a sentence each, about resolved settings that are allowed but probably a mistake."""
     found = []
     if settings.algorithm in ("streaming", "diloco"):
-        if settings.merge.alpha == 1:
-            found.append("merge.alpha=1: local parameters ignore the global parameters, so every replica trains alone.")
+        if settings.sync.merge_alpha == 1:
+            found.append(
+                "sync.merge_alpha=1: local parameters ignore the global parameters, so every replica trains alone."
+            )
         found += _notes_on_rounds(settings)
-    alone = settings.transport.replicas == 1 and settings.transport.name != "hivemind"
+    alone = settings.network.replicas == 1 and settings.network.transport != "hivemind"
     if alone and settings.algorithm != "none":
-        found.append("transport.replicas=1: the mean is over a single replica.")
+        found.append("network.replicas=1: the mean is over a single replica.")
     return tuple(found)
 
 
@@ -117,22 +111,22 @@ def _notes_on_rounds(settings: RunSettings) -> list[str]:
     if not any(rounds):
         return [
             f"No fragment is ever sent, so the global parameters do not change: the {steps} steps{after} are fewer "
-            f"than schedule.inner_steps={schedule.inner_steps}."
+            f"than sync.inner_steps={schedule.inner_steps}."
         ]
     found = []
     if unsent := [fragment for fragment, count in enumerate(rounds) if not count]:
         found.append(
             f"Fragment {', '.join(map(str, unsent))} is never sent in the {steps} steps{after}, so its global "
-            f"parameters do not change: with schedule.inner_steps={schedule.inner_steps} the last fragment is first "
+            f"parameters do not change: with sync.inner_steps={schedule.inner_steps} the last fragment is first "
             f"sent after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
         )
-    gain = settings.outer.lasting_gain
+    gain = settings.sync.lasting_gain
     # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
     if gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
         found.append(
             f"The outer optimizer has a gain of {gain:.3g} but only {max(rounds)} rounds per fragment, too few for its "
             f"momentum to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
-            "--outer.gain 1.75 --outer.momentum 0.6."
+            "--outer-learning-rate 0.7 --outer-momentum 0.6."
         )
     return found
 
@@ -146,87 +140,63 @@ def _with(settings: S, values: Mapping[str, object]) -> S:
     return settings
 
 
-def _gain_as_learning_rate(settings: S) -> S:
-    """Return the settings with the outer gain, if any, replaced by the learning rate that follows from it."""
-    outer, momentum = settings.outer, settings.outer.lasting_momentum
-    if outer.gain is None:
-        return settings
-    refuse_if(
-        outer.learning_rate is not None,
-        f"outer.gain={outer.gain:g} can't be combined with outer.learning_rate={outer.learning_rate}, because the gain "
-        "determines the learning rate. Use one of them.",
-    )
-    if momentum is None:
-        raise ConfigurationError(
-            f"outer.gain={outer.gain:g} can't be used with outer.name={outer.name!r}, which has no gain. Use "
-            "outer.learning_rate, or outer.name nesterov or sgd."
-        )
-    learning_rate = learning_rate_of_gain(outer.gain, momentum)
-    return _with(settings, {"outer.gain": None, "outer.learning_rate": learning_rate})
-
-
 def _codec(settings: RunSettings) -> str:
-    codec, algorithm = settings.codec, settings.algorithm
-    default = "fp4" if algorithm == "streaming" else "float32"
-    name = default if codec.name is None else codec.name
+    sync, algorithm = settings.sync, settings.algorithm
+    name = sync.codec or ("fp4" if algorithm == "streaming" else "float32")
     CODECS.check(name)
     refuse_if(
         algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
-        f"codec.name={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
+        f"sync.codec={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
         f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
     )
     refuse_if(
         algorithm == "none" and name != "float32",
-        f"codec.name={name!r} can't be used with algorithm='none', whose independent replicas send nothing. Leave it "
+        f"sync.codec={name!r} can't be used with algorithm='none', whose independent replicas send nothing. Leave it "
         "out.",
     )
     refuse_if(
-        codec.error_feedback and (name == "float32" or algorithm in ("data-parallel", "none")),
-        f"codec.error_feedback=true can't be used with codec.name={name!r} and algorithm={algorithm!r}, where there is "
-        "no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm streaming or diloco.",
+        sync.error_feedback > 0 and (name == "float32" or algorithm in ("data-parallel", "none")),
+        f"sync.error_feedback={sync.error_feedback:g} can't be used with sync.codec={name!r} and algorithm="
+        f"{algorithm!r}, where there is no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm "
+        "streaming or diloco.",
     )
     refuse_if(
-        name == "topk2" and not codec.kept_loss,
-        "codec.name='topk2' drops 98 % of the values, which are lost without error feedback. Add "
-        "--codec.error-feedback, with a codec.error_feedback_decay above 0.",
+        name == "topk2" and not sync.error_feedback,
+        "sync.codec='topk2' drops 98 % of the values, which are lost without error feedback. Add --error-feedback "
+        "0.95, for example.",
     )
     return name
 
 
 def _merge(settings: RunSettings) -> tuple[str, float | None]:
     """Return the merge rule, and alpha if the rule has one."""
-    merge, algorithm = settings.merge, settings.algorithm
+    sync, algorithm = settings.sync, settings.algorithm
+    alpha = sync.merge_alpha
     refuse_if(
-        merge.alpha is not None and merge.rule not in (None, "alpha"),
-        f"merge.alpha={merge.alpha} can't be used with merge.rule={merge.rule!r}, which has no alpha. Use one of the "
+        alpha is not None and sync.merge not in (None, "alpha"),
+        f"sync.merge_alpha={alpha} can't be used with sync.merge={sync.merge!r}, which has no alpha. Use one of the "
         "two.",
     )
     refuse_if(
-        bool(merge.alpha) and algorithm != "streaming",
-        f"merge.alpha={merge.alpha} can't be used with algorithm={algorithm!r}, which does not mix local and global "
+        bool(alpha) and algorithm != "streaming",
+        f"sync.merge_alpha={alpha} can't be used with algorithm={algorithm!r}, which does not mix local and global "
         "parameters. Use --algorithm streaming.",
     )
-    rule = merge.rule or ("rebase" if algorithm == "streaming" and merge.alpha is None else "alpha")
+    rule = sync.merge or ("rebase" if algorithm == "streaming" and alpha is None else "alpha")
     MERGE_RULES.check(rule)
     refuse_if(
         rule == "rebase" and algorithm == "diloco",
-        "merge.rule='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and "
-        "so has nothing to rebase. Use --algorithm streaming.",
+        "sync.merge='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and so "
+        "has nothing to rebase. Use --algorithm streaming.",
     )
-    return rule, (merge.alpha or 0.0) if rule == "alpha" else None
+    return rule, (alpha or 0.0) if rule == "alpha" else None
 
 
 def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tuple[int, int]:
-    """Return P and tau, after checking P, H, tau and the offsets against each other and the layers."""
-    fragments, schedule, algorithm = settings.fragments, settings.schedule, settings.algorithm
-    streaming, longest_cycle = algorithm == "streaming", max(1, schedule.inner_steps)
-    number, listed, overlap = fragments.num_fragments, len(fragments.patterns), schedule.overlap_steps
-    refuse_if(
-        listed > 0 and number not in (None, listed),
-        f"fragments.num_fragments must match the {listed} lists in fragments.patterns, got {number}. Use {listed}, or "
-        "leave it out.",
-    )
-    number = number or listed or (None if streaming else 1)
+    """Return P and tau, after checking P, H and tau against each other and the layers."""
+    sync, algorithm = settings.sync, settings.algorithm
+    streaming, longest_cycle = algorithm == "streaming", max(1, sync.inner_steps)
+    number, overlap = sync.num_fragments or (None if streaming else 1), sync.overlap_steps
     refuse_if(
         algorithm == "diloco" and number != 1,
         f"{number} fragments can't be used with algorithm='diloco', which sends the whole model at once. Use "
@@ -234,30 +204,28 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
     )
     if number is None:
         if num_layers is None:
-            raise ConfigurationError("fragments.num_fragments must be set, because the depth of this model is unknown.")
+            raise ConfigurationError("sync.num_fragments must be set, because the depth of this model is unknown.")
         # one fragment more for the parameters outside layers; at most H, so that no two share a step
         number = min(math.ceil(num_layers / LAYERS_PER_FRAGMENT) + 1, longest_cycle)
-    if num_layers is not None and fragments.strategy in ("strided", "sequential"):
+    if num_layers is not None and sync.fragment_strategy in ("strided", "sequential"):
         refuse_if(
             number - 1 > num_layers,
-            f"fragments.num_fragments={number} is too many for a model of {num_layers} layers. Use 1 to "
-            f"{min(num_layers + 1, longest_cycle)} (one is for the parameters outside layers), or --fragments.strategy "
-            "balanced, which may split layers.",
+            f"sync.num_fragments={number} is too many for a model of {num_layers} layers. Use 1 to "
+            f"{min(num_layers + 1, longest_cycle)} (one is for the parameters outside layers), or "
+            "--sync.fragment-strategy balanced, which may split layers.",
         )
     refuse_if(
         bool(overlap) and not streaming,
-        f"schedule.overlap_steps={overlap} can't be used with algorithm={algorithm!r}: only Streaming DiLoCo trains "
-        "while a fragment is in flight. Use --algorithm streaming.",
+        f"sync.overlap_steps={overlap} can't be used with algorithm={algorithm!r}: only Streaming DiLoCo trains while "
+        "a fragment is in flight. Use --algorithm streaming.",
     )
     if overlap is None:
-        overlap = 1 if streaming and schedule.inner_steps > 1 else 0
-    made = SyncSchedule(  # the constructor checks the values
-        inner_steps=schedule.inner_steps, num_fragments=number, overlap_steps=overlap, offsets=schedule.offsets
-    )
+        overlap = 1 if streaming and sync.inner_steps > 1 else 0
+    # the constructor checks the values
+    schedule = SyncSchedule(inner_steps=sync.inner_steps, num_fragments=number, overlap_steps=overlap)
     refuse_if(
-        made.whole_round_late and _merge(settings)[0] == "alpha",
-        f"schedule.overlap_steps={overlap}, a whole round late, can't be used with merge.rule='alpha', which drops "
-        "what was trained since the fragment was sent: here everything. Use --merge.rule rebase, or fewer overlap "
-        "steps.",
+        schedule.whole_round_late and _merge(settings)[0] == "alpha",
+        f"sync.overlap_steps={overlap}, a whole round late, can't be used with sync.merge='alpha', which drops what "
+        "was trained since the fragment was sent: here everything. Use --sync.merge rebase, or fewer overlap steps.",
     )
     return number, overlap

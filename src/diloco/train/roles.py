@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from diloco.errors import ConfigurationError
-from diloco.transport import Address, TransportSettings, parse_address
+from diloco.transport import Address, NetworkSettings, parse_address
 
-__all__ = ["Role", "TorchRun", "read_torchrun", "role_of"]
+__all__ = ["INNER_STORE", "POSITION", "Role", "TorchRun", "read_torchrun", "role_of"]
+
+POSITION, INNER_STORE = "DILOCO_POSITION", "DILOCO_INNER_STORE"
+"""Variables by which the launcher tells a rank its position within its replica, and where these ranks meet."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +70,26 @@ class Role:
         return self.replica == 0 and self.position == 0
 
 
-def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
+def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
     """Return the role of a process.
 
     Raises:
         ConfigurationError: if the settings don't match the way in which the process was started.
 
-    >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
+    >>> role_of(NetworkSettings(transport="torch", replicas=2), None).kind
     'launcher'
     >>> mine = TorchRun(1, 4, 1, Address("127.0.0.1", 29500), "0")
-    >>> one = role_of(TransportSettings(name="torch", replicas=2, replica_size=4, replica=1, rendezvous="a:1"), mine)
+    >>> one = role_of(NetworkSettings(transport="torch", replicas=2, replica_size=4, replica=1, join=("a:1",)), mine)
     >>> one.replica, one.position, str(one.rendezvous)
     (1, 1, 'a:1')
     """
-    if settings.name != "torch":
+    if settings.transport != "torch":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes, but transport.name={settings.name!r} uses a "
-                "single one. Use --transport torch."
+                f"torchrun started {torchrun.world_size} processes, but network.transport={settings.transport!r} uses "
+                "a single one. Use --transport torch."
             )
-        return Role("alone" if settings.name == "in-process" else "peer")
+        return Role("alone" if settings.transport == "in-process" else "peer")
     size = settings.replica_size
     of_one_replica = settings.replica is not None and settings.rendezvous is not None
     if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
@@ -101,28 +105,30 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         return Role("launcher")
     if settings.replica is None:
         raise ConfigurationError(
-            f"transport.rendezvous={settings.rendezvous!r} needs transport.replica. Pass --replica 0, 1, ... on each "
+            f"network.join={settings.rendezvous!r} needs --replica. Pass --replica 0, 1, ... on each "
             "machine, or leave out both to start all replicas here."
         )
     if settings.rendezvous is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} needs transport.rendezvous. Pass --rendezvous HOST:PORT, an "
+            f"network.replica={settings.replica} needs network.join. Pass --join HOST:PORT, an "
             "address of the machine of replica 0."
         )
     inner_store = torchrun.master if torchrun is not None else None
-    if settings.inner_store is not None:
-        inner_store = parse_address(settings.inner_store, key="transport.inner_store")
+    position = 0
+    if POSITION in os.environ:  # set by the launcher
+        position, store = int(os.environ[POSITION]), os.environ.get(INNER_STORE)
+        inner_store = None if store is None else parse_address(store, key=INNER_STORE)
     if size > 1 and inner_store is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} can't start the {size} processes of a replica. Start them with "
+            f"network.replica={settings.replica} can't start the {size} processes of a replica. Start them with "
             "torchrun, or leave out --replica to start all replicas here with one command."
         )
     return Role(
         "rank",
         settings.replica,
-        settings.position if torchrun is None else torchrun.rank,
-        parse_address(settings.rendezvous, key="transport.rendezvous"),
+        position if torchrun is None else torchrun.rank,
+        parse_address(settings.rendezvous, key="network.join"),
         torchrun=torchrun,
         inner_store=inner_store,
-        local_rank=settings.replica * size + settings.position,
+        local_rank=settings.replica * size + position,
     )

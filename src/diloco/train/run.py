@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
@@ -20,7 +19,14 @@ from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
 from diloco.devices import use_device
 from diloco.errors import TransportError
 from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
-from diloco.model import LanguageModel, base_digest, build_language_model, check_vocabulary, with_vocabulary
+from diloco.model import (
+    LanguageModel,
+    ModelSection,
+    base_digest,
+    build_language_model,
+    check_vocabulary,
+    with_vocabulary,
+)
 from diloco.outer import frozen_digests
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_transport, outline, stored_definition
@@ -77,20 +83,19 @@ def run_training(
     Raises:
         DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
     """
-    choose_threads(settings.train.threads)
-    torch.set_float32_matmul_precision(settings.train.matmul_precision)
+    choose_threads()
     device = use_device(settings.train.device)
     corpus = _read_corpus(settings)
-    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+    settings = _with_vocabulary(settings, corpus.tokenizer.vocab_size)
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless, {})
-    initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
+    initial = read_weights(settings.train.init_from, settings.model.settings) if settings.train.init_from else None
     definition = stored_definition(settings)
     base = _base_digest(settings, weightless, definition) if meet else ""
     peers = meet(handshake_facts(settings, weightless, corpus.fingerprint, base), folder) if meet else None
-    fleet: Fleet = peers or InProcessFleet(make_transport(settings.transport))
+    fleet: Fleet = peers or InProcessFleet(make_transport(settings))
     session: Session | None = None
 
     def emit(event: Event) -> None:
@@ -118,20 +123,25 @@ def run_training(
         fleet.close()
 
 
+def _with_vocabulary(settings: RunSettings, tokens: int) -> RunSettings:
+    model = with_vocabulary(settings.model.settings, tokens)
+    return settings if model is settings.model.settings else dataclasses.replace(settings, model=ModelSection.of(model))
+
+
 def _base_digest(settings: RunSettings, weightless: LanguageModel, definition: Mapping[str, Any] | None) -> str:
     """Return a digest of the values that every replica begins with and none trains, or "" if there are none.
 
     They are the stored weights, or what the user's own model freezes.
     """
-    stored = base_digest(settings.model, definition)
+    stored = base_digest(settings.model.settings, definition)
     if stored or all(parameter.requires_grad for parameter in weightless.parameters()):
         return stored
-    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed, definition=definition))
+    frozen = frozen_digests(build_language_model(settings.model.settings, seed=settings.seed, definition=definition))
     return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
 def _read_corpus(settings: RunSettings) -> Corpus:
-    if settings.data.format == "chat":
+    if settings.data.chat:
         return build_chat_corpus(settings.data, settings.train.sequence_length)
     return open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
 
@@ -203,7 +213,6 @@ class _Run:
         """Train to the last step or the agreed stop step. Return whether the replicas agreed on a stop step."""
         train, fleet, peers = self.settings.train, self.session.fleet, self.peers
         evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
-        sample_every = self.settings.evaluation.sample_every_steps
         last = min(train.steps, train.stop_after or train.steps)
         agreed: int | None = None
 
@@ -226,8 +235,6 @@ class _Run:
             self._count_time()
             if due(evaluate_every) and fleet.leads:
                 self._evaluate(final=False)
-            if due(sample_every) and fleet.leads:
-                self._sample(final=False)
             if due(save_every):
                 self._save()
         return agreed is not None
@@ -255,14 +262,14 @@ class _Run:
                 step=self.step,
                 total_steps=settings.train.steps,
                 algorithm=settings.algorithm,
-                num_replicas=settings.transport.replicas,
+                num_replicas=settings.network.replicas,
                 parameters=session.replicas[0].model.num_parameters(),
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,
                 peak_flops_per_s=session.peak_flops_per_s,
                 data_parallel_bytes_per_step=data_parallel_bytes(
-                    session.replicas[0].model.num_trained(), settings.transport.replicas, 1
+                    session.replicas[0].model.num_trained(), settings.network.replicas, 1
                 ),
                 facts=facts,
                 details=details,

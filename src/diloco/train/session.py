@@ -169,10 +169,9 @@ class Session:
     @cached_property
     def peak_flops_per_s(self) -> float | None:
         """The peak operations per second of this process's device, or None if it is not known."""
-        train = self.settings.train
-        if train.peak_flops_per_s is not None or self.device.type != "cuda":
-            return train.peak_flops_per_s
-        return known_peak_flops_per_s(torch.cuda.get_device_name(self.device), train.precision, train.matmul_precision)
+        if self.device.type != "cuda":
+            return None
+        return known_peak_flops_per_s(torch.cuda.get_device_name(self.device), self.settings.train.precision)
 
     def flops_utilization(self, seconds: float, steps: int = 1) -> float | None:
         """Return the model flops utilisation of this process's device over ``steps``; None without a known peak."""

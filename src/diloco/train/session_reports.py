@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+SAMPLE_TOKENS = 200
+
+
 def handshake_facts(
     settings: RunSettings, model: LanguageModel, corpus_fingerprint: str, base: str = ""
 ) -> Mapping[str, str]:
@@ -45,11 +48,11 @@ def handshake_facts(
         model: the model to train; it may be on the meta device.
         base: a digest of the stored weights from which the model starts; "" without stored weights.
     """
-    train, transport = settings.train, settings.transport
-    replicas = f"{transport.replicas} of {transport.replica_size} ranks"
-    if transport.name == "hivemind":
-        replicas = f"any number, {settings.swarm.start_replicas} to begin with"
-    outer = {"codec": str(settings.codec.name)}
+    train, network = settings.train, settings.network
+    replicas = f"{network.replicas} of {network.replica_size} ranks"
+    if network.transport == "hivemind":
+        replicas = f"any number, {network.replicas} to begin with"
+    outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
         outer = Arguments(**outer_arguments(settings, model)).facts(model)
     return {
@@ -60,7 +63,7 @@ def handshake_facts(
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
         **outer,
         "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
-        "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
+        "dynamic steps": "yes" if network.straggler == "dynamic" else "no",
         "replicas": replicas,
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
@@ -81,7 +84,7 @@ def run_facts(session: Session, folder: Path) -> tuple[dict[str, str], dict[str,
     """Return what to show when a run in ``folder`` starts, and details, each by name."""
     facts, details = describe(session.settings, session.replicas[0].model)
     data, _, more = session.corpus.description().partition("; ")
-    codec = make_configured_codec(session.settings.codec)
+    codec = make_configured_codec(session.settings.sync)
     if codec.parameters():  # block-wise
         details["codec kernels"] = codec.implementation
     facts = {"data": data, **facts, "device": _device(session), **session.fleet.facts(), "run folder": str(folder)}
@@ -108,7 +111,7 @@ def evaluate_session(session: Session, *, final: bool) -> Evaluated:
                 sequence_length=settings.train.sequence_length,
                 batch_size=settings.train.batch_size * 8,
                 sequences=settings.evaluation.sequences,
-                document_masks=settings.train.document_masks,
+                document_masks=settings.data.document_masks,
             )
             for model in models
         ]
@@ -129,8 +132,6 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
     Each call uses a separate generator with the same seed, so sampling does not change the bits of training.
     """
     settings, tokenizer = session.settings.evaluation, session.corpus.tokenizer
-    if not settings.sample_tokens:
-        return
     generator = torch.Generator(session.device).manual_seed(session.settings.seed)
     for prompt in settings.sample_prompts:
         with session.evaluated_models() as models:
@@ -138,7 +139,7 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
                 models[0],
                 tokenizer.encode(prompt) or [tokenizer.eos_id],
                 generator,
-                max_new_tokens=settings.sample_tokens,
+                max_new_tokens=SAMPLE_TOKENS,
                 stop_tokens=[tokenizer.eos_id],
                 window=session.settings.train.sequence_length,
                 agreed=session.fleet.group.share,
@@ -153,11 +154,11 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
     states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
     return {
         "algorithm": settings.algorithm,
-        "num_replicas": settings.transport.replicas,
+        "num_replicas": settings.network.replicas,
         "parameters": session.replicas[0].model.num_parameters(),
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,
-        "model": settings.model.described(),
+        "model": settings.model.settings.described(),
         "model_fingerprint": model_fingerprint(session.replicas[0].state.parameters),
         "definition": session.replicas[0].model.definition(),
         "corpus": session.corpus.fingerprint,
@@ -199,7 +200,7 @@ def run_summary(
         evaluation: the final evaluation, or None if there was none.
         signal_name: what stopped the run, or None if it has finished.
     """
-    replicas, steps = session.settings.transport.replicas, session.totals.steps
+    replicas, steps = session.settings.network.replicas, session.totals.steps
     sent_bytes, received_bytes = session.traffic()
     first = session.replicas[0].diloco
     spent_s = session.totals.compute_s + session.totals.exchange_s

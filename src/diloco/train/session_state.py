@@ -164,7 +164,7 @@ class _SavedReplicas:
 
 
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
-    now, mine = session.settings.transport.replicas, session.replicas[0].number
+    now, mine = session.settings.network.replicas, session.replicas[0].number
     if not session.fleet.elastic:
         base = None if session.fleet.in_one_process else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, checkpoint.fact("num_replicas", int), now)

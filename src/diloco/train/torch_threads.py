@@ -22,16 +22,13 @@ __all__ = ["PeerThreads", "Seats", "choose_threads"]
 _COUNT_AGAIN_S = 5.0
 
 
-def choose_threads(wanted: int | None, processes: int = 1) -> None:
-    """Use ``wanted`` threads; if the user chose no number, use at most this process's share of the cores.
+def choose_threads(processes: int = 1) -> None:
+    """Use at most this process's share of the cores, unless the user has chosen a number (OMP_NUM_THREADS).
 
     Args:
-        wanted: ``train.threads``.
         processes: the number of processes that compute on this machine at the same time, including this one.
     """
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    elif not threads_are_chosen(os.environ) and torch.get_num_threads() > share(processes):
+    if not threads_are_chosen(os.environ) and torch.get_num_threads() > share(processes):
         torch.set_num_threads(share(processes))
 
 
@@ -101,10 +98,10 @@ class PeerThreads:
     Peers of other users and in other containers are not counted.
     """
 
-    def __init__(self, wanted: int | None, seats: Seats | None = None) -> None:
+    def __init__(self, seats: Seats | None = None) -> None:
         user = os.getuid() if hasattr(os, "getuid") else 0
         self._seats = seats or Seats(Path(tempfile.gettempdir()) / f"diloco-peers-{user}")
-        self._chosen = wanted is not None or threads_are_chosen(os.environ)
+        self._chosen = threads_are_chosen(os.environ)
         self._most = self._threads = torch.get_num_threads()
         self._counted_s = float("-inf")
         self.follow()

@@ -24,7 +24,6 @@ from .hivemind.peer_config import NodePlace as NodePlace
 from .hivemind.peer_config import SwarmPlace as SwarmPlace
 from .hivemind.peer_config import same_port as same_port
 from .hivemind.peer_streams import PeerStreams as PeerStreams
-from .hivemind.settings import SwarmSettings as SwarmSettings
 from .hivemind.status import PeerStatus as PeerStatus
 from .hivemind.status_client import PeerReport as PeerReport
 from .hivemind.status_client import StatusClient as StatusClient
@@ -55,7 +54,9 @@ from .replica_group import open_replica_group as open_replica_group
 from .secret import new_secret as new_secret
 from .secret import proof as proof
 from .secret import read_secret as read_secret
-from .settings import TransportSettings as TransportSettings
+from .settings import EmulateSettings as EmulateSettings
+from .settings import NetworkSettings as NetworkSettings
+from .settings import multiaddress as multiaddress
 from .shaping import TokenBucket as TokenBucket
 from .tcp import KEEPING_THEIR_RATE as KEEPING_THEIR_RATE
 from .tcp import CongestionControl as CongestionControl

@@ -1,150 +1,197 @@
-"""The settings of the transport between replicas. Importing this module does not load torch."""
+"""The settings of the network between replicas. Importing this module does not load torch."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Suppress, arg
 
 from diloco.errors import ConfigurationError
+from diloco.units import Duration, Rate
 
-__all__ = ["TransportSettings"]
+__all__ = ["EmulateSettings", "NetworkSettings", "multiaddress"]
+
+_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\s]*):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportSettings:
-    """How replicas exchange their contributions."""
+class NetworkSettings:
+    """How replicas find each other and exchange their contributions."""
 
-    name: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas take turns in this process. torch: each replica is a process of its own (or several),
-    connected over TCP. hivemind: replicas find each other in a DHT and may join and leave at any time, without a
-    coordinator."""
+    transport: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
+    """in-process: all replicas in this process; torch: a process per replica, over TCP; hivemind: a swarm, which
+    replicas join and leave at any time."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
-    """Number of replicas (M). For hivemind, see swarm.start_replicas."""
-    mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
-    """Codec with which the replica that sums a slice of the values sends its mean, in rounds where summing slices
-    moves fewer bytes than sending every contribution to every replica. auto: int8 with 8 or more replicas whose
-    contributions take less than 16 bits per value, else float32. A block of int8 and fp4 has codec.block_size values, a
-    block of auto has 256."""
-    min_contributors: int | None = None
-    """A round with fewer contributions than this is void. Default: all replicas."""
-    round_timeout_s: float = 600.0
-    """A round is void if it takes longer than this from its first contribution to its last commit, in seconds."""
+    """Number of replicas (M). hivemind: how many must have joined before training begins, by default 1."""
+    replica: Annotated[int | None, arg(aliases=["--replica"])] = None
+    """torch: start only this replica here, and the others elsewhere with the same --join."""
     replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
     """torch: number of processes (ranks) of one replica."""
-    on_failure: Annotated[Literal["stop", "continue"], arg(aliases=["--on-failure"])] = "stop"
-    """torch: what happens when a replica is lost. stop: all replicas save their state and stop. continue: the others
-    continue in a smaller view, and the lost replica rejoins by itself or may be started again."""
+    on_loss: Annotated[Literal["stop", "continue"], arg(aliases=["--on-loss"])] = "stop"
+    """torch: what the others do when a replica is lost. hivemind: what the smaller side of a split network does."""
     min_replicas: int = 1
-    """torch, hivemind: after a loss, training continues only if at least this many replicas are left."""
-    restarts: int = 0
-    """torch: how often the command that started a replica restarts it if it ends early."""
-    replica: Annotated[int | None, arg(aliases=["--replica"])] = None
-    """torch: start only this replica here; the others are started elsewhere with the same --rendezvous. hivemind: the
-    number of this replica; by default it follows from the peer's identity."""
-    position: int = 0
-    """torch: with --replica, the position of this process within its replica."""
-    inner_store: str | None = None
-    """torch: HOST:PORT of the store at which the processes of a replica rendezvous. The command that starts them sets
-    it."""
-    rendezvous: Annotated[str | None, arg(aliases=["--rendezvous"])] = None
-    """torch: HOST:PORT at which all replicas rendezvous; replica 0 listens there. To join a running training, give the
-    address of any of its replicas."""
-    host: str | None = None
-    """torch: address of this machine to listen at. Default: the one from which the route to the rendezvous starts."""
-    ports: str = "0"
-    """torch: port to listen at, or a range FIRST-LAST to choose from. 0: any free port."""
-    secret_file: Path | None = None
-    """torch: a file with a secret that all replicas share, as `diloco secret FILE` writes it, readable by its owner
-    only. A process without it is rejected before it can send any message. The secret does not encrypt traffic and does
-    not protect torch's stores; see the page on security."""
-    interface: str | None = None
-    """torch: network interface on which payload connections are accepted. Default: the address of all other
-    connections."""
-    streams: int | None = None
-    """Payload connections to each other replica; if two replicas choose different numbers, the larger one counts.
-    Default: one where the round trip is short. Elsewhere about four to all replicas together if TCP keeps its rate
-    (bbr). If loss and pauses slow TCP down (cubic and others), sixteen at first, and then as many as the measured round
-    trips and losses justify, up to 64 to all replicas together."""
-    pace: bool = True
-    """If TCP keeps its rate (bbr), send payloads at 97 % of the rate that the uplink has reached when it was full,
-    instead of repeatedly filling the queues of routers. Higher rates are tried from time to time."""
+    """After a loss, training continues only if at least this many replicas are left."""
+    run: Annotated[str | None, arg(aliases=["--run"])] = None
+    """hivemind: name of the run; peers that give the same name train together."""
+    name: Annotated[str | None, arg(aliases=["--name"])] = None
+    """hivemind: what the other peers call this replica. Default: the name of this machine."""
+    join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
+    """torch: HOST:PORT at which all replicas meet, where replica 0 listens. hivemind: addresses of any peers."""
+    listen: str | None = None
+    """HOST:PORT or HOST:FIRST-LAST to listen at, such as 0.0.0.0:31330; port 0 is any free one. hivemind uses FIRST for
+    libp2p and LAST for direct connections. Default: any free port."""
+    announce: tuple[str, ...] = ()
+    """hivemind: addresses HOST:PORT to announce to other peers instead of those that this peer listens at."""
+    behind_nat: bool = False
+    """hivemind: do not listen. Others are reached over connections that this peer opens, and through relays."""
+    secret_file: Annotated[Path | None, arg(aliases=["--secret-file"])] = None
+    """A file with a secret that all replicas share, as `diloco secret FILE` writes it. Others are rejected."""
+    allow: tuple[str, ...] = ()
+    """hivemind: identities of the peers that may take part. Empty: all that know the run's name and secret."""
+    round_timeout: Duration = 600.0
+    """A round is void if it takes longer than this from its first contribution to its last commit."""
+    silence: Duration = 15.0
+    """A replica from which nothing is received for this long counts as lost."""
+    straggler: Literal["wait", "skip", "dynamic"] = "wait"
+    """hivemind: what happens if a contribution is late. wait: the others wait until the round times out; skip: for
+    twice `silence`. Then they continue without that replica, and it rejoins. dynamic: a replica slower than the fastest
+    takes only as many inner steps as it can in the time of the fastest, and weighs less (DyLU)."""
     compress: bool = True
-    """torch, hivemind: compress payloads without loss (zstd) where the network limits the transfer. This saves about
-    10 to 15 % of fp4 and 5 % of int8."""
-    piece_bytes: int = 524_288
-    """torch, hivemind: payloads are sent in pieces of about this many bytes. Small payloads are divided into smaller
-    pieces, so that there are about sixteen, but none below 256 KiB."""
-    heartbeat_s: float = 2.0
-    """torch, hivemind: interval between heartbeats, in seconds."""
-    silence_s: float = 15.0
-    """torch, hivemind: a replica from which nothing is received for this many seconds counts as lost."""
-    give_up_after_s: Annotated[float | None, arg(aliases=["--give-up-after"])] = None
-    """A replica that has lost the others searches for them for this many seconds, then saves its state and ends.
-    Default: it never stops searching. torch: only with on_failure "continue"."""
-    rendezvous_timeout_s: float = 300.0
-    """torch, hivemind: the longest time that replicas wait for each other at the start, in seconds."""
-    bandwidth_bits_per_s: tuple[float, ...] = ()
-    """Emulated bandwidth in each direction, one value for all replicas or one per replica. Empty: unlimited.
-    in-process: emulated on a virtual clock; torch: sending is delayed."""
-    latency_s: tuple[float, ...] = ()
-    """Emulated one-way latency in seconds, one value for all replicas or one per replica. Empty: none."""
-    step_time_s: tuple[float, ...] = ()
-    """in-process: compute time of one inner step on the virtual clock in seconds, one value for all replicas or one per
-    replica."""
-    faults: tuple[str, ...] = ()
-    """in-process: faults to inject, each "KIND replica=R fragment=P outer_step=K [seconds=S]"; KIND is one of
-    drop, late, truncate, non-finite, miss-commit."""
+    """Compress payloads without loss (zstd) where the network limits the transfer: 10 to 15 % of fp4, 5 % of int8."""
+
+    # for Python code alone: faults to inject into the in-process transport, see `parse_fault`
+    faults: Suppress[tuple[str, ...]] = ()
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks of all replicas (M x S)."""
         return self.replicas * self.replica_size
 
+    @property
+    def rendezvous(self) -> str | None:
+        """torch: HOST:PORT at which replicas meet."""
+        return self.join[0] if self.join else None
+
+    @property
+    def heartbeat_s(self) -> float:
+        """The interval between heartbeats: seven of them in `silence`."""
+        return self.silence / 7.5
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long replicas wait for each other at the start: half of `round_timeout`."""
+        return self.round_timeout / 2
+
+    @property
+    def late_s(self) -> float:
+        """How long the others wait for a late contribution."""
+        return 2 * self.silence if self.straggler == "skip" else self.round_timeout
+
+    @property
+    def listen_host(self) -> str:
+        """The host to listen at; empty for the default."""
+        return self._listen_parts()[0]
+
+    @property
+    def listen_ports(self) -> tuple[int, int]:
+        """The first and the last port to listen at; 0 for any free one."""
+        return self._listen_parts()[1:]
+
+    def _listen_parts(self) -> tuple[str, int, int]:
+        match = _LISTEN.fullmatch(self.listen or ":0")
+        first, last = (1, 0) if match is None else (int(match["first"]), int(match["last"] or match["first"]))
+        if match is None or not first <= last <= 65535:
+            raise ConfigurationError(
+                f"network.listen must be HOST:PORT or HOST:FIRST-LAST, such as 0.0.0.0:31330, got {self.listen!r}."
+            )
+        return match["host"].strip("[]"), first, last
+
     def __post_init__(self) -> None:
-        most = None if self.name == "hivemind" else self.replicas
+        most = None if self.transport == "hivemind" else self.replicas
         for name, low, high in (
             ("replicas", 1, None),
-            ("min_contributors", 1, self.replicas),
             ("replica_size", 1, None),
             ("min_replicas", 1, most),
-            ("restarts", 0, None),
             ("replica", 0, None if most is None else most - 1),
-            ("position", 0, self.replica_size - 1),
-            ("streams", 1, 64),
-            ("piece_bytes", 4096, None),
-            ("give_up_after_s", 0, None),
         ):
             value = getattr(self, name)
             if value is not None and not low <= value <= (math.inf if high is None else high):
                 allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ConfigurationError(f"transport.{name} must be {allowed}, got {value}.")
-        in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
-        if self.name != "in-process" and not in_order:
+                raise ConfigurationError(f"network.{name} must be {allowed}, got {value}.")
+        if self.transport != "in-process" and not 0 < self.silence < self.round_timeout:
             raise ConfigurationError(
-                "transport.heartbeat_s must be positive and less than half of transport.silence_s, and "
-                "transport.silence_s must be less than transport.round_timeout_s, got heartbeat_s="
-                f"{self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s={self.round_timeout_s}."
+                "network.silence must be positive and less than network.round_timeout, got "
+                f"{Duration(self.silence)} and {Duration(self.round_timeout)}."
             )
-        if not self.rendezvous_timeout_s > 0:
-            raise ConfigurationError(
-                f"transport.rendezvous_timeout_s must be positive, got {self.rendezvous_timeout_s}."
-            )
-        for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
-            values = getattr(self, name)
-            if len(values) not in (0, 1, self.replicas):
+        self._listen_parts()
+        if self.transport == "torch" and len(self.join) > 1:
+            raise ConfigurationError(f"--join must be one address HOST:PORT with --transport torch, got {self.join}.")
+        for address in self.announce:
+            multiaddress(address, "network.announce")
+        for address in self.join if self.transport == "hivemind" else ():
+            if "/p2p/" not in address:
                 raise ConfigurationError(
-                    f"transport.{name} must have no value, one value, or one per replica ({self.replicas}), got "
+                    "--join must be an address as a peer prints it, such as "
+                    f"/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..., got {address}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulateSettings:
+    """Slow links and slow computers, emulated. in-process: on a virtual clock; torch: sending is delayed."""
+
+    bandwidth: tuple[Rate, ...] = ()
+    """Bandwidth in each direction, such as 100Mbit: one value for all replicas or one per replica. Default: unlimited.
+    """
+    latency: tuple[Duration, ...] = ()
+    """One-way latency, such as 20ms: one value for all replicas or one per replica. Default: none."""
+    step_time: tuple[Duration, ...] = ()
+    """in-process: compute time of one inner step on the virtual clock, one value for all replicas or one per replica.
+    """
+
+    def check(self, network: NetworkSettings) -> None:
+        """Check the number of values and their range.
+
+        Raises:
+            ConfigurationError: a value is out of range, or a link is emulated in a process without a virtual clock.
+        """
+        for name in ("bandwidth", "latency", "step_time"):
+            values = getattr(self, name)
+            if len(values) not in (0, 1, network.replicas):
+                raise ConfigurationError(
+                    f"emulate.{name} must have no value, one value, or one per replica ({network.replicas}), got "
                     f"{len(values)} values."
                 )
-            if any(value < 0 or (value == 0 and name == "bandwidth_bits_per_s") for value in values):
-                least = "positive" if name == "bandwidth_bits_per_s" else "at least 0"
-                raise ConfigurationError(f"The values of transport.{name} must be {least}, got {values}.")
-        if self.name == "in-process" and (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
+            if any(value < 0 or (value == 0 and name == "bandwidth") for value in values):
+                least = "positive" if name == "bandwidth" else "at least 0"
+                raise ConfigurationError(f"The values of emulate.{name} must be {least}, got {values}.")
+        if network.transport == "in-process" and (self.bandwidth or self.latency) and not self.step_time:
             raise ConfigurationError(
-                "transport.bandwidth_bits_per_s and transport.latency_s need transport.step_time_s, because an "
-                "emulated link runs on a virtual clock, which needs the compute time of one inner step."
+                "emulate.bandwidth and emulate.latency need emulate.step_time, such as 250ms, because an emulated link "
+                "runs on a virtual clock, which needs the compute time of one inner step."
             )
+
+
+def multiaddress(text: str, name: str) -> str:
+    """Return the address HOST:PORT as libp2p writes it.
+
+    >>> multiaddress("203.0.113.7:31330", "--listen"), multiaddress("[::]:0", "--listen")
+    ('/ip4/203.0.113.7/tcp/31330', '/ip6/::/tcp/0')
+    >>> multiaddress("example.org:31330", "network.announce")
+    '/dns/example.org/tcp/31330'
+
+    Raises:
+        ConfigurationError: the text is no address; ``name`` is the setting.
+    """
+    match = _LISTEN.fullmatch(text)
+    if text.startswith("/"):
+        return text
+    if match is None or match["last"] or not match["host"]:
+        raise ConfigurationError(f"{name} must be HOST:PORT, such as 203.0.113.7:31330, got {text!r}.")
+    host = match["host"].strip("[]")
+    kind = "ip6" if ":" in host else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns"
+    return f"/{kind}/{host}/tcp/{match['first']}"

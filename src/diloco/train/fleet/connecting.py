@@ -24,14 +24,15 @@ from diloco.train.torch_threads import PeerThreads, choose_threads
 from diloco.transport import (
     Admission,
     Connected,
+    NetworkSettings,
     NodePlace,
     Place,
     ReplicaGroup,
     SwarmPlace,
     TcpWire,
-    TransportSettings,
     Wire,
     connect,
+    multiaddress,
     open_replica_group,
     parse_address,
     read_secret,
@@ -58,16 +59,16 @@ def connect_rank(
     Raises:
         RendezvousError: if the ranks don't find each other in time or their facts differ.
     """
-    settings, group = run.transport, ReplicaGroup(replica=role.replica)
+    settings, group = run.network, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
         _compare(group, facts)
     each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
-    place, wire = _place_and_wire(settings, role, settings.replica_size if each_talks else 1, facts)
+    place, wire = _place_and_wire(run, role, settings.replica_size if each_talks else 1, facts)
     connected = None
     if each_talks or group.leads:
         connected = connect(place, wire, held_step=held_step)
-        choose_threads(run.train.threads, _on_this_machine(connected))
+        choose_threads(_on_this_machine(connected))
     return TorchFleet(connected, place, wire, group)
 
 
@@ -83,54 +84,58 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         ConfigurationError: if the secret or the key can't be used.
         CheckpointError: if the checkpoint to resume from can't be read.
     """
-    settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
-    secret = read_secret(swarm.secret_file, "swarm.secret_file")
+    network, held = run.network, held_checkpoint(run.checkpoint.resume)
+    secret = read_secret(network.secret_file, "network.secret_file")
+    host, (first, last) = network.listen_host or "0.0.0.0", network.listen_ports
+    listen = multiaddress(f"[{host}]:{first}" if ":" in host else f"{host}:{first}", "network.listen")
     place = SwarmPlace(
-        identity=swarm.identity or folder / "identity.key",
-        admission=Admission(str(swarm.run), secret, frozenset(swarm.allow)),
+        identity=folder / "identity.key",
+        admission=Admission(str(network.run), secret, frozenset(network.allow)),
         node=NodePlace(
-            join=swarm.join,
-            listen=() if swarm.behind_nat else swarm.listen,
-            announce=swarm.announce,
-            map_ports=swarm.map_ports,
-            relay=swarm.relay,
-            direct=swarm.direct,
-            direct_port=swarm.direct_port,
+            join=network.join,
+            listen=() if network.behind_nat else (listen,),
+            announce=tuple(multiaddress(address, "network.announce") for address in network.announce),
+            direct_port=last if last > first else 0,
         ),
-        replica=settings.replica,
-        name=visible(platform.node() if swarm.name is None else swarm.name, MAX_NAME),
+        replica=network.replica,
+        name=visible(platform.node() if network.name is None else network.name, MAX_NAME),
         join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
     wire = Wire(
-        streams=settings.streams or 0,
-        **_exchange(settings, facts),
+        **_exchange(network, facts),
         continue_without_lost=True,
         comes_back=True,
-        late_s=settings.round_timeout_s if swarm.straggler == "wait" else swarm.join_window_s,
-        split=swarm.split,
-        state_bytes_per_s=swarm.state_bytes_per_s,
+        late_s=network.late_s,
+        split="stop" if network.on_loss == "stop" else "go-on",
     )
     return SwarmFleet(
         place,
         wire,
         held,
-        start_replicas=swarm.start_replicas,
-        margin=2 * run.schedule.inner_steps + 1,
+        start_replicas=network.replicas,
+        margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
-        threads=PeerThreads(run.train.threads),
+        threads=PeerThreads(),
     )
 
 
-def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
+def _exchange(network: NetworkSettings, facts: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that every kind of wire takes."""
-    names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
-    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace", "compress")}
-    return {**chosen, "raise_on_loss": False, "facts": facts}
+    return {
+        "heartbeat_s": network.heartbeat_s,
+        "silence_s": network.silence,
+        "round_timeout_s": network.round_timeout,
+        "rendezvous_timeout_s": network.start_timeout_s,
+        "min_replicas": network.min_replicas,
+        "compress": network.compress,
+        "raise_on_loss": False,
+        "facts": facts,
+    }
 
 
-def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:
+def _open_group(settings: NetworkSettings, role: Role, device: torch.device) -> ReplicaGroup:
     assert role.inner_store is not None, "a rank of a replica with several ranks has an inner store"
-    store, timeout_s = role.inner_store, settings.rendezvous_timeout_s
+    store, timeout_s = role.inner_store, settings.start_timeout_s
     attempt = role.torchrun.attempt if role.torchrun else "0"
     with waiting_for(lambda: f"the other ranks of replica {role.replica} at {store}", timeout_s):
         shared = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -164,27 +169,26 @@ def _on_this_machine(connected: Connected) -> int:
 
 
 def _place_and_wire(
-    settings: TransportSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str]
+    run: RunSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str]
 ) -> tuple[Place, TcpWire]:
+    network = run.network
     place = Place(
         replica=role.replica,
-        num_replicas=settings.replicas,
+        num_replicas=network.replicas,
         position=role.position,
         ranks_per_replica=ranks_per_replica,
         rendezvous=role.rendezvous,
         torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
         attempt=role.torchrun.attempt if role.torchrun else "0",
     )
-    emulated = bool(settings.bandwidth_bits_per_s or settings.latency_s)
+    emulated = bool(run.emulate.bandwidth or run.emulate.latency)
     wire = TcpWire(
-        host=settings.host or "",
-        ports=settings.ports,
-        interface=settings.interface or "",
-        secret=read_secret(settings.secret_file, "transport.secret_file"),
-        streams=settings.streams or 0,
-        **_exchange(settings, facts),
-        continue_without_lost=settings.on_failure == "continue",
-        comes_back=settings.on_failure == "continue" and settings.replica_size == 1,
-        link=make_links(settings)[role.replica] if emulated else None,
+        host=network.listen_host,
+        ports="-".join(dict.fromkeys(map(str, network.listen_ports))),
+        secret=read_secret(network.secret_file, "network.secret_file"),
+        **_exchange(network, facts),
+        continue_without_lost=network.on_loss == "continue",
+        comes_back=network.on_loss == "continue" and network.replica_size == 1,
+        link=make_links(run)[role.replica] if emulated else None,
     )
     return place, wire

@@ -208,7 +208,7 @@ def unpack_head(
     """
     protocol, json_bytes, blob_bytes = _HEAD.unpack(head)
     if protocol == ASKS:
-        raise TurnedAwayError("the other side asks for a secret (transport.secret_file), but this one has none")
+        raise TurnedAwayError("the other side asks for a secret (network.secret_file), but this one has none")
     if protocol != PROTOCOL:
         raise TransportError(
             f"data that begins with {protocol!r} arrived instead of {PROTOCOL!r}, so the sender does not use this "

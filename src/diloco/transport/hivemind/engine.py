@@ -64,7 +64,7 @@ def load_engine() -> Any:
         if sys.platform == "win32":  # its daemon is built for Linux and macOS
             remedy = "It does not run on native Windows: use WSL 2, or --transport torch."
         raise ConfigurationError(
-            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {remedy}"
+            f"network.transport='hivemind' needs Hivemind, which can't be imported ({error}). {remedy}"
         ) from error
     finally:
         # importing Hivemind changes it for the whole process

@@ -78,7 +78,7 @@ class Node:
                     "reachable peer, as that peer printed it."
                 ) from error
             raise TransportError(
-                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another swarm.listen."
+                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Change network.listen."
             ) from error
         daemon = Daemon(p2p, folder, _PROTOCOL)
         try:

@@ -87,7 +87,7 @@ class PeerStreams:
     async def open(self, address: Address) -> Stream:
         peer_id, me = address.host, self.node.peer_id
         if not self._admission.admits(peer_id):
-            raise OSError(f"{peer_id} is not on the list of peers that may take part (swarm.allow)")
+            raise OSError(f"{peer_id} is not on the list of peers that may take part (network.allow)")
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         try:
             writer.write(self._admission.proof(me, peer_id))
@@ -98,7 +98,7 @@ class PeerStreams:
             writer.close()
             raise TurnedAwayError(
                 f"{peer_id} rejected this peer: it belongs to another run, has another secret, does not list this peer "
-                "in swarm.allow, or has just ended"
+                "in network.allow, or has just ended"
             ) from error
         except BaseException:
             writer.close()

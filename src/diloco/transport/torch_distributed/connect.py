@@ -253,7 +253,7 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
                 continue
             behaviour = "does not answer as a diloco does"
         raise RendezvousError(
-            f"port {address.port} of {address.host}, the rendezvous at which replica 0 was to listen (--rendezvous), "
+            f"port {address.port} of {address.host}, the rendezvous at which replica 0 was to listen (--join), "
             f"is in use by another program, which {behaviour}. Choose another port, the same for all replicas, or end "
             "that program."
         )

@@ -146,7 +146,7 @@ async def _ask(
         except TurnedAwayError as error:
             raise RendezvousError(
                 f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
-                "secret in their transport.secret_file, or none of them may have one."
+                "secret in their network.secret_file, or none of them may have one."
             ) from error
         except socket.gaierror as error:
             why = f"its name does not resolve ({error.strerror or error})"
@@ -173,7 +173,7 @@ async def _ask(
 def _another_program(rank: int, address: Address, behaviour: str) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
-        f"{behaviour}. Choose another port, the same for all replicas (--rendezvous {address.host}:PORT), or end that "
+        f"{behaviour}. Choose another port, the same for all replicas (--join {address.host}:PORT), or end that "
         "program."
     )
 

@@ -1,0 +1,63 @@
+"""The settings: their number, their units, and the old names, which are refused with the new ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.config import RENAMED, Configuration, flatten, keys_of, parse_arguments, parse_toml
+from diloco.errors import ConfigurationError
+
+MOST = 80
+"""It may only fall. A setting is added with a benchmark row which shows that users must set it."""
+
+
+def test_there_are_few_settings() -> None:
+    assert len(keys_of(Configuration)) <= MOST
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for key in keys_of(Configuration).values():
+        assert key.help.endswith((".", ")")), key.name
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_an_old_key_is_refused_with_what_replaces_it(old: str) -> None:
+    known, new = keys_of(Configuration), RENAMED[old]
+    named = new.partition(",")[0].partition(" ")[0]
+    assert old not in known
+    assert not new or "." not in named or named in known or any(named.startswith(f"{each}.") for each in known), new
+    section, _, leaf = old.rpartition(".")
+    told = new or "it is gone"
+    with pytest.raises(ConfigurationError, match=r"it is (now|gone)") as of_file:
+        parse_toml(f"[{section}]\n{leaf} = 1", Configuration, where="run.toml")
+    with pytest.raises(ConfigurationError, match=r"it is (now|gone)"):
+        parse_arguments([f"--{old.replace('_', '-')}", "1"])
+    assert told in str(of_file.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "new"),
+    [
+        ("--start-replicas", "--network.replicas"),
+        ("--rendezvous", "--join"),
+        ("--on-failure", "--network.on-loss"),
+        ("--lora.rank", "--model.lora-rank"),
+        ("--transport.no-pace", "nothing has to be set"),
+    ],
+)
+def test_an_old_flag_is_refused_with_the_new_one(flag: str, new: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"there is no flag {flag} any more: .*{new}"):
+        parse_arguments([flag, "1"])
+
+
+@pytest.mark.parametrize(
+    "words", ["--network.silence 15", "--emulate.latency 0.1", "--emulate.bandwidth 100MB", "--emulate.step-time fast"]
+)
+def test_a_number_without_its_unit_is_refused_with_an_example(words: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"with a unit, such as '(15s|100Mbit)'"):
+        parse_arguments(words.split())
+
+
+def test_durations_and_rates_print_their_units() -> None:
+    values = flatten(Configuration())
+    assert (str(values["network.silence"]), str(values["network.round_timeout"])) == ("15s", "10min")
