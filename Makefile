@@ -41,11 +41,11 @@ coverage: ## run the tests, and fail if they cover less of the package than pypr
 pythons: ## test the core under other versions of Python (PYTHONS="3.12 3.13"), where this machine has them
 	@for version in $(PYTHONS); do .ci/python $$version || exit 1; done
 
-test-browser: $(STAMP) ## install a browser if there is none, test the page of diloco watch in it, and take the screenshots of docs/watch.md
+test-browser: $(STAMP) ## install a browser if there is none, and test the page of diloco watch in it
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[browser]'
-	DILOCO_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 check: $(STAMP) ## run the linter, the formatter and the type checker
 	$(BIN)/ruff check .

@@ -204,9 +204,9 @@ def test_a_manifest_without_a_valid_model_is_refused(
         *(("generate", {"seed": wrong}) for wrong in (True, -1)),
         ("generate", {"definition": 3}),
         ("resume", {"num_replicas": "2"}),
-        *(("inspect", {"fragments": wrong}) for wrong in ("x", [{"index": 1}])),
-        ("inspect", {"definition": {"x": 1}}),
-        ("inspect", {"rounds_in_flight": 3}),
+        *(("status", {"fragments": wrong}) for wrong in ("x", [{"index": 1}])),
+        ("status", {"definition": {"x": 1}}),
+        ("status", {"rounds_in_flight": 3}),
     ],
     ids=str,
 )
@@ -214,7 +214,7 @@ def test_a_manifest_with_an_invalid_value_is_refused_without_a_traceback(
     place: Path, capsys: pytest.CaptureFixture[str], command: str, about: dict[str, Any]
 ) -> None:
     describe(open_checkpoint(place / "native").path, **about)
-    arguments = (commands(place / "native") | {"inspect": ["inspect", str(place / "native")]})[command]
+    arguments = (commands(place / "native") | {"status": ["status", str(place / "native")]})[command]
     assert "not valid" in refused(arguments, capsys, code=1)
 
 

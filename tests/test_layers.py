@@ -1,9 +1,13 @@
-"""Imports are layered: a package imports only from itself and from packages before it in the order."""
+"""Imports are layered: a package imports only from itself and from packages before it in the order.
+
+From another package it imports only public names, those in that package's ``__init__.pyi``; so do tests and benchmarks.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,14 @@ ORDER = (
     "cli",
 )
 ROOT = Path(diloco.__file__).parent
+PACKAGES = {stub.parent.name for stub in ROOT.glob("*/__init__.pyi")} | {"cli"}
+# what needs an optional library is imported from its module
+USERS = [
+    path
+    for folder in (ROOT, *map(ROOT.parents[1].joinpath, ("tests", "benchmarks", "examples")))
+    for path in folder.rglob("*.py")
+]
+MODULES_OF_LIBRARIES = {f"diloco.integrations.{name}" for name in ("accelerate", "lightning", "transformers")}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in ORDER)
 
 
@@ -69,6 +81,49 @@ def test_imports_go_one_way(path: Path) -> None:
     assert part in ORDER, f"{part} has no place in the order"
     later = [name for name in imported(path) if name not in ORDER[: ORDER.index(part) + 1]]
     assert not later, f"{part} imports {later}, which come after it"
+
+
+@functools.cache
+def public_names(package: str) -> set[str]:
+    """Return the names that a package's ``__init__.pyi`` exports."""
+    stub = ROOT / package / "__init__.pyi"
+    if not stub.exists():  # diloco.cli
+        return set(importlib.import_module(f"diloco.{package}").__all__)
+    return {alias.name for node in imports(stub) if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+@functools.cache
+def imported_names(path: Path) -> list[str]:
+    """Return what a file imports from other packages, or replaces there by name in a test, as dotted names."""
+    own = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            module = f"diloco.{node.module}" if node.level else node.module  # relative: the stub of the package itself
+            names += [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [f"{alias.name}." for alias in node.names if alias.name.count(".") > 1]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in {"setattr", "patch"} and node.args:
+            names += [target.value for target in node.args[:1] if isinstance(target, ast.Constant)]
+    parts = [(name, str(name).split(".")) for name in names]
+    return [name for name, (root, *rest) in parts if root == "diloco" and len(rest) > 1 and own != rest[0] in PACKAGES]
+
+
+def test_only_public_names_of_other_packages_are_imported() -> None:
+    reached = {}
+    for path in USERS:
+        names = [name for name in imported_names(path) if ".".join(name.split(".")[:3]) not in MODULES_OF_LIBRARIES]
+        inner = [name for name in names if name.split(".", 2)[2] not in public_names(name.split(".")[1])]
+        reached.update({str(path): inner} if inner else {})
+    assert not reached
+
+
+def test_public_names_exist_and_are_used() -> None:
+    used = {name for path in [*USERS, ROOT / "__init__.pyi"] for name in imported_names(path)}
+    for package in sorted(PACKAGES - {"cli"}):
+        module = importlib.import_module(f"diloco.{package}")
+        assert not [name for name in public_names(package) if not hasattr(module, name)]
+        assert not [name for name in public_names(package) if f"diloco.{package}.{name}" not in used], package
 
 
 @pytest.mark.parametrize("part", ["algorithm", "membership", "protocol"])

@@ -18,7 +18,7 @@ from diloco import testing
 from diloco.algorithm import Adam, AlphaMerge, Codec, Nesterov, SyncSchedule, collect_buffers
 from diloco.outer import DiLoCo
 from diloco.transport import InProcessTransport
-from tests.algorithm.codecs import COARSE, CODECS
+from tests.algorithm.codecs import ACCURATE, COARSE
 from tests.replicas import Vectors
 from tests.runs import train
 from tests.same import same
@@ -153,9 +153,9 @@ def histories(make: Callable[[], Codec], feedback: float, around: Callable[[], A
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("codec", CODECS | COARSE)
+@pytest.mark.parametrize("codec", ACCURATE | COARSE)
 def test_a_global_default_of_torch_changes_no_bit(codec: str, default: str) -> None:
-    make, feedback = (CODECS | COARSE)[codec], 0.95 if codec in COARSE else 0.0
+    make, feedback = (ACCURATE | COARSE)[codec], 0.95 if codec in COARSE else 0.0
     plain = histories(make, feedback, torch.enable_grad)
     assert same(histories(make, feedback, DEFAULTS[default]), plain)
 
@@ -208,7 +208,7 @@ def test_nor_in_a_whole_run_which_is_resumed(data: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_the_checks_of_plug_ins_judge_alike(default: str) -> None:
     with DEFAULTS[default]():
-        testing.check_codec((CODECS | COARSE)["fp4"])
+        testing.check_codec((ACCURATE | COARSE)["fp4"])
         testing.check_outer_optimizer(Adam())
         testing.check_merge_rule(AlphaMerge(0.5))
         testing.check_average_rule(diloco.SendersMean())

@@ -40,7 +40,7 @@ def test_long_wait_is_reported_ever_more_rarely(
 
 
 def test_reports_end_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
+    monkeypatch.setattr("diloco.waiting.FIRST_REPORT_S", 0.01)
     reported = threading.Event()
 
     def whom() -> str:

@@ -44,9 +44,9 @@ def shift_clock(off_s: Callable[[], float]) -> None:
     true = time.time
     time.time = lambda: true() + off_s()
 
-    from diloco.monitor import files
+    from diloco.monitor import MetricsFile
 
-    vars(files)["time"] = SimpleNamespace(time=true)
+    vars(sys.modules[MetricsFile.__module__])["time"] = SimpleNamespace(time=true)
 
 
 def pace(step_s: Callable[[], float]) -> None:

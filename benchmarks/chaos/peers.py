@@ -46,7 +46,7 @@ class Peers:
         """Start the bootstrap peer of a swarm, always with the same key and port."""
         listen = f"/ip4/{self.network.address(0)}/tcp/{self._port}"
         options = ["--listen", listen, "--identity", str(self.folder / "dht.key"), "--no-map-ports"]
-        self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "dht", *options))
+        self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "relay", *options))
 
     def start(self, peer: int, folder: Path | None = None) -> None:
         """Start a peer in place ``peer``, in a new folder, or resume the run in ``folder``."""

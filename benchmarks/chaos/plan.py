@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 __all__ = ["BOOTSTRAP", "ENDS", "RETURNS", "Event", "Rates", "least_healthy", "plan_events"]
 
 BOOTSTRAP = -1
-"""The number of the bootstrap peer (``diloco dht``), which does not train."""
+"""The number of the bootstrap peer (``diloco relay``), which does not train."""
 
 ENDS = ("kill", "leave", "group SIGINT", "group SIGTERM")
 """The kinds of events that end a process."""

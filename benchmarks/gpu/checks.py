@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm import (
+    CODECS,
     Adam,
     Contribution,
     Nesterov,
@@ -44,7 +45,6 @@ from diloco.model import (
     document_numbers,
 )
 from diloco.train import (
-    CODEC_NAMES,
     InnerLoop,
     OptimizerSettings,
     ParallelModel,
@@ -228,13 +228,13 @@ def codecs(sizes: Sizes, device: torch.device) -> str:
     count = sizes.check_values + 3  # not a whole number of blocks
     values = torch.randn(count, generator=generator) * torch.rand(count, generator=generator).pow(8)
     values[:3] = torch.tensor([0.0, -0.0, 1e-30])
-    for name in CODEC_NAMES:
+    for name in CODECS.names:
         codec = make_codec(name)
         here, there = codec.encode(values), codec.encode(values.to(device)).cpu()
         assert torch.equal(here, there), f"{name} encodes {int((here != there).sum())} bytes differently"
         decoded = codec.decode(here, len(values)), codec.decode(here.to(device), len(values)).cpu()
         assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32)), f"{name} decodes differently"
-    return f"{', '.join(CODEC_NAMES)}: the same bits as on the CPU"
+    return f"{', '.join(CODECS.names)}: the same bits as on the CPU"
 
 
 def means(sizes: Sizes, device: torch.device) -> str:

@@ -1,5 +1,8 @@
 """``python -m benchmarks.same_bits --before CHECKOUT``: compare runs of the package in CHECKOUT and of this one.
 
+CHECKOUT may be older than the settings of 0.6; then each run has the old keys, `config.toml` is not compared, other
+files are compared in what both versions record, and no version resumes a run of the other.
+
 Every run is a `diloco train` in a process whose ``PYTHONPATH`` is the ``src`` of one of the checkouts. The comparison
 covers the digests of the final global parameters, the losses of all steps, and everything in `config.toml`,
 `summary.json` and `metrics.jsonl` except times, paths and prose. Some runs are also stopped and resumed, by the version
@@ -45,7 +48,6 @@ WAITS = {"wait_s", "compute_utilization"}
 """Reproducible only with a virtual clock."""
 LAST_ONE = {"heldout_loss", "perplexity", "bits_per_byte"}
 """Results of the final evaluation. The second peer of a swarm evaluates only if the first one left in time."""
-SWARM = "--run same-bits --replicas 2 --network.listen 127.0.0.1:0 "
 
 
 class Version:
@@ -53,6 +55,7 @@ class Version:
 
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.folder = folder
+        self.old = not (checkout / "src" / "diloco" / "config" / "renamed.py").exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "OMP_NUM_THREADS": "1"}
         self.log = (folder / "output.txt").open("a")
@@ -67,17 +70,20 @@ class Version:
         if any(folder.rglob("summary.json")):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-        arguments = [*case.arguments(text), *more]
+        settings = self.folder / case.folder / f"{name}.toml"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(case.toml(old=self.old), encoding="utf-8")
+        arguments = ["train", str(settings), "--data", str(text), *more]
         if case.transport == "hivemind":
             peers = [["--out", str(folder / out), "--replica", replica] for out, replica in (("a", "0"), ("b", "1"))]
-            self._swarm([[*arguments, *SWARM.split(), *peer] for peer in peers])
+            self._swarm([[*arguments, *peer] for peer in peers])
         else:
             self._serve([*arguments, "--out", str(folder)])
         return folder
 
     def resume(self, case: Case, folder: Path) -> None:
         """Resume the run in ``folder``."""
-        own_code = shlex.split(NORMED) if NORMED in case.flags else []  # a folder does not choose the code that runs
+        own_code = ["--model", NORMED] if NORMED in case.settings.values() else []  # a folder does not choose the code
         self._serve(["train", "--resume", str(folder), *own_code])
 
     def _serve(self, arguments: Sequence[str]) -> None:
@@ -122,12 +128,12 @@ def lasting(value: Any, without: set[str]) -> Any:
     return [lasting(part, without) for part in value] if isinstance(value, list) else value
 
 
-def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
+def contents(case: Case, folder: Path, files: Sequence[str]) -> dict[str, list[Any]]:
     """Return what must be the same in two runs: for each file, its records."""
     found: dict[str, list[Any]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.name in FILES):
+    for path in sorted(path for path in folder.rglob("*") if path.name in files):
         text, second = path.read_text(), case.transport == "hivemind" and path.parent.name == "b"
-        without = VARYING | (set() if "step-time-s" in case.flags else WAITS) | (LAST_ONE if second else set())
+        without = VARYING | (set() if "emulate.step_time" in case.settings else WAITS) | (LAST_ONE if second else set())
         if path.name == "metrics.jsonl":
             unsure = {"Note"} | ({"Evaluated", "SampleGenerated"} if second else set())
             read = [each for line in text.splitlines() if (each := json.loads(line))["event"] not in unsure]
@@ -137,15 +143,19 @@ def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def first_difference(before: Any, after: Any, where: str) -> str:
-    """Describe the first difference, or return "" if there is none. Later versions may add fields."""
+def first_difference(before: Any, after: Any, where: str, *, common: bool) -> str:
+    """Describe the first difference, or return "" if there is none. Later versions may add fields.
+
+    With ``common``, they may also have dropped fields.
+    """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        found = (first_difference(part, after.get(name, "nothing"), f"{where} {name}") for name, part in before.items())
-        return next(filter(None, found), "")
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        pairs = enumerate(zip(before, after, strict=True))
-        return next(filter(None, (first_difference(*pair, f"{where} {number}") for number, pair in pairs)), "")
-    return "" if before == after else f"{where}: {before} before, {after} after"
+        parts = {name: (part, after.get(name, part if common else "nothing")) for name, part in before.items()}
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        parts = dict(enumerate(zip(before, after, strict=True)))
+    else:
+        return "" if before == after else f"{where}: {before} before, {after} after"
+    found = (first_difference(*pair, f"{where} {name}", common=common) for name, pair in parts.items())
+    return next(filter(None, found), "")
 
 
 def compare(case: Case, before: Version, after: Version, text: Path) -> list[str]:
@@ -157,13 +167,15 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
     runs = [version.train(case, text, "run") for version in (before, after)]
     digests, losses = end(runs[0])
     wrong = [] if len(set(digests)) == 1 else [f"the processes of one run end with different digests: {digests}"]
-    old, new = (contents(case, run) for run in runs)
-    wrong += [found] if (found := first_difference(old, new, "in")) else []
+    mixed = before.old != after.old
+    old, new = (contents(case, run, FILES[1:] if mixed else FILES) for run in runs)
+    wrong += [found] if (found := first_difference(old, new, "in", common=mixed)) else []
     resumed = []
     if case.stop_after is not None:
         stop = ("--stop-after", str(case.stop_after))
         mine, theirs = (version.train(case, text, "stopped", *stop) for version in (after, before))
-        for name, stopped, version in (("old", theirs, before), ("new", mine, after), ("old by new", theirs, after)):
+        ways = [("old", theirs, before), ("new", mine, after), ("old by new", theirs, after)]
+        for name, stopped, version in ways[:2] if mixed else ways:
             folder = runs[1].parent / f"resumed {name}"
             shutil.copytree(stopped, folder)
             version.resume(case, folder)
@@ -179,12 +191,13 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
     parser.add_argument("--before", type=Path, required=True, help="checkout of the version to compare with")
+    parser.add_argument("--after", type=Path, default=HERE, help="checkout of the other version; default: this one")
     parser.add_argument("--only", nargs="*", default=[""], help="make only runs whose names begin with one of these")
     parser.add_argument("--work", type=Path, help="keep the runs in this folder, and reuse those of BEFORE")
     given = parser.parse_args(arguments)
     work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
     shutil.rmtree(work / "after", ignore_errors=True)
-    before, after = Version(given.before, work / "before"), Version(HERE, work / "after")
+    before, after = Version(given.before, work / "before"), Version(given.after, work / "after")
     text = write_text(work / "text.jsonl")
     print("| run | digest before | after | losses | same end when resumed | everything else |\n" + "|---" * 6 + "|")
     failures = 0

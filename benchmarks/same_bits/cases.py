@@ -4,30 +4,69 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
 import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from diloco.model import get_preset, preset_names
 
 __all__ = ["CASES", "NORMED", "Case", "write_text"]
 
-COMMON = """
- --device cpu --sequence-length 16 --batch-size 2 --train.gradient-accumulation 1
---inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8
---checkpoint.every-steps 0 --monitor.console quiet
-"""
-SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --learning-rate 1e-2 --optimizer.warmup-steps 2"
-DECODER = "--model.arguments {layers=2,width=16,ffn_width=32,heads=2}"
-STREAMING = "--fragments 3 --overlap-steps 2"
-FEEDBACK = f"{STREAMING} --error-feedback 1"
-NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
+Settings = Mapping[str, Any]
+
+COMMON: Settings = {
+    "train.device": "cpu",
+    "train.sequence_length": 16,
+    "train.batch_size": 2,
+    "train.gradient_accumulation": 1,
+    "sync.inner_steps": 4,
+    "evaluation.every_steps": 5,
+    "evaluation.sequences": 8,
+    "evaluation.sample_prompts": [],
+    "checkpoint.every_steps": 0,
+    "monitor.console": "quiet",
+}
+DECODER: Settings = {f"model.arguments.{name}": n for name, n in
+                     {"layers": 2, "width": 16, "ffn_width": 32, "heads": 2}.items()}  # fmt: skip
+SMALL: Settings = {
+    "network.replicas": 2,
+    "train.steps": 14,
+    "train.data_parallel_steps": 0,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 2,
+}
+NORMED = f"{Path(__file__).with_name('normed.py')}:normed"
 IN_FLIGHT = 9
 """A step after which, with H = 4, P = 3 and tau = 2, a fragment is in flight."""
 
-Transport = Literal["in-process", "torch", "hivemind"]
+OLD_COMMON: Settings = {"train.threads": 1}
+OLD: Mapping[str, str | Settings] = {
+    "sync.inner_steps": "schedule.inner_steps",
+    "sync.overlap_steps": "schedule.overlap_steps",
+    "sync.num_fragments": "fragments.num_fragments",
+    "sync.fragment_strategy": "fragments.strategy",
+    "sync.codec": "codec.name",
+    "sync.error_feedback": {"codec.error_feedback": True},
+    "sync.merge_alpha": "merge.alpha",
+    "sync.outer": "outer.name",
+    "sync.arguments.outer.schedule": "outer.learning_rate_schedule",
+    "sync.arguments.outer.momentum_warmup": "outer.momentum_warmup_outer_steps",
+    "sync.arguments.average.max_norm": "outer.max_norm",
+    "network.transport": "transport.name",
+    "network.replicas": "transport.replicas",
+    "network.replica_size": "transport.replica_size",
+    "network.run": "swarm.run",
+    "network.listen": {"swarm.listen": ["/ip4/127.0.0.1/tcp/0"], "swarm.map_ports": False},
+    "emulate.bandwidth": {"transport.bandwidth_bits_per_s": [1e6]},
+    "emulate.latency": {"transport.latency_s": [0.05]},
+    "emulate.step_time": {"transport.step_time_s": [0.1]},
+    "data.packing": {"train.document_masks": True},
+    "data.tokenizer": {"data.tokenizer": "bpe", "data.bpe_vocab_size": 270},
+    "evaluation.sample_prompts": {"evaluation.sample_tokens": 0},
+}
+"""Key -> the key of versions before 0.6, or what was given there instead of the value that occurs here."""
 
 
 @dataclass(frozen=True)
@@ -36,104 +75,112 @@ class Case:
 
     Args:
         name: a unique name.
-        flags: the arguments of the command.
-        transport: in-process: all replicas in one process; torch: the command starts the others; hivemind: two peers.
+        settings: key -> value.
         stop_after: the step after which the run is also stopped, to be resumed. Swarms are not resumed: they end
             differently by design, because peers that rejoin start with fresh inner optimizers.
     """
 
     name: str
-    flags: str
-    transport: Transport = "in-process"
+    settings: Settings
     stop_after: int | None = None
 
     @property
+    def transport(self) -> str:
+        """in-process: all replicas in one process; torch: the command starts the others; hivemind: two peers."""
+        return str(self.settings.get("network.transport", "in-process"))
+
+    @property
     def folder(self) -> str:
-        """The name of its folder, which depends on the flags."""
-        return f"{self.name.replace(' ', '-')}-{zlib.crc32(self.flags.encode()):08x}"
+        """The name of its folder, which depends on the settings."""
+        return f"{self.name.replace(' ', '-')}-{zlib.crc32(json.dumps(dict(self.settings)).encode()):08x}"
 
-    def arguments(self, text: Path) -> list[str]:
-        """Return the arguments of the command, without the folder."""
-        flags = shlex.split(f"{COMMON} {self.flags} --transport {self.transport}")
-        return ["train", *flags, "--data", str(text)]
+    def toml(self, *, old: bool) -> str:
+        """Return the settings as TOML, with the keys of versions before 0.6 if ``old``."""
+        settings = {**COMMON, **self.settings}
+        pairs = [pair for key, value in settings.items() for pair in _before(key, value, self.transport)] if old else []
+        rows = [*pairs, *OLD_COMMON.items()] if old else list(settings.items())
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in rows)  # JSON's values are TOML's
 
 
-def small(name: str, flags: str, transport: Transport = "in-process", stop_after: int | None = None) -> Case:
-    """Return a case with the small decoder, unless ``flags`` select another model."""
-    model = "" if NORMED in flags else DECODER
-    return Case(name, f"{SMALL} {model} {flags}", transport, stop_after)
+def _before(key: str, value: Any, transport: str) -> Iterator[tuple[str, Any]]:
+    section, _, name = key.partition(".")
+    if key == "network.replicas" and transport == "hivemind":
+        yield "swarm.start_replicas", value
+    elif isinstance(other := OLD.get(key), Mapping):
+        yield from other.items()
+    elif section == "model":
+        yield f"model.{name.removeprefix('arguments.')}", value
+    else:
+        yield other or (f"inner.{name}" if section == "optimizer" else key), value
+
+
+STREAMING: Settings = {"sync.num_fragments": 3, "sync.overlap_steps": 2}
+FEEDBACK: Settings = {**STREAMING, "sync.error_feedback": 1.0}
+BUFFERS: Settings = {"model.source": NORMED, "sync.num_fragments": 2}
+TORCH: Settings = {"network.transport": "torch"}
+SWARM: Settings = {"network.transport": "hivemind", "network.run": "same-bits", "network.listen": "127.0.0.1:0"}
+
+
+def small(name: str, *parts: Settings, stop_after: int | None = None, **sync: Any) -> Case:
+    """Return a case with the small decoder, unless a part selects another model; ``sync`` are settings of [sync]."""
+    settings = {key: value for part in parts for key, value in part.items()}
+    settings |= {f"sync.{key}": value for key, value in sync.items()}
+    return Case(name, {**SMALL, **({} if "model.source" in settings else DECODER), **settings}, stop_after)
 
 
 def presets() -> list[Case]:
     """Return each preset for ten steps. Those larger than 14m get at most eight layers and heads of eight channels."""
-    common = "--steps 10 --model.arguments.vocab-size 270 --replicas 2"
+    common = {"train.steps": 10, "network.replicas": 2, "data.tokenizer": "bpe:270", "model.arguments.vocab_size": 270}
     cases = []
     for name in preset_names():
         model = get_preset(name).model
-        sizes = {"layers": min(model.layers, 8), "width": 8 * model.heads, "ffn-width": 16 * model.heads}
-        smaller = "" if name in ("tiny", "2m", "14m") else " ".join(f"--model.{key} {n}" for key, n in sizes.items())
-        cases.append(Case(f"preset {name}", f"--preset {name} {common} {smaller}"))
+        sizes = {"layers": min(model.layers, 8), "width": 8 * model.heads, "ffn_width": 16 * model.heads}
+        smaller = {} if name in ("tiny", "2m", "14m") else {f"model.arguments.{key}": n for key, n in sizes.items()}
+        cases.append(Case(f"preset {name}", {"preset": name, **common, **smaller}))
     return cases
-
-
-def faults() -> list[Case]:
-    """Return cases with failing rounds: of two replicas, and of three replicas of which two are enough."""
-    where = "replica=1 fragment=1 outer_step=1"
-    kinds = {"drop": "", "truncate": "", "non-finite": "", "miss-commit": "", "late": " seconds=900"}
-    two = [
-        small(f"fault {kind}", f"{FEEDBACK} --transport.faults '{kind} {where}{more}'", stop_after=IN_FLIGHT)
-        for kind, more in kinds.items()
-    ]
-    enough = f"{FEEDBACK} --replicas 3 --transport.min-contributors 2 --transport.faults 'drop {where}'"
-    buffers = f"{NORMED} --replicas 3 --transport.min-contributors 2 --fragments 2 --transport.faults 'drop {where}'"
-    return [*two, small("fault drop, two of three", enough), small("fault drop, two of three, buffers", buffers)]
 
 
 CASES = (
     *presets(),
     small("streaming", STREAMING, stop_after=IN_FLIGHT),
-    small("diloco", "--algorithm diloco", stop_after=6),
-    small("data-parallel", "--algorithm data-parallel", stop_after=6),
-    small("no averaging", "--algorithm none"),
-    small("shared start", f"{STREAMING} --data-parallel-steps 3", stop_after=2),
-    *(small(f"codec {name}", f"{STREAMING} --codec {name}") for name in ("float32", "float16", "bfloat16", "int8")),
-    small("codec int8, error feedback", f"{FEEDBACK} --codec int8"),
+    small("diloco", {"algorithm": "diloco"}, stop_after=6),
+    small("data-parallel", {"algorithm": "data-parallel"}, stop_after=6),
+    small("no averaging", {"algorithm": "none"}),
+    small("shared start", STREAMING, {"train.data_parallel_steps": 3}, stop_after=2),
+    *(small(f"codec {name}", STREAMING, codec=name) for name in ("float32", "float16", "bfloat16", "int8")),
+    small("codec int8, error feedback", FEEDBACK, codec="int8"),
     small("codec fp4, error feedback", FEEDBACK, stop_after=IN_FLIGHT),
-    small("merge alpha 0.5", f"{STREAMING} --merge-alpha 0.5", stop_after=IN_FLIGHT),
-    small("outer adam, three replicas", f"{STREAMING} --sync.outer adam --replicas 3", stop_after=IN_FLIGHT),
-    small("outer sgd, cosine", f"{STREAMING} --sync.outer sgd --sync.arguments.outer.schedule cosine"),
-    small("outer momentum warm-up", f"{STREAMING} --sync.arguments.outer.momentum-warmup 3"),
-    small("clipped", f"{STREAMING} --sync.arguments.average.max-norm 0.01 --replicas 3"),
-    small("buffers", f"{NORMED} --fragments 2 --overlap-steps 2", stop_after=IN_FLIGHT),
-    small("buffers, data-parallel", f"{NORMED} --algorithm data-parallel"),
-    small("fragments in sequence", "--model.arguments.layers 6 --fragments 3 --sync.fragment-strategy sequential"),
+    small("merge alpha 0.5", STREAMING, merge_alpha=0.5, stop_after=IN_FLIGHT),
+    small("outer adam, three replicas", STREAMING, {"network.replicas": 3}, outer="adam", stop_after=IN_FLIGHT),
+    small("outer sgd, cosine", STREAMING, {"sync.arguments.outer.schedule": "cosine"}, outer="sgd"),
+    small("outer momentum warm-up", STREAMING, {"sync.arguments.outer.momentum_warmup": 3}),
+    small("clipped", STREAMING, {"sync.arguments.average.max_norm": 0.01, "network.replicas": 3}),
+    small("buffers", BUFFERS, overlap_steps=2, stop_after=IN_FLIGHT),
+    small("buffers, data-parallel", {"model.source": NORMED, "algorithm": "data-parallel"}),
+    small("fragments in sequence", {"model.arguments.layers": 6}, num_fragments=3, fragment_strategy="sequential"),
     small(
         "links",
-        f"{STREAMING} --emulate.bandwidth 1e6 --emulate.latency 0.05 --emulate.step-time 0.1",
+        STREAMING,
+        {"emulate.bandwidth": ["1Mbit"], "emulate.latency": ["50ms"], "emulate.step_time": ["100ms"]},
         stop_after=IN_FLIGHT,
     ),
-    *faults(),
-    small("float16", f"{STREAMING} --precision float16", stop_after=IN_FLIGHT),
+    small("float16", STREAMING, {"train.precision": "float16"}, stop_after=IN_FLIGHT),
     small(
         "bfloat16, accumulated, recomputed",
-        "--precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
+        {"train.precision": "bfloat16", "train.gradient_accumulation": 2, "train.activation_checkpointing": "full"},
     ),
-    small("documents apart, contiguous", "--train.document-masks --data.sharding contiguous"),
-    small("read while training", f"{STREAMING} --data.streaming --data.streaming-block 4", stop_after=IN_FLIGHT),
-    small("byte-pair encoding", "--tokenizer bpe:270 --optimizer.schedule wsd"),
-    small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
-    small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
-    small(
-        "torch fp4, buffers, clipped",
-        f"{NORMED} --fragments 2 --codec fp4 --sync.arguments.average.max-norm 0.01",
-        "torch",
-    ),
-    small("torch data-parallel", "--algorithm data-parallel --steps 6", "torch"),
-    small("torch, two ranks, fsdp", f"{STREAMING} --replica-size 2", "torch", IN_FLIGHT),
-    small("torch, two ranks, ddp", f"{STREAMING} --replica-size 2 --train.parallelism ddp", "torch", IN_FLIGHT),
-    small("hivemind float32", f"{STREAMING} --codec float32", "hivemind"),
-    small("hivemind int8, alpha", f"{STREAMING} --codec int8 --merge-alpha 0.5", "hivemind"),
-    small("hivemind fp4, error feedback", FEEDBACK, "hivemind"),
+    small("documents apart", {"data.packing": "masked"}),
+    small("read while training", STREAMING, {"data.streaming": True}, stop_after=IN_FLIGHT),
+    small("byte-pair encoding", {"data.tokenizer": "bpe:270", "optimizer.schedule": "wsd"}),
+    small("torch float32, alpha", STREAMING, TORCH, codec="float32", merge_alpha=0.5, stop_after=IN_FLIGHT),
+    small("torch int8, error feedback", FEEDBACK, TORCH, {"train.data_parallel_steps": 2}, codec="int8", stop_after=9),
+    small("torch fp4, buffers, clipped", BUFFERS, TORCH, {"sync.arguments.average.max_norm": 0.01}, codec="fp4"),
+    small("torch data-parallel", TORCH, {"algorithm": "data-parallel", "train.steps": 6}),
+    small("torch, two ranks, fsdp", STREAMING, TORCH, {"network.replica_size": 2}, stop_after=IN_FLIGHT),
+    small("torch, two ranks, ddp", STREAMING, TORCH, {"network.replica_size": 2, "train.parallelism": "ddp"}),
+    small("hivemind float32", STREAMING, SWARM, codec="float32"),
+    small("hivemind int8, alpha", STREAMING, SWARM, codec="int8", merge_alpha=0.5),
+    small("hivemind fp4, error feedback", FEEDBACK, SWARM),
 )
 
 

@@ -82,7 +82,7 @@ def utilization(codec: str, rate: float, inner_steps: int, overlap_steps: int, n
         fragments = min(workload.default_fragments, inner_steps)
         schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=fragments, overlap_steps=overlap_steps)
         cluster = Cluster.of([Link(rate, 0.04)] * number, workload.step_time_s)
-        run = simulate_cycles(workload.traffic(schedule, [make_codec(codec)], number), cluster, cycles=4)
+        run = simulate_cycles(workload.traffic(schedule, make_codec(codec), number), cluster, cycles=4)
         about = {"model": name, "codec": codec, "bandwidth_bits_per_s": rate, "inner_steps": inner_steps}
         rows.append(about | {"replicas": number, "compute_utilization": float(run.compute_utilization)})
     return rows

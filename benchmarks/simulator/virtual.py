@@ -28,8 +28,8 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.arguments {layers=4,width=32,ffn_width=64,heads=2} --sequence-length 16 "
-    "--batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --device cpu"
+    "--model.layers 4 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 16 "
+    "--train.batch-size 1 --data-parallel-steps 0 --inner.warmup-steps 2 --train.device cpu"
 )
 
 RUNS = (
@@ -43,9 +43,9 @@ RUNS = (
 """The methods; each runs on each of the links."""
 
 LINKS = (
-    "--emulate.bandwidth 2e5 --emulate.latency 0.05 --emulate.step-time 0.1",
-    "--emulate.bandwidth 1e6 --emulate.latency 0.3 --emulate.step-time 0.1",
-    "--emulate.bandwidth 2e7 --emulate.latency 0.01 --emulate.step-time 0.1",
+    "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+    "--transport.bandwidth-bits-per-s 1e6 --transport.latency-s 0.3 --transport.step-time-s 0.1",
+    "--transport.bandwidth-bits-per-s 2e7 --transport.latency-s 0.01 --transport.step-time-s 0.1",
 )
 
 STEPS = 95
@@ -53,6 +53,7 @@ STEPS = 95
 
 def compare(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield one row for each method on each link; the training text is written to ``folder``."""
+    torch.set_num_threads(1)  # the models are too small for more
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
     for run in (f"{method} {link}" for method in RUNS for link in LINKS):
@@ -63,7 +64,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _train(settings: Configuration) -> dict[str, float]:
-    transport = make_transport(settings)
+    transport = make_transport(settings.transport)
     fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
     session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):

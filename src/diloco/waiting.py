@@ -13,55 +13,30 @@ from typing import Literal
 
 from diloco.units import format_bytes
 
-__all__ = ["FIRST_S", "LOGGER", "fetching", "log_to_stderr", "report_times_s", "report_wait", "sentence", "waiting_for"]
+__all__ = ["LOGGER", "fetching", "log_to_stderr", "report_wait", "waiting_for"]
 
 LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
 
-FIRST_S = 2.0  # waits shorter than this are not reported
+FIRST_REPORT_S = 2.0  # waits shorter than this are not reported
 
-_RAREST_S = 30.0  # longest pause between two reports
-
-
-def report_times_s() -> Iterator[float]:
-    """Yield the seconds after the start of a wait at which to report it: first 2 s, then at intervals that double up
-    to 30 s.
-
-    >>> from itertools import islice
-    >>> list(islice(report_times_s(), 8))
-    [2.0, 4.0, 8.0, 16.0, 32.0, 62.0, 92.0, 122.0]
-    """
-    report_at_s = pause_s = FIRST_S
-    while True:
-        yield report_at_s
-        report_at_s += pause_s
-        pause_s = min(2 * pause_s, _RAREST_S)
-
-
-def sentence(subject: str, waited_s: float, limit_s: float) -> str:
-    """Return the report of a wait that times out after ``limit_s``; infinity stands for no time-out or an unknown one.
-
-    >>> sentence("replica 1 at 10.0.0.1:29400", 35.2, 300)
-    'waiting for replica 1 at 10.0.0.1:29400 for 35 s; gives up after 300 s'
-    """
-    until = f"; gives up after {limit_s:g} s" if math.isfinite(limit_s) else ""
-    return f"waiting for {subject} for {waited_s:.0f} s{until}"
+_MAX_PAUSE_S = 30.0  # longest pause between two reports
 
 
 def report_wait(subject: Callable[[], str], limit_s: float, ended: Callable[[float], bool]) -> None:
-    """Report a wait at each of `report_times_s`, until it has ended.
+    """Report a wait until it has ended: first after 2 s, then at intervals that double up to 30 s.
 
     Args:
         subject: returns what the process is currently waiting for; called in the thread of this function.
-        limit_s: as for `sentence`.
+        limit_s: the time after which the wait gives up; infinity: never, or unknown.
         ended: blocks for at most the given number of seconds, and returns whether the wait has ended.
     """
-    reported_s = 0.0
-    for report_at_s in report_times_s():
-        if ended(report_at_s - reported_s):
-            return
-        reported_s = report_at_s
-        LOGGER.warning(sentence(subject(), report_at_s, limit_s))
+    until = f"; gives up after {limit_s:g} s" if math.isfinite(limit_s) else ""
+    waited_s, pause_s = 0.0, FIRST_REPORT_S
+    while not ended(pause_s):
+        waited_s += pause_s
+        LOGGER.warning(f"waiting for {subject()} for {waited_s:.0f} s{until}")
+        pause_s = min(waited_s, _MAX_PAUSE_S)
 
 
 class _ToStderr(logging.Handler):

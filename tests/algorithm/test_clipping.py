@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,23 +73,6 @@ def test_mean_is_that_of_the_naive_formula(codec: str) -> None:
     mean = weighted_mean(given)
     assert (mean.clipped, mean.weight) == ((2,), 4.5)
     torch.testing.assert_close(mean.values.double(), sum(scaled) / 4.5, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("codec", CODECS.names)
-def test_a_bound_that_nobody_exceeds_changes_no_bit(codec: str) -> None:
-    plain, bounded = (
-        weighted_mean(contributions(codec, [1.0, 2.0, 3.0], [1.0, 0.3, 2.0], bound)) for bound in (None, 1e6)
-    )
-    assert torch.equal(plain.values, bounded.values)
-    assert bounded.clipped == ()
-
-
-def test_buffers_are_not_scaled() -> None:
-    given = contributions("float32", [1.0, 1.0], [1.0, 1.0], 1e-3)
-    mean = weighted_mean([replace(each, buffers=torch.tensor([100.0 * each.replica])) for each in given])
-    assert mean.buffers is not None
-    assert mean.buffers.tolist() == [50.0]
-    assert mean.clipped == (0, 1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,10 +5,22 @@ from __future__ import annotations
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from diloco.algorithm import CODECS, Codec, data_parallel_bytes, make_codec, plan_exchange, shard_bounds
+from diloco.algorithm import (
+    PLAIN_MEAN,
+    Codec,
+    Float32,
+    MeanEncoding,
+    data_parallel_bytes,
+    encode_mean,
+    make_codec,
+    plan_exchange,
+    shard_bounds,
+)
 
 Messages = list[tuple[int, int, int]]
 """``(sender, receiver, bytes)``."""
@@ -68,21 +80,6 @@ def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
     assert plan.mean_bytes == sum(size for _, _, size in cheaper) / num_replicas
 
 
-@settings(max_examples=100, deadline=None)
-@given(numel=st.integers(0, 5000), num_replicas=st.integers(1, 9), block_size=st.sampled_from([1, 2, 6, 256, 65536]))
-def test_shards_are_cut_between_blocks_and_as_even_as_blocks_allow(
-    numel: int, num_replicas: int, block_size: int
-) -> None:
-    shards = shard_bounds(numel, num_replicas, block_size)
-    assert len(shards) == num_replicas
-    assert (shards[0][0], shards[-1][1]) == (0, numel)
-    assert all(before[1] == after[0] for before, after in pairwise(shards))
-    assert all(start % block_size == 0 for start, _ in shards), "ranges must consist of whole blocks"
-    lengths = [stop - start for start, stop in shards]
-    assert min(lengths) >= 0
-    assert max(lengths) - min(lengths) <= block_size
-
-
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 15, 16, 17])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_size", [1, 2, 4])
@@ -93,14 +90,6 @@ def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(
     others = combinations_with_replacement(between, num_replicas - 1)
     least = min(max(b - a for a, b in pairwise((0, *cuts, numel))) for cuts in others)
     assert max(stop - start for start, stop in shard_bounds(numel, num_replicas, block_size)) == least
-
-
-@pytest.mark.parametrize("codec", CODECS.names)
-@pytest.mark.parametrize("extra", [0, 10])
-def test_one_replica_moves_nothing(codec: str, extra: int) -> None:
-    plan = plan_exchange(make_codec(codec), 1000, 1, extra)
-    assert (plan.pattern, plan.shards) == ("all-gather", ((0, 1000),))
-    assert (plan.sent_bytes(0), plan.received_bytes(0)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +117,6 @@ def test_where_the_patterns_meet(codec: str, num_replicas: int, pattern: str) ->
         assert plan.busiest_bytes < (num_replicas - 1) * encoder.payload_bytes(numel)
 
 
-def test_buffers_are_all_gathered_under_either_pattern() -> None:
-    for codec in ("float32", "fp4"):
-        with_buffers, without = (plan_exchange(make_codec(codec), 1000, 4, extra) for extra in (10, 0))
-        assert with_buffers.pattern == without.pattern
-        for position in range(4):
-            assert with_buffers.sent_bytes(position) - without.sent_bytes(position) == 3 * 10
-            assert with_buffers.received_bytes(position) - without.received_bytes(position) == 3 * 10
-
-
 @given(numel=st.integers(2, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
 def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replicas: int, steps: int) -> None:
     """Property: the ring's bytes on average, and no more for the longest range than its rounding.
@@ -149,3 +129,68 @@ def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replica
     assert steps * plan.busiest_bytes <= ring + 1 + steps * (num_replicas - 1) * 4
     if num_replicas == 1 or steps == 0:
         assert ring == 0
+
+
+KINDS = [("bfloat16", {}), ("int8", {"block_size": 8}), ("fp4", {"block_size": 8}), ("float32", {})]
+
+
+def random_values(seed: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=st.sampled_from(KINDS), numel=st.integers(0, 100), owners=st.integers(1, 7), seed=st.integers(0, 9))
+def test_owners_encode_what_one_would_encode_of_all_values(
+    kind: tuple[str, dict[str, int]], numel: int, owners: int, seed: int
+) -> None:
+    """Property: for any number of owners, bits equal those of the whole, and the owner holds what others decode."""
+    codec = make_codec(kind[0], **kind[1])
+    values, expected = random_values(seed, numel), random_values(seed, numel)
+    encode_mean(expected, codec)
+    for start, stop in shard_bounds(numel, owners, codec.block_size):
+        payload = encode_mean(values[start:stop], codec)
+        assert payload.numel() == codec.payload_bytes(stop - start)
+        assert torch.equal(codec.decode(payload, stop - start), values[start:stop])
+    assert torch.equal(values, expected)
+
+
+def test_an_exact_codec_changes_nothing_and_copies_nothing() -> None:
+    values = random_values(0, 10)
+    payload = encode_mean(values, PLAIN_MEAN.codec)
+    assert payload.data_ptr() == values.data_ptr()
+    assert torch.equal(values, random_values(0, 10))
+
+
+def test_ranges_are_cut_between_the_blocks_of_both_codecs() -> None:
+    mean = MeanEncoding(make_codec("fp4", block_size=4))
+    plan = plan_exchange(make_codec("int8", block_size=6), 1000, 5, mean=mean)
+    assert plan.pattern == "reduce-scatter"
+    assert all(start % 12 == 0 for start, _ in plan.shards)
+
+
+class OfBits(Float32):
+    """A user-defined codec with a given number of bits per value, in blocks of four."""
+
+    block_size = 4
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def payload_bytes(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "bits", "encoded"), [(7, 4, False), (8, 4, True), (1000, 4, True), (8, 14, True), (8, 16, False)]
+)
+def test_auto_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
+    num_replicas: int, bits: int, encoded: bool
+) -> None:
+    """The plan of a round, including its bytes, is that of the codec in effect."""
+    chosen = make_codec("int8" if encoded else "float32")
+    auto, plain = (
+        plan_exchange(OfBits(bits), 5000, num_replicas, mean=mean)
+        for mean in (MeanEncoding.of("auto"), MeanEncoding(chosen))
+    )
+    assert (auto.mean.codec.name, auto.mean.codec.parameters()) == (chosen.name, chosen.parameters())
+    assert (auto.sent, auto.received) == (plain.sent, plain.received)

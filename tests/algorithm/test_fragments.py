@@ -49,16 +49,6 @@ def test_strided_takes_every_nth_layer_and_the_rest_travels_apart() -> None:
     assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{0, 3, 6}, {1, 4}, {2, 5}]
 
 
-def test_sequential_takes_neighbours() -> None:
-    fragments = partition(Decoder(7), num_fragments=4, strategy="sequential")
-    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{0, 1}, {2, 3}, {4, 5, 6}]
-
-
-def test_layers_are_ordered_by_number_not_by_name() -> None:
-    fragments = partition(Decoder(12), num_fragments=13)
-    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{number} for number in range(12)]
-
-
 def test_a_model_of_nothing_but_layers_has_only_fragments_of_layers() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     fragments = partition(model, num_fragments=2)
@@ -91,22 +81,6 @@ def test_two_parameters_on_one_memory_are_refused() -> None:
     model.head.weight = nn.Parameter(model.embedding.weight.detach())
     with pytest.raises(FragmentError, match=r"'embedding.weight' and 'head.weight'"):
         partition(model)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "words"),
-    [
-        ([["layers.*"], ["head.*"]], "'embedding.weight' matches no pattern"),
-        (
-            [["layers.*", "*.weight"], ["embedding.*", "head.*"]],
-            r"'embedding.weight' matches the patterns of fragments \[0, 1\]",
-        ),
-        ([["*"], ["nothing"]], "The pattern 'nothing' of fragment 1 matches no"),
-    ],
-)
-def test_patterns_that_miss_or_overlap_are_refused(patterns: list[list[str]], words: str) -> None:
-    with pytest.raises(FragmentError, match=words):
-        partition(Decoder(1), strategy="patterns", patterns=patterns)
 
 
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])

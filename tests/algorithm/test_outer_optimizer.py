@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.algorithm import Adam, Nesterov, OuterOptimizer, Sgd, ValueSchedule
-from diloco.errors import ConfigurationError
 from diloco.testing import check_outer_optimizer
 from tests.algorithm.codecs import PIECE
 
@@ -95,19 +92,6 @@ def test_schedules_are_functions_of_the_outer_step() -> None:
     assert (values.item(), slots["momentum"].item()) == (-4.5, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Sgd(learning_rate=-1.0), "outer learning_rate must be a finite number of at least 0, got -1.0"),
-        (lambda: Nesterov(momentum=1.5), "a number from 0 to 1"),
-        (lambda: Adam(betas=(0.9, 1.0)), "must be two numbers from 0 to less than 1"),
-    ],
-)
-def test_impossible_values_are_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        make()
-
-
 def test_adams_square_root_is_correctly_rounded() -> None:
     """Otherwise replicas on different processors would diverge in the last bit and their rounds would be void."""
     mean = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -120,15 +104,12 @@ def test_adams_square_root_is_correctly_rounded() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6, 0.9])
 def test_the_first_step_is_lr_times_1_plus_mu_and_equal_means_reach_the_gain(momentum: float) -> None:
-    outer, mean = Nesterov.of_gain(1.75, momentum=momentum), torch.randn(100, dtype=torch.float32)
+    outer, mean = (
+        Nesterov(learning_rate=1.75 * (1 - momentum), momentum=momentum),
+        torch.randn(100, dtype=torch.float32),
+    )
     values, _ = run(outer, torch.zeros(100), mean[None])
     torch.testing.assert_close(-values, outer.learning_rate * (1 + momentum) * mean)
     values, _ = run(outer, torch.zeros(100), mean.expand(200, 100))
     later, _ = run(outer, torch.zeros(100), mean.expand(201, 100))
     torch.testing.assert_close(values - later, 1.75 * mean, rtol=1e-3, atol=1e-3)
-
-
-def test_a_gain_that_is_none_is_refused() -> None:
-    for gain, momentum in ((-1.0, 0.9), (float("nan"), 0.9), (1.0, 1.5)):
-        with pytest.raises(ConfigurationError, match=r"outer (gain|momentum) must be"):
-            Nesterov.of_gain(gain, momentum=momentum)

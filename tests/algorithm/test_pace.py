@@ -30,19 +30,6 @@ def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_st
         assert speed < fastest or steps == inner_steps
 
 
-@given(SPEEDS, st.integers(1, 1000))
-def test_who_is_faster_never_trains_less(steps_per_s: dict[int, float], inner_steps: int) -> None:
-    ordered = sorted(steps_per_s, key=lambda replica: steps_per_s[replica])
-    shares = [steps_to_train(replica, steps_per_s, inner_steps) for replica in ordered]
-    assert shares == sorted(shares)
-    assert shares[-1] == inner_steps
-
-
-def test_who_is_not_known_trains_every_step() -> None:
-    assert steps_to_train(3, {}, 10) == 10
-    assert steps_to_train(3, {0: 1e9}, 10) == 10
-
-
 @given(st.integers(1, 60), st.data(), st.integers(0, 10_000))
 def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st.DataObject, first: int) -> None:
     steps = data.draw(st.integers(1, inner_steps))
@@ -52,18 +39,6 @@ def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st
     assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "every range has its share of trained steps"
 
 
-@given(st.integers(1, 60), st.integers(0, 10_000))
-def test_the_fastest_trains_every_step(inner_steps: int, step: int) -> None:
-    assert trains_at(step, inner_steps, inner_steps)
-
-
-def test_the_reference_formula_in_floats() -> None:
-    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # fractions that floats represent exactly
-        ratio = steps / inner_steps
-        expected = [int((t + 1) * ratio) > int(t * ratio) for t in range(100)]
-        assert [trains_at(t, steps, inner_steps) for t in range(100)] == expected
-
-
 @pytest.mark.parametrize(("steps", "inner_steps"), [(0, 4), (5, 4), (-1, 4)])
 def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
     with pytest.raises(ConfigurationError, match=r"must be from 1 to 4, got"):
@@ -71,32 +46,11 @@ def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
 
 
 class TestStepRate:
-    def test_is_one_over_the_mean_time(self) -> None:
-        rate = StepRate()
-        for seconds in (100.0, *[0.25] * 30):
-            rate.add(seconds)
-        assert rate.steps_per_s == pytest.approx(4.0)
-
     def test_the_last_steps_count_most(self) -> None:
         rate = StepRate()
         for seconds in [1.0] * 50 + [0.1] * 50:
             rate.add(seconds)
         assert rate.steps_per_s == pytest.approx(10.0, rel=0.06)
-
-    def test_nothing_is_said_too_early(self) -> None:
-        rate = StepRate()
-        said = []
-        for _ in range(7):
-            said.append(rate.steps_per_s)
-            rate.add(1.0)
-        assert said == [None] * 6 + [1.0]
-
-    @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=40))
-    def test_what_it_says_can_be_told(self, seconds: list[float]) -> None:
-        rate = StepRate()
-        for each in seconds:
-            rate.add(each)
-        assert rate.steps_per_s is None or 1e-10 < rate.steps_per_s < 1e10
 
     @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
     def test_what_no_step_can_take_is_passed_over(self, seconds: float) -> None:
@@ -124,18 +78,6 @@ def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
         for diloco in swarm.replicas:
             diloco.finish()
     return swarm
-
-
-def test_slow_replicas_keep_rounds_and_agreement_and_are_deterministic() -> None:
-    first, second = paced([8, 5, 1], 80), paced([8, 5, 1], 80)
-    assert torch.equal(first.global_params(0), second.global_params(2))
-    assert [diloco.rounds_committed for diloco in first.replicas] == [10, 10, 10]
-
-
-def test_a_swarm_without_slow_replicas_has_the_same_bits_as_ever() -> None:
-    swarm = Swarm(2, SyncSchedule(inner_steps=8), outer=Nesterov(learning_rate=0.5, momentum=0.5))
-    swarm.run(80, quadratic())
-    assert torch.equal(paced([8, 8], 80).global_params(0), swarm.global_params(0))
 
 
 @pytest.mark.parametrize("shares", [[8, 8, 8], [8, 5, 1], [8, 1, 1]])

@@ -50,17 +50,6 @@ def test_never_two_sends_of_a_fragment_in_flight_and_every_fragment_equally_ofte
             assert sends == [2] * num_fragments
 
 
-def test_overlap_of_several_fragments() -> None:
-    schedule = SyncSchedule(inner_steps=4, num_fragments=4, overlap_steps=3)
-    assert schedule.actions(7) == (Send(3, 0), Merge(0, 0))
-    assert schedule.actions(8) == (Send(0, 1), Merge(1, 0))
-
-
-def test_sends_come_before_merges_in_one_step() -> None:
-    schedule = SyncSchedule(inner_steps=1)
-    assert schedule.actions(1) == (Send(0, 0), Merge(0, 0))
-
-
 def test_a_whole_round_late_is_merged_before_it_is_sent_again() -> None:
     schedule = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4)
     assert schedule.actions(4) == (Send(0, 0),)
@@ -72,11 +61,6 @@ def test_custom_offsets_may_coincide() -> None:
     schedule = SyncSchedule(inner_steps=5, num_fragments=2, offsets=(3, 3))
     assert schedule.actions(8) == (Send(0, 0), Send(1, 0), Merge(0, 0), Merge(1, 0))
     assert schedule.actions(5) == ()
-
-
-def test_nothing_happens_before_a_full_cycle() -> None:
-    schedule = SyncSchedule(inner_steps=10, num_fragments=10)
-    assert all(schedule.actions(step) == () for step in range(-5, 10))
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(0, 0), (9, 0), (10, 1), (14, 1), (15, 2), (20, 3), (25, 4)])

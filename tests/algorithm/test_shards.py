@@ -18,7 +18,6 @@ from diloco.algorithm import (
     owned_shares,
     plan_exchange,
     shard_bounds,
-    speeds,
 )
 
 BLOCK = 256
@@ -82,11 +81,6 @@ def test_any_shares_cut_all_values_between_blocks(numel: int, shares: list[float
     assert all(start <= stop for start, stop in bounds)
 
 
-def test_an_uplink_that_was_never_full_is_among_the_fastest() -> None:
-    assert speeds([SLOW, UNKNOWN_UPLINK, FAST, Uplink(30_000_000)]) == [20e6, 100e6, 100e6, 100e6]
-    assert speeds([SLOW, Uplink(500_000_000), UNKNOWN_UPLINK]) == [20e6, 500e6, 500e6]
-
-
 def plan(*uplinks: Uplink, codec: str = "int8", means: str = "int8", blocks: int = 64, whole: bool = False) -> Exchange:
     mean = MeanEncoding(make_codec(means))
     return plan_exchange(make_codec(codec), blocks * BLOCK, len(uplinks), mean=mean, uplinks=uplinks, whole=whole)
@@ -118,19 +112,3 @@ def test_shares_are_equal_unless_a_slow_uplink_is_known(uplinks: tuple[Uplink, .
     equal = plan_exchange(contributions, 64 * BLOCK, 3, mean=mean)
     assert equal.pattern == "reduce-scatter"
     assert plan_exchange(contributions, 64 * BLOCK, 3, mean=mean, uplinks=uplinks) == equal
-
-
-@pytest.mark.parametrize(("codec", "means", "whole"), [("fp4", "float32", False), ("int8", "int8", True)])
-def test_rates_never_change_the_pattern(codec: str, means: str, whole: bool) -> None:
-    """With encoded means the patterns have different results, which must not depend on measurements."""
-    gathered, equal = (plan(FAST, each, FAST, codec=codec, means=means, whole=whole) for each in (SLOW, FAST))
-    assert gathered.pattern == "all-gather"
-    assert (gathered.shards, gathered.sent, gathered.received) == (equal.shards, equal.sent, equal.received)
-
-
-def test_buffers_count_but_are_sent_by_all() -> None:
-    uplinks, mean = (FAST, SLOW, FAST), MeanEncoding.of("int8")
-    bare = plan_exchange(INT8, 64 * BLOCK, 3, mean=mean, uplinks=uplinks)
-    with_buffers = plan_exchange(INT8, 64 * BLOCK, 3, 10, mean=mean, uplinks=uplinks)
-    assert with_buffers.shards == bare.shards
-    assert with_buffers.sent == tuple(sent + 20 for sent in bare.sent)

@@ -9,17 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm import (
-    Adam,
     Contribution,
     Nesterov,
     OuterLoop,
     OuterOptimizer,
     OuterStepMeasures,
-    Sgd,
     measured_outer_step,
     partition,
-    sample,
-    sampled_ranges,
     weighted_mean,
 )
 from diloco.events import RoundCommitted
@@ -58,18 +54,6 @@ def test_cosines_of_orthogonal_and_opposite_means() -> None:
     assert found[2].gain == pytest.approx(1 + 0.5 + 0.25 * -1)  # 1 + mu + mu^2 <b, Delta> / |Delta|^2
 
 
-@pytest.mark.parametrize("outer", [Sgd(learning_rate=0.5), Adam(learning_rate=0.3)])
-def test_the_gain_is_what_the_global_parameters_did_whatever_the_optimizer(outer: OuterOptimizer) -> None:
-    values, state = torch.zeros(50), outer.init(torch.zeros(50))
-    mean = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    outer.update(mean, state, values)
-    assert measured(outer, [mean])[0].gain == pytest.approx(float(-values.dot(mean) / mean.dot(mean)), rel=1e-4)
-
-
-def test_a_mean_of_zero_has_no_cosine_and_no_gain() -> None:
-    assert measured(Nesterov(), [torch.ones(3), torch.zeros(3)])[1] == OuterStepMeasures(mean_norm=0.0)
-
-
 def test_measuring_changes_no_bit_of_the_step() -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -84,35 +68,9 @@ def test_measuring_changes_no_bit_of_the_step() -> None:
     assert loops[0].digest(0) == loops[1].digest(0)
 
 
-@pytest.mark.parametrize("numel", [1, 16_384, 16_385, 16_511, 16_512, 40_000])
-def test_a_sample_is_a_copy_whatever_the_size(numel: int) -> None:
-    """Adjacent ranges would be a view of the values unless they are copied."""
-    values = torch.ones(numel)
-    sample(values).zero_()
-    assert torch.equal(values, torch.ones(numel))
-
-
-def test_samples_estimate_what_all_values_have() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean, other = (torch.randn(1_000_003, generator=generator) for _ in range(2))
-    mixed = 0.6 * mean + 0.8 * other
-    assert sample(mean).numel() == 1 << 14
-    found = measured(Nesterov(learning_rate=0.7), [mean, mixed])
-    assert found[0].mean_norm == pytest.approx(float(mean.double().norm()), rel=1e-4)
-    assert found[1].mean_cosine == pytest.approx(0.6, abs=0.03)
-
-
 def contributions(values: list[Tensor], weights: list[float], codec: str = "float32") -> list[Contribution]:
     pairs = enumerate(zip(values, weights, strict=True))
     return [contribution(m, each, codec=codec, weight=weight, telemetry=True) for m, (each, weight) in pairs]
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 5])
-def test_the_spread_of_equal_contributions_is_0_and_of_orthogonal_ones_the_root_of_the_others(replicas: int) -> None:
-    same = weighted_mean(contributions([torch.ones(replicas)] * replicas, [1.0] * replicas))
-    assert same.spread == 0
-    unlike = weighted_mean(contributions(list(torch.eye(replicas)), [1.0] * replicas))
-    assert unlike.spread == pytest.approx(math.sqrt(replicas - 1))
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8", "topk2"])
@@ -124,17 +82,6 @@ def test_the_spread_is_the_root_mean_square_distance_from_the_mean(codec: str) -
     mean = (weights[:, None] * decoded).sum(0)
     expected = math.sqrt(float((weights * (decoded - mean).square().sum(1)).sum())) / float(mean.norm())
     assert weighted_mean(given).spread == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("numel", [1, 255, 256, 4097, 131_072, 262_145, 20_000_000])
-@pytest.mark.parametrize("block_size", [1, 256, 4096, 65_536])
-def test_stretches_are_cut_between_blocks_and_do_not_overlap(numel: int, block_size: int) -> None:
-    ranges = sampled_ranges(numel, block_size)
-    assert all(start % block_size == 0 and (stop % block_size == 0 or stop == numel) for start, stop in ranges)
-    flat = [edge for part in ranges for edge in part]
-    assert flat == sorted(flat)
-    assert len(ranges) <= 64
-    assert flat[-1] <= numel
 
 
 def test_every_replica_tells_the_same_of_a_round_and_nothing_with_telemetry_off() -> None:

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.algorithm import (
-    GREATEST_WEIGHT,
-    LEAST_WEIGHT,
     Send,
     SyncSchedule,
     TrainedSteps,
@@ -25,24 +23,6 @@ from diloco.errors import CheckpointError, ConfigurationError
 def test_the_weight_is_the_plain_formula(base: float, trained: int, scheduled: int) -> None:
     expected = Fraction(base) * trained / scheduled
     assert contribution_weight(base, float(trained), scheduled) == pytest.approx(float(expected), rel=1e-15)
-
-
-@given(st.floats(LEAST_WEIGHT, GREATEST_WEIGHT), st.integers(1, 1 << 40))
-def test_a_full_window_weighs_exactly_the_base_weight(base: float, scheduled: int) -> None:
-    assert contribution_weight(base, float(scheduled), scheduled) == base
-
-
-@given(
-    st.floats(LEAST_WEIGHT, GREATEST_WEIGHT),
-    st.one_of(st.just(0.0), st.floats(0, 1e12)),
-    st.integers(1, 1 << 40),
-)
-def test_every_weight_can_be_one(base: float, trained: float, scheduled: int) -> None:
-    assert check_base_weight(contribution_weight(base, trained, scheduled))
-
-
-def test_nothing_trained_weighs_next_to_nothing() -> None:
-    assert contribution_weight(1e9, 0.0, 10) == LEAST_WEIGHT
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1e19, 1e-19, float("nan"), float("inf")])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint import hidden_name, list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import mark_of, names, save
 from tests.processes import Processes
@@ -162,24 +162,3 @@ def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, 2.0)
     assert names(tmp_path) == {"latest", "step-00000001"}
-
-
-def test_rests_of_dead_saves_go_and_other_files_stay(tmp_path: Path) -> None:
-    place = save(tmp_path, 1, 1.0)
-    for fate in ("partial", "deleted", "replaced"):
-        shutil.copytree(place, hidden_name(place, fate))
-    hidden_name(tmp_path / "latest", "partial").write_text("step-0")
-    mine = {"notes.txt", ".step-00000001.mine", "step-1", "step-00000001.old"}
-    for name in mine:
-        (tmp_path / name).mkdir()
-    assert [checkpoint.path.name for checkpoint in list_checkpoints(tmp_path)] == ["step-00000001"]
-    save(tmp_path, 2, 2.0)
-    assert names(tmp_path) == mine | {"latest", "step-00000001", "step-00000002"}
-
-
-def test_one_that_was_being_replaced_when_its_save_died_gets_its_name_back(tmp_path: Path) -> None:
-    place = save(tmp_path, 1, 1.0)
-    os.replace(place, hidden_name(place, "replaced"))
-    save(tmp_path, 2, 2.0)
-    assert names(tmp_path) == {"latest", "step-00000001", "step-00000002"}
-    assert mark_of(place) == 1.0

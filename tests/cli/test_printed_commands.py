@@ -16,7 +16,7 @@ import pytest
 from diloco.cli import COMMANDS, main
 from tests.cli.runs import SMALL
 
-ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |dht|stride")
+ELSEWHERE = re.compile("203[.]0|10[.]0[.]0|hf:|llama|mine|--measure|runs/[abc] |relay|stride")
 LONG = ("diloco train", "diloco train run.toml", "diloco train --algorithm", "diloco watch runs/streaming-tiny")
 
 
@@ -55,7 +55,7 @@ def test_an_example_of_the_help_runs(command: str, place: Path, monkeypatch: pyt
     piped = command.rpartition("| ")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"document ")))
     words = shlex.split(piped[2])
-    words += ["--overwrite"] if "--to hf exported" in command and "--overwrite" not in words else []
+    words += ["--overwrite"] if "export runs/streaming-tiny exported" in command and "--overwrite" not in words else []
     assert main(words[1:]) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,9 +15,9 @@ from typing import Any
 
 import pytest
 
+import diloco.transport
 from diloco.cli import main
-from diloco.protocol import Faults, faults_message
-from diloco.transport.hivemind import status_client
+from diloco.transport import PeerReport
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
@@ -151,87 +152,87 @@ def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
     assert first.metrics("CheckpointSaved"), "work that it has not shared is kept"
 
 
-def test_why_a_peer_does_not_answer_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+Ask = Callable[[Callable[[], list[PeerReport]]], None]
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """A function that replaces the network by one that answers every question about the peers."""
+
+    def replace(answer: Callable[[], list[PeerReport]]) -> None:
+        class Client:
+            async def ask(self) -> list[PeerReport]:
+                return answer()
+
+        @contextlib.asynccontextmanager
+        async def open_status_client(*_: Any) -> AsyncIterator[Client]:
+            yield Client()
+
+        monkeypatch.setattr(diloco.transport, "open_status_client", open_status_client)
+
+    return replace
+
+
+STATUS = ["status", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
+HERE = {"step": 7, "members": [0, 2], "digest": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("others", "states", "remark"),
+    [
+        ([PeerReport("Qm", 1, problem="no answer within 10 s")], ["no answer"], "Qm: replica 1 is no longer a member"),
+        ([PeerReport("Qm", 2, problem="no answer\n * dial")], ["no answer"], "Qm: no answer"),
+        ([PeerReport("Qm", 1, problem="x", finished=True)], ["finished"], "Qm: replica 1 has finished the run"),
+        ([PeerReport("Qm", 2, HERE | {"state": "joining", "state_expected_bytes": 9, "state_received_bytes": 8})],
+         ["joining, 88 %"], ""),
+        ([PeerReport("Qm", 2, HERE | {"step": 9, "digest": "cd"})], ["?"], "the peers answered at different steps"),
+        ([PeerReport("Qm", 2, HERE | {"digest": "cd"})], ["?"], "peers at the same step show different digests"),
+    ],
+)  # fmt: skip
+def test_status_of_a_peer(
+    answering: Ask, capsys: pytest.CaptureFixture[str], others: list[PeerReport], states: list[str], remark: str
 ) -> None:
-    found = [
-        status_client.PeerReport("QmHere", 0, {"step": 7}),
-        status_client.PeerReport("QmAway", 1, problem="no answer within 10 s"),
-    ]
-
-    class Asked:
-        async def ask(self) -> list[status_client.PeerReport]:
-            return found
-
-    @contextlib.asynccontextmanager
-    async def open_status_client(*_: Any) -> AsyncIterator[Asked]:
-        yield Asked()
-
-    monkeypatch.setattr(status_client, "open_status_client", open_status_client)
-    arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
-    assert main(arguments) == 0
+    answering(lambda: [PeerReport("QmHere", 0, HERE), *others])
+    assert main(STATUS) == 0
     shown = capsys.readouterr()
-    assert [line.split()[:4] for line in shown.out.splitlines()[1:]] == [
-        ["QmHere", "0", "?", "7"],
-        ["QmAway", "1", "no", "answer"],
-    ]
-    assert shown.err == "diloco: QmAway: no answer within 10 s\n"
-    here = {"step": 7, "members": [0, 2], "digest": "ab", "faults": faults_message({2: Faults(missed=2)}, me=0)}
-    found[:] = [
-        status_client.PeerReport("QmHere", 0, here),
-        status_client.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
-        status_client.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
-        status_client.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
-        status_client.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
-    ]
-    assert main(arguments) == 0
-    shown = capsys.readouterr()
-    states = [line.split()[2] for line in shown.out.splitlines()[1:]]
-    assert states == ["?", "finished", "no", "gone", "?"]
-    faults = [line.rstrip().rpartition("  ")[2] for line in shown.out.splitlines()]
-    assert faults == ["faults", "none", "no data", "2 missed", "no data", "no data"]
-    assert shown.err.splitlines()[:3] == [
-        "diloco: QmDone: replica 1 has finished the run and exited",
-        "diloco: QmFrozen: failed to dial QmFrozen",
-        "diloco: QmLeft: replica 3 is no longer a member: it left or was lost, and the others continued",
-    ]
-    assert "the digests differ because the peers answered at different steps" in shown.err
-    found[-1] = status_client.PeerReport("QmAhead", 4, here | {"digest": "cd"})
-    main(arguments)
-    assert "peers at the same step show different digests" in capsys.readouterr().err
-    found.clear()
-    assert main(arguments) == 1
+    assert [line.split("  ")[0] for line in shown.out.splitlines()[1:]] == ["QmHere", "Qm"]
+    assert (remark in shown.err) if remark else not shown.err
+    assert all(state in shown.out or "gone" in shown.out for state in states)
+    assert main([*STATUS, "--json"]) == 0
+    assert [report["number"] for report in json.loads(capsys.readouterr().out)] == [0, others[0].number]
+
+
+def test_status_without_peers_fails(answering: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    answering(list)
+    assert main(STATUS) == 1
     assert "no peer of run 'mine'" in capsys.readouterr().err
 
 
-def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Asked:
-        """A client that answers, fails once, answers again, and is interrupted."""
+def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = itertools.count(1)
 
-        step = 0
+    def answer() -> list[PeerReport]:
+        """Answer, fail once, answer again, and be interrupted."""
+        step = next(steps)
+        if step in (2, 4):
+            raise OSError("the network is down") if step == 2 else KeyboardInterrupt
+        return [PeerReport("QmHere", 0, {"step": step})]
 
-        async def ask(self) -> list[status_client.PeerReport]:
-            self.step += 1
-            if self.step == 2:
-                raise OSError("the network is down")
-            if self.step == 4:
-                raise KeyboardInterrupt
-            return [status_client.PeerReport("QmHere", 0, {"step": self.step})]
-
-    @contextlib.asynccontextmanager
-    async def open_status_client(*_: Any) -> AsyncIterator[Asked]:
-        yield Asked()
-
-    monkeypatch.setattr(status_client, "open_status_client", open_status_client)
-    arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere", "--watch"]
-    assert main([*arguments, "--every-s", "0.01"]) == 0
+    answering(answer)
+    assert main([*STATUS, "--every", "10ms"]) == 0
     shown = capsys.readouterr().out
-    rows = [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")]
-    assert rows == ["1", "3"]
+    assert [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")] == ["1", "3"]
     assert "could not be queried; trying again: the network is down" in shown
-    assert main([*arguments, "--json"]) == main([*arguments, "--every-s", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--watch", "--json"],
+     [*STATUS[1:], "--every", "0s"], ["folder", "--watch"], ["folder", "--every", "2s"],
+     ["folder", "--secret-file", "x"]],
+)  # fmt: skip
+def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> None:
+    assert main(["status", *arguments]) == 2
 
 
 def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:

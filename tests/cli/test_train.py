@@ -222,11 +222,11 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
 @pytest.mark.parametrize(
     "command",
     [
-        "inspect RUN",
+        "status RUN",
         "evaluate RUN",
         "generate RUN --prompt a",
         "export RUN --to safetensors OUT.safetensors",
-        "watch RUN --export OUT.html",
+        "watch RUN --out OUT.html",
     ],
 )
 def test_a_folder_in_use_can_be_read(command: str, files: Path, tmp_path: Path) -> None:

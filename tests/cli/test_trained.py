@@ -1,4 +1,4 @@
-"""The commands that read a trained model: `diloco evaluate`, `generate`, `export` and `inspect`."""
+"""The commands that read a trained model: `diloco evaluate`, `generate`, `export` and `status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco.cli import main
 from tests.cli.runs import read_json, refused
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "export"])
+@pytest.mark.parametrize("command", ["evaluate", "generate", "status", "export"])
 def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     more = [str(tmp_path / "out")] if command == "export" else []
     assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
@@ -86,14 +86,14 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
     assert "--context must be between 1 and" in refused([*arguments, "--context", "2000"], capsys)
 
 
-def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(files / "run"), "--json"]) == 0
+def test_status_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(files / "run"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["step"] == 6
     assert record["about"]["num_replicas"] == 2
     assert [fragment["outer_step"] for fragment in record["about"]["fragments"]] == [1, 0]
     assert {"run", "global", "replica-0", "replica-1"} == record["parts"].keys()
-    assert main(["inspect", str(files / "run")]) == 0
+    assert main(["status", str(files / "run")]) == 0
     shown = capsys.readouterr().out
     assert "algorithm" in shown
     assert "replica-1.safetensors" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -36,10 +37,12 @@ def run_folder(tmp_path: Path) -> Path:
         ("--run mine", "--join, the address of a peer, is missing"),
         ("--join /ip4/127.0.0.1/tcp/1/p2p/Qm", "--run, the name of the run, is missing"),
         ("absent", "absent does not exist"),
-        ("{folder} --alert.silent-s 0", "alert.silent_s must be positive"),
-        ("{folder} --every-s 0", "--every-s must be positive"),
+        ("{folder}/..", "neither metrics.jsonl nor config.toml"),
+        ("{folder} --every 0s", "--every must be positive"),
+        ("{folder} --every soon", "--every must be a number with"),
         ("{folder} --host 203.0.113.7", "can't listen at 203.0.113.7"),
         ("{folder} --port {taken}", "Choose another --port"),
+        ("{folder} --out {folder}/absent/page.html", "can't be written"),
     ],
 )
 def test_what_can_not_work_is_refused(
@@ -51,55 +54,43 @@ def test_what_can_not_work_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_page_is_exported(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_is_written_to_a_file(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    assert main(["watch", str(run_folder), "--export", str(page)]) == 0
+    assert main(["watch", str(run_folder), "--out", str(page)]) == 0
     assert str(page) in capsys.readouterr().out
-    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    (run,) = json.loads(held)["runs"].values()
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    (run,) = json.loads(data)["runs"]
     assert (run["name"], run["header"]["step"]) == ("mine", 2)
-    assert main(["watch", str(run_folder), "--export", str(tmp_path / "absent" / "page.html")]) == 2
-
-
-def test_it_serves_until_ctrl_c_also_while_a_page_is_open(run_folder: Path, tmp_path: Path) -> None:
-    with Processes() as processes:
-        command = Command(processes, ["watch", run_folder, "--every-s", "0.05"], tmp_path / "said.txt")
-        page = command.until(lambda: re.search(r"(http://127\.0\.0\.1:\d+/)\?token=\S+", command.output), "an address")
-        visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        with visitor.open(page[0]) as answer:
-            assert b"<html" in answer.read()
-        with visitor.open(page[1] + "events") as events:
-            while not (told := json.loads(events.readline().partition(b"data: ")[2] or b"{}")).get("runs"):
-                pass
-            assert told["runs"]["0"]["header"]["step"] == 2
-            with (run_folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(to_record(step(3))) + "\n")
-            while b'"step": 3' not in events.readline():
-                pass
-            os.kill(command.pid, signal.SIGINT)
-            command.end(0, limit_s=30)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
-def test_each_printed_address_opens_the_page_in_one_browser(host: str, run_folder: Path, tmp_path: Path) -> None:
+def test_page_is_served_live_to_one_browser_per_address_until_ctrl_c(
+    host: str, run_folder: Path, tmp_path: Path
+) -> None:
     with Processes() as processes:
-        command = Command(processes, ["watch", run_folder, "--host", host, "--port", "0"], tmp_path / "said.txt")
+        arguments = ["watch", run_folder, "--host", host, "--port", "0", "--every", "50ms"]
+        command = Command(processes, arguments, tmp_path / "said.txt")
 
         def told() -> list[re.Match[str]]:
             return [*re.finditer(r"http://\S+:(\d+)/\?token=(\S+)", command.output)]
 
+        def step_of(visitor: urllib.request.OpenerDirector) -> int:
+            with visitor.open(f"{base}/data.json") as answer:
+                return int(json.loads(gzip.decompress(answer.read()))["runs"][0]["header"]["step"])
+
+        visitors = []
         for number in range(2):
             command.until(lambda: len(told()) > number, "an address")  # noqa: B023
-            found = told()[number]
-            base = f"http://127.0.0.1:{found[1]}"
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(f"{base}/data.json")
-            visitor = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-            visitor.open(f"{base}/?token={found[2]}").close()
-            with visitor.open(f"{base}/data.json") as answer:
-                assert json.load(answer) is not None
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(f"{base}/?token={found[2]}")
+            base, token = f"http://127.0.0.1:{told()[number][1]}", told()[number][2]
+            visitors.append(urllib.request.build_opener(urllib.request.HTTPCookieProcessor()))
+            visitors[-1].open(f"{base}/?token={token}").close()
+            for path in ("data.json", f"?token={token}"):
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    urllib.request.urlopen(f"{base}/{path}")
+        assert [step_of(visitor) for visitor in visitors] == [2, 2]
+        with (run_folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(to_record(step(3))) + "\n")
+        command.until(lambda: [step_of(visitor) for visitor in visitors] == [3, 3], "the new step")
         assert ("can change nothing" in command.output) == (host == "0.0.0.0")
         os.kill(command.pid, signal.SIGINT)
         command.end(0, limit_s=30)

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from diloco.data import (
-    Batch,
     Batches,
     BlockReader,
     ByteTokenizer,
-    DocumentSource,
     DocumentStream,
     Mixture,
     PackedTokens,
@@ -47,7 +45,7 @@ class Records:
 
 
 def stream(
-    sources: Sequence[Sequence[str] | DocumentSource],
+    sources: Sequence[Sequence[str]],
     replica: int,
     replicas: int,
     *,
@@ -58,7 +56,7 @@ def stream(
 ) -> DocumentStream:
     readers = [
         BlockReader(
-            Records(source, sized=sized) if isinstance(source, Sequence) else source,
+            Records(source, sized=sized),
             name=str(number),
             size=block,
             tokenizer=TOKENIZER,
@@ -113,18 +111,6 @@ KINDS |= {
 }
 
 
-def lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+def lists(batch: Any) -> tuple[list[list[int]], list[list[int]]]:
     inputs, targets = batch
     return inputs.tolist(), targets.tolist()
-
-
-def texts(drawn: Sequence[int]) -> list[str]:
-    """Return, as text, the documents that end in the tokens drawn."""
-    found, document = [], bytearray()
-    for token in drawn:
-        if token == TOKENIZER.eos_id:
-            found.append(document.decode())
-            document.clear()
-        else:
-            document.append(token)
-    return found

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.data import Assignment, Range
+from diloco.data import Assignment
 from diloco.errors import ConfigurationError
 
 
@@ -48,7 +48,7 @@ LEAVING = st.dictionaries(NUMBERS, st.integers(0, 4), max_size=4)
 CHANGES = st.lists(st.builds(Change, st.integers(0, 4), LEAVING, st.frozensets(NUMBERS), st.booleans()), max_size=6)
 
 
-def listed(ranges: tuple[Range, ...]) -> list[int]:
+def listed(ranges: tuple[tuple[int, int], ...]) -> list[int]:
     return [position for begin, end in ranges for position in range(begin, end)]
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_drawn_twice_or_lost_whoever_comes_and_goes(
 
         leaving = {member for member in change.unused_steps if member in drawn}
         stays = (set(assignment.members) - leaving) | change.joining
-        returned: list[Range] = []
+        returned: list[tuple[int, int]] = []
         for member in sorted(leaving if stays else ()):
             unused = min(change.unused_steps[member], change.steps)
             ranges = assignment.ranges(member, steps[change.steps - unused :], batch_size)

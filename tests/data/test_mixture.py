@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.data import CYCLE, Mixture, PackedTokens, Sampler, shares_of
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import ConfigurationError
 
 LENGTH = 4
 
@@ -61,16 +61,3 @@ def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_e
     assert (len(a), set(a)) == (50, {15_000 // 50})
     assert (len(b), set(b)) == (700, {5000 // 700, 5000 // 700 + 1})
     assert replicas[0].epochs == pytest.approx({"a": len(order) * 0.75 / 50, "b": len(order) * 0.25 / 700}, rel=1e-3)
-
-
-def test_what_a_mixture_cannot_do_is_told() -> None:
-    with pytest.raises(DataError, match="'b' has 1 training tokens, but one sequence of 4 needs 5"):
-        Sampler(
-            mixed(a=(9, 1.0), b=(0, 1.0)),
-            sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0,
-        )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="contiguous"):
-        Sampler(
-            mixed(a=(9, 1.0)),
-            sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0, sharding="contiguous",
-        )  # fmt: skip

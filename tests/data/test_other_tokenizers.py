@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +10,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from diloco.data import (
     Tokenizer,
-    byte_letters,
-    load_hub_tokenizer,
 )
 from diloco.errors import DataError
 
@@ -55,19 +50,6 @@ def test_the_bytes_of_documents_are_counted_exactly(documents: list[str]) -> Non
         assert tokenizer.num_bytes(ids) == sum(len(document.encode()) for document in documents)
         before = " " if tokenizer is LLAMA else ""
         assert tokenizer.decode(ids) == "".join(before + document for document in documents)
-
-
-def test_one_without_a_tokenizer_json_is_converted(tmp_path: Path) -> None:
-    """GPT-2's two files, from which transformers makes tokenizer.json."""
-    letters = byte_letters()
-    vocabulary = {letter: n for n, letter in enumerate([*letters, "th", "<|endoftext|>"])}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    tokenizer = load_hub_tokenizer(f"hf:{tmp_path}")
-    assert tokenizer.eos_id == vocabulary["<|endoftext|>"]
-    assert len(tokenizer.encode("then")) == 3
-    assert tokenizer.num_bytes(tokenizer.encode("thü")) == 4
 
 
 def unigram() -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,11 +106,3 @@ def test_a_crash_loses_no_more_than_what_was_begun() -> None:
     missing = set(range(max(run.used) + 1)) - set(run.used)
     assert len(missing) <= B * (run.shares.chain[-1].from_step - before)
     assert len(run.used) == len(set(run.used))
-
-
-def test_a_run_whose_members_stay_draws_as_one_of_fixed_members() -> None:
-    shares, fixed = Shares.of((0, 1, 2)), Assignment.of(3)
-    for replica in range(3):
-        (mine,) = shares.of_member(replica)
-        for step in range(20):
-            assert np.array_equal(mine.positions(replica, step, B), fixed.positions(replica, step, B))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.data import DataSettings, SourceSettings, build_corpus, open_source, parse_hub_name
-from diloco.errors import DataError
+from diloco.data import DataSettings, SourceSettings, build_corpus, open_source
+from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
 
@@ -74,7 +75,6 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
     assert list(open_source(few).records()) == [text.upper() for text in TEXTS[:5]]
     tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",))
     assert open_source(tenth).size == 25
-    assert parse_hub_name("hf:a/b/c:d") == ("a/b", "c", "d")
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,18 @@ def test_a_corpus_is_the_same_from_files_and_from_datasets(files: Path) -> None:
         for place in (str(files / "a.jsonl"), f"hf:{files / 'saved'}", f"hf:{files / 'hub'}")
     ]
     assert len({corpus.fingerprint for corpus in corpora}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sources": {"a": {}}}, "data.sources.a needs the key data, such as data ="),
+        ({"sources": {"a": {"data": "x", "weight": math.nan}}}, "a positive number"),
+        ({"paths": (Path("x"),), "sources": {"a": {"data": "x"}}}, "were both given"),
+        ({"format": "chat"}, "needs conversations"),
+        ({"format": "chat", "paths": (Path("x"),), "streaming": True}, "can't be combined with data.format='chat'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        DataSettings(**settings)

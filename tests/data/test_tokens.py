@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from diloco.data import EOS, ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer, train_bpe
+from diloco.data import ByteTokenizer, DataSettings, Tokenizer, load_tokenizer, make_tokenizer, train_bpe
 from diloco.errors import DataError
 
+EOS = "<|endoftext|>"
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "bpe": train_bpe(DOCUMENTS, 300)}
 
@@ -105,19 +106,6 @@ def test_a_users_tokenizer_with_one_usual_end_token(tmp_path: Path, special: boo
     assert tokenizer.eos_id not in tokenizer.encode(text)
     assert tokenizer.decode([*tokenizer.encode(text), 257]) == text
     assert tokenizer.num_bytes(tokenizer.encode(text)) == len(text)
-
-
-def test_an_end_token_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    library_tokenizer().save(str(file))
-    with pytest.raises(DataError, match=r"none of its tokens has a usual name.*tokenizer_config\.json next to it"):
-        load_tokenizer(file)
-    library_tokenizer("</s>", "<eos>").save(str(file))
-    with pytest.raises(DataError, match=r"each of </s>, <eos> could"):
-        load_tokenizer(file)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with pytest.raises(DataError, match=r"has no token '<end>'"):
-        load_tokenizer(file)
 
 
 def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:

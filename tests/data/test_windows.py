@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data import heldout_batches, num_windows, permute
+from diloco.data import heldout_batches, permute
 from diloco.errors import ConfigurationError, DataError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 
@@ -58,4 +58,3 @@ def test_too_few_heldout_tokens_are_refused_at_once() -> None:
         heldout_batches(tokens_for(1)[:-1], LENGTH, 1, 0)
     with pytest.raises(ConfigurationError, match="An evaluation needs batch_size >= 1"):
         heldout_batches(tokens_for(1), LENGTH, 0, 0)
-    assert num_windows(tokens_for(0)[:0], LENGTH) == 0

@@ -41,13 +41,6 @@ def test_what_a_liar_tells_each_makes_no_two_outcomes(honest: dict[int, Vote], l
         assert all(each.committed or each.disputed for each in told.values())
 
 
-@given(st.dictionaries(st.integers(0, 7), VOTES, min_size=2, max_size=6), st.data())
-def test_nothing_commits_before_the_last_vote(votes: dict[int, Vote], data: st.DataObject) -> None:
-    missing, me = data.draw(st.sampled_from(sorted(votes))), data.draw(st.sampled_from(sorted(votes)))
-    come = {voter: vote for voter, vote in votes.items() if voter != missing}
-    assert tally(sorted(votes), come, me=me).committed in (None, False)
-
-
 @given(st.sets(st.integers(0, 7), min_size=3), st.data())
 def test_one_vote_against_is_enough_for_who_has_not_voted_and_gives_the_reason(
     voters: set[int], data: st.DataObject
@@ -77,16 +70,3 @@ def test_digests_must_be_equal_within_a_group_and_only_there() -> None:
     mixed = shards | {3: Vote(True, "odd")}
     wanted = Tally(None, "rank 3 holds a different average than rank 1", disputed=True)
     assert tally(range(4), mixed, me=0, groups=positions) == wanted
-
-
-def test_votes_of_strangers_count_for_nothing() -> None:
-    ours = {0: Vote(True, "a"), 1: Vote(True, "a")}
-    strangers = {5: Vote(False, reason="I am no member"), 6: Vote(True, "b")}
-    assert tally([0, 1], ours | strangers, me=0) == Tally(True)
-    assert tally([0, 1], {0: Vote(True, "a"), 5: Vote(True, "a")}, me=0) == Tally(None)
-
-
-def test_a_member_alone_decides_by_its_own_vote() -> None:
-    assert tally([4], {}, me=4) == Tally(None)
-    assert tally([4], {4: Vote(True, "x")}, me=4) == Tally(True)
-    assert tally([4], {4: Vote(False, reason="not finite")}, me=4) == Tally(False, "not finite")

@@ -99,20 +99,6 @@ def test_nobody_founds_before_others_could_be_heard() -> None:
     assert alone.founds((), NOW_S, had_members=True) is None, "a fresh start is no replacement"
 
 
-@pytest.mark.parametrize("replicas", [3, 5, 6, 7])
-def test_two_that_do_not_hear_each_other_and_count_the_same_third_found_no_two_views(replicas: int) -> None:
-    """The third hears both, and votes for one of them."""
-    view, middle = View(4, tuple(range(replicas))), (replicas - 1) // 2
-
-    def heard(one: int, other: int) -> bool:
-        return middle in (one, other) or (one < middle) == (other < middle)
-
-    founded = elect(*(Candidate(number, 10, view) for number in range(replicas)), heard=heard)
-    assert len(founded) <= 1
-    if replicas % 2:
-        assert founded == {0: View(5, (0,))}
-
-
 @pytest.mark.parametrize("replicas", [3, 4, 5, 6, 7])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_one_that_was_started_again_does_not_count_as_the_member_that_it_was(replicas: int, ahead: bool) -> None:

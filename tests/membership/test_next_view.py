@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -19,7 +18,6 @@ from diloco.membership import (
     View,
     largest_set,
     next_view,
-    reachable_from,
     staying_members,
 )
 
@@ -40,18 +38,6 @@ def test_it_is_the_first_of_all_sets_by_size_then_by_order(order: list[int], unh
     assert largest_set(order, unheard) == tuple(sorted(best))
 
 
-@given(st.sets(st.integers(0, 7), min_size=3), st.data())
-def test_a_single_bad_pair_costs_one_of_the_two(members: set[int], data: st.DataObject) -> None:
-    one, other = data.draw(st.permutations(sorted(members)))[:2]
-    assert largest_set(sorted(members), [(one, other)]) == tuple(sorted(members - {max(one, other)}))
-
-
-@given(st.sets(st.integers(0, 7), min_size=4), st.data())
-def test_one_that_accuses_two_is_the_one_to_go(members: set[int], data: st.DataObject) -> None:
-    one, *others = data.draw(st.permutations(sorted(members)))
-    assert largest_set(sorted(members), [(one, other) for other in others[:2]]) == tuple(sorted(members - {one}))
-
-
 @pytest.mark.parametrize(("replicas", "sayers", "goes"), [(4, 1, 3), (4, 2, 0), (5, 2, 3), (5, 3, 0)])
 def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_lately(
     replicas: int, sayers: int, goes: int
@@ -60,16 +46,6 @@ def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_la
     report = Report(1, 0, unheard=frozenset({(3, 0)}), unsteady=said | {(0, 3), (0, 1), (0, 2)})
     staying = staying_members(View.of(replicas), report, 1, Policy())
     assert staying == tuple(replica for replica in range(replicas) if replica != goes)
-
-
-def test_many_bad_pairs_of_many_members_take_no_time() -> None:
-    """Whether each member has one bad pair, two halves can't hear each other, or neighbours in a ring can't."""
-    pairs = [(m, m + 1) for m in range(0, 64, 2)]
-    assert largest_set(range(64), pairs) == tuple(range(0, 64, 2))
-    halves = [(one, other) for one in range(32) for other in range(32, 64)]
-    assert largest_set(range(64), halves) == tuple(range(32))
-    ring = [(m, (m + 1) % 64) for m in range(64)]
-    assert largest_set(range(64), ring) == tuple(range(0, 64, 2))
 
 
 def some(size: int, share: float) -> list[tuple[int, int]]:
@@ -122,12 +98,6 @@ def test_more_bad_pairs_than_can_be_searched_take_little_time(
     assert largest_set(range(size), [pair[::-1] for pair in unheard]) == staying
 
 
-@given(st.sets(st.integers(0, 7), min_size=1), PAIRS)
-def test_whoever_is_within_reach_reaches_back(members: set[int], unheard: set[tuple[int, int]]) -> None:
-    reach = {member: reachable_from(member, members, unheard) for member in members}
-    assert all(member in reach[other] for member in members for other in reach[member])
-
-
 EARLIER = NextView(View(1, (0, 1, 2)), View.of(5), 1, {}, "replicas 3, 4 are lost")
 FIRST = frozenset({(0, 1, 2)})
 
@@ -152,14 +122,6 @@ def test_an_agreement_stands_unless_one_of_those_who_were_to_be_ready_denies_it(
     assert followed_by({3: frozenset({(1, 2, 3)})}, (0, 3, 4)) == EARLIER.view
     assert followed_by({1: FIRST | {(1, 3, 4)}}, (0, 1, 3)) == View(1, (0, 1, 3)), "denied in both"
     assert followed_by({1: FIRST | {(1, 2, 4)}}, (0, 1, 3)) == EARLIER.view, "0 denies the first one only"
-
-
-def test_of_agreements_that_may_stand_the_newest_does() -> None:
-    newer = replace(EARLIER, view=View(1, (2, 3, 4)))
-    for known, stands in ((1, newer), (3, EARLIER)):
-        agreed = {2: Agreed(known, EARLIER, FIRST), 4: Agreed(2, newer, frozenset({(0, 1, 4)}))}
-        reports = [Report(member, 0, agreed=agreed.get(member)) for member in (2, 3, 4)]
-        assert next_view(View.of(5), reports, (2, 3, 4), Policy()) == stands
 
 
 def test_one_liar_neither_forges_an_agreement_nor_hides_one_from_members_that_would_be_enough_without_it() -> None:

@@ -45,32 +45,10 @@ def test_two_sides_never_both_go_on(split: Split) -> None:
 
 
 @given(splits())
-def test_whoever_goes_on_is_the_side_itself(split: Split) -> None:
-    for side, members in enumerate(split.sides):
-        decision = split.decision(side)
-        assert decision.members in (None, tuple(sorted(members)))
-        assert decision.reason
-
-
-@given(splits())
 def test_more_than_half_go_on_and_so_does_who_knows_that_all_others_have_ended(split: Split) -> None:
     side, members = split.sides[0], set(split.view.members)
     if 2 * len(side) > len(members) or members - side <= split.known_gone[0]:
         assert split.decision(0).members == tuple(sorted(side))
-
-
-def test_who_has_ended_may_have_gone_on_with_a_silent_one_before() -> None:
-    """Replica 1 has ended at an unknown time. Replica 2 may have formed a view with it that leaves out 0."""
-    assert decide(View.of(3), lost={1, 2}, gone={1}, joining=(), policy=Policy()).members is None
-    assert decide(View.of(3), lost={1, 2}, gone={1, 2}, joining=(), policy=Policy()).members == (0,)
-    assert decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy()).members == (0, 1)
-
-
-@given(st.sets(st.integers(0, 12), min_size=2, max_size=10).filter(lambda members: len(members) % 2 == 0), st.data())
-def test_of_two_halves_the_one_with_the_lowest_number_goes_on(members: set[int], data: st.DataObject) -> None:
-    half = frozenset(data.draw(st.permutations(sorted(members)))[: len(members) // 2])
-    decision = decide(View(0, tuple(sorted(members))), lost=members - half, gone=(), joining=(), policy=Policy())
-    assert (decision.members is not None) == (min(members) in half)
 
 
 @given(splits(), st.integers(1, 9))
@@ -94,13 +72,6 @@ def test_joiners_are_added_and_count_for_min_replicas_but_make_no_majority(
     if len(members) > 2:
         alone = decide(view, lost=members - {max(members)}, gone=(), joining=joining, policy=Policy())
         assert alone.members is None
-
-
-def test_the_last_of_a_run_goes_on_only_if_the_others_are_known_to_have_ended() -> None:
-    view = View.of(2)
-    assert decide(view, lost={0}, gone={0}, joining=(), policy=Policy()).members == (1,)
-    assert decide(view, lost={0}, gone=(), joining=(), policy=Policy()).members is None
-    assert decide(view, lost={1}, gone=(), joining=(), policy=Policy()).members == (0,)
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,6 @@ def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, 
 
 
 TIED = {"tie_word_embeddings": True}
-ZAMBA = {  # blocks share weights, which are not tied either when a head is read that isn't
-    **{"vocab_size": 272, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "adapter_rank": 4},
-    **{"num_attention_heads": 4, "attention_head_dim": 8, "attention_hidden_size": 32, "num_mem_blocks": 1},
-    **{"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "use_shared_mlp_adapter": True},
-    **{"mamba_d_state": 4, "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_ngroups": 1},
-}
 MERGED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("Llama", TIED, ("lm_head",)),
     ("Llama", TIED, ("embed_tokens", "lm_head", "q_proj")),
@@ -88,7 +82,6 @@ MERGED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("GPT-NeoX", {}, ("lm_head", "embed_in")),
     ("Mixtral", {}, ("w1", "w2", "w3")),
     ("Qwen3-MoE", TIED, ("all-linear",)),
-    ("zamba2", ZAMBA | TIED, ("lm_head",)),
 )
 
 

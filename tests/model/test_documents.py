@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from diloco.model import ModelSettings, Transformer, attend, block_mask, boolean_mask, build_model, document_numbers
-from diloco.train import prepare_blocks
 
 END = 9
 
@@ -59,23 +58,3 @@ def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
         attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
         found.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("flex_on_cpu")
-def test_one_compiled_block_serves_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other documents use the same graph: nothing is recompiled, or waits for their number."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = model(), model()
-    prepare_blocks(compiled, compiled=True, backend="eager")
-    for ends in ([], [3], [1, 4, 5]):
-        tokens = torch.tensor([[END if place in ends else 1 + place % 7 for place in range(9)]])
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        documents = document_numbers(inputs, END)
-        losses = []
-        for make, each in ((block_mask, compiled), (boolean_mask, plain)):
-            monkeypatch.setattr("diloco.model.transformer.within_documents", make)
-            losses.append(each.loss(inputs, targets, documents).loss)
-        torch.testing.assert_close(losses[0], losses[1])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

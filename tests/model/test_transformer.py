@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -84,23 +83,3 @@ def test_initial_scales() -> None:
         "layers.3.feed_forward.down.weight": 400**-0.5 / 4,
     }.items():
         assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.03), name
-
-
-@pytest.mark.parametrize("change", [{}, {"ffn": "gelu", "tie_embeddings": True, "qk_norm": True, "z_loss": 1e-4}])
-def test_it_learns_a_repeated_sequence(change: dict[str, Any]) -> None:
-    """Period 5 over 31 tokens, a different one in each row: only attention to the row's own past can learn it."""
-    model = build_model(replace(SMALL, layers=1, width=32, heads=4, **change), seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
-    generator = torch.Generator().manual_seed(0)
-
-    def batch() -> torch.Tensor:
-        return torch.randint(31, (16, 5), generator=generator).repeat(1, 4)[:, :17]
-
-    for _ in range(150):
-        rows = batch()
-        torch.autograd.backward(model.loss(rows[:, :-1], rows[:, 1:]).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    rows = batch()
-    predicted = model(rows[:, :-1]).argmax(-1)
-    assert (predicted[:, 5:] == rows[:, 6:]).float().mean() > 0.9

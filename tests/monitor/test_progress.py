@@ -41,7 +41,10 @@ def test_a_void_round_is_worth_a_line_only_when_its_reason_changes() -> None:
         void(1, 0, 3, "fragment 0, outer step 3: replica 2 is late"),
         void(0, 1, 4, "fragment 1, outer step 4: replica 2 is late"),
         void(0, 0, 4, "fragment 0, outer step 4: replica 1 is late"),
-    ) == [True, False, False, True]
+        void(
+            0, 1, 5, "fragment 1, outer step 5 is void: replica 7 joins; replicas 1, 7 continue."
+        ),  # ViewChanged says it
+    ) == [True, False, False, True, False]
 
 
 def test_clamped_values_and_skipped_steps_are_told_when_they_begin() -> None:

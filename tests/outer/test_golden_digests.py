@@ -10,7 +10,6 @@ import copy
 import hashlib
 import itertools
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from diloco.transport import NodePlace
 from tests.processes import Processes, free_port
 from tests.replicas import quadratic
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LOOPBACK
+from tests.transport.wires import at_once
 
 STEPS, STOP = 30, 14
 PARTS = ((STEPS,), (STOP, STEPS - STOP))
@@ -187,26 +187,13 @@ def in_process_resumed(case: Case, keys: Path) -> str:
     first, second = InProcessTransport(case.num_replicas), InProcessTransport(case.num_replicas)
     replicas = [Replica(m, first.endpoint(m), case) for m in range(case.num_replicas)]
     advance(replicas, STOP)
+    assert bool(replicas[0].diloco.in_flight) == (case.schedule.overlap_steps > 0)
     second.load_state_dict(first.state_dict())
     others = [Replica(m, second.endpoint(m), case) for m in range(case.num_replicas)]
     for replica, other in zip(replicas, others, strict=True):
         other.load(replica.state())
     advance(others, STEPS - STOP)
     return others[0].digest()
-
-
-def at_once(live: Callable[[int], str], num_replicas: int) -> str:
-    """Run each replica in a thread of its own, and return the digest of the first."""
-    digests: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda m=m: digests.__setitem__(m, live(m)))  # type: ignore[misc]
-        for m in range(num_replicas)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return digests[0]
 
 
 def over_sockets(case: Case, keys: Path) -> str:
@@ -219,7 +206,7 @@ def over_sockets(case: Case, keys: Path) -> str:
                 replica.train_alone(STEPS)
                 return replica.digest()
 
-    return at_once(live, case.num_replicas)
+    return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
 
 def over_sockets_resumed(case: Case, keys: Path) -> str:
@@ -237,7 +224,7 @@ def over_sockets_resumed(case: Case, keys: Path) -> str:
                     state, digest = replica.state(), replica.digest()
         return digest
 
-    return at_once(live, case.num_replicas)
+    return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
 
 def over_the_swarm(case: Case, keys: Path) -> str:
@@ -262,7 +249,7 @@ def over_the_swarm(case: Case, keys: Path) -> str:
                 transport.meet("end", 0)
                 return replica.digest()
 
-    return at_once(live, case.num_replicas)
+    return at_once([lambda m=m: live(m) for m in range(case.num_replicas)])[0]
 
 
 RUNS = [in_process, in_process_resumed, over_sockets, over_sockets_resumed]

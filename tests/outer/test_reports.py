@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,7 +16,7 @@ import torch
 from diloco import DiLoCo, Fault, InProcessTransport, RoundId, SyncSchedule
 from diloco.events import RoundVoid, StepFinished
 from diloco.monitor import MetricsFile, Sinks
-from diloco.watch import FollowedFolder
+from diloco.watch import FollowedFolder, page_data
 from tests.replicas import Vectors
 
 EVERY_STEP = SyncSchedule(inner_steps=1)
@@ -94,8 +95,8 @@ def test_logged_losses_are_records_as_those_of_train_and_watch_shows_them(tmp_pa
     followed = FollowedFolder(folder)
     while followed.read():
         pass
-    (process,) = followed.run.history.processes.values()
-    assert process.step == 6
-    assert process.last["event"] == "StepFinished", "the page says that it runs"
-    place = process.steps.columns.index("loss")
-    assert [row[place] for row in process.steps.rows()][:4] == [2.0, 1.75, 1.5, 1.25]
+    (shown,) = json.loads(page_data([followed.run], time.time()))["runs"]
+    assert (shown["header"]["state"], shown["header"]["step"]) == ("running", 6)
+    (line,) = shown["lines"].values()
+    place = line["steps"]["columns"].index("loss")
+    assert [row[place] for row in line["steps"]["rows"]][:4] == [2.0, 1.75, 1.5, 1.25]

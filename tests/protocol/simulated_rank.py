@@ -16,13 +16,14 @@ import torch
 from diloco.algorithm import Contribution, Mean, RoundId, Uplink, Verdict, make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import NextView, View
-from diloco.protocol import Average, Entry, Loss, Machine, Policies, Rules, Timer, actions, events, next_view
+from diloco.protocol import Average, Entry, Loss, Machine, Policies, Rules, actions, events, next_view
 from tests.membership.network import Network
 
 __all__ = ["LATE_S", "TIMEOUT_S", "Rank", "secret_of", "weight_of"]
 
 CODEC = make_codec("float32")
-PAYLOAD = CODEC.encode(torch.ones(2))
+NUMEL = 12  # enough to be divided among a few replicas
+PAYLOAD = CODEC.encode(torch.ones(NUMEL))
 LATE_S, TIMEOUT_S = 5.0, 10.0
 SOON_S = 1.0
 """A timer of at most this delay waits for nothing but the rank itself."""
@@ -77,7 +78,7 @@ class Rank:
         self.now_s = 0.0
         self.digest = "d"
         self.left = ""
-        self.timers: list[tuple[float, Timer]] = []
+        self.timers: list[tuple[float, actions.Timer]] = []
         self.averages: dict[int, Average] = {}
         self.errors: dict[int, TransportError] = {}
         self.changes: list[NextView] = []
@@ -281,7 +282,7 @@ class Rank:
             return
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
-            mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
+            mean = Mean(values=torch.ones(NUMEL), contributors=verdict.contributors, weight=weight)
             # the weight identifies the contributors
             digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"
             self.handle(events.Computed(view_id, round_id, mean, digest))
@@ -326,7 +327,7 @@ class Rank:
             round=RoundId(-1, step) if self.gradients and step % 3 == 0 else RoundId(step % 3, step // 3),
             replica=self.replica,
             codec=CODEC,
-            numel=2,
+            numel=NUMEL,
             payload=PAYLOAD,
             digest=self.digest,
             weight=weight_of(self.replica, step),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from diloco.algorithm import RoundId
 from diloco.errors import DivergedError
-from diloco.membership import Agreed, NextView, Report, View, Vote
-from diloco.protocol import ExchangeEnded, Misbehaviour, RoundVote, adopted_message, change_message
+from diloco.membership import Agreed, NextView, Report, View
+from diloco.protocol import Misbehaviour, RoundVote, adopted_message, change_message
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
 from tests.protocol.simulated_rank import TIMEOUT_S, Rank, secret_of
@@ -159,21 +159,6 @@ def test_as_many_as_could_lie_exclude_nobody_and_one_more_does(replicas: int, to
     assert rank(network, 0).left.startswith("the others continued without replica 0: late.")
 
 
-@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (5, 4)])
-def test_nobody_takes_a_state_over_because_another_one_says_that_it_should(replicas: int, liar: int) -> None:
-    """A vote names all others as diverged, and the liar as the donor."""
-    network = simulated(replicas)
-    begin(network, *range(replicas))
-    others = tuple(each for each in range(replicas) if each != liar)
-    lie = RoundVote(ROUND, Vote(False, reason="all others have diverged"), others, liar).to_message(0)
-    send(network, liar, lie)
-    explore(network, [])
-    for each in honest(network, liar):
-        assert not any(isinstance(error, DivergedError) for error in each.errors.values())
-        assert each.outcomes[1] is False, "it counts as any other vote against the round"
-        assert each.outcomes[4] is True, "the next round of that fragment is not affected"
-
-
 HEADERS_FIRST = ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (0, 1))
 """Finally rank 1 receives the vote of 0 while the header of 2 is in transit."""
 
@@ -217,7 +202,7 @@ def withholds(kind: str, *, of: Sequence[int]) -> Callable[[int, Message], list[
     return lambda receiver, message: [] if receiver in of and message["kind"] == kind else [message]
 
 
-@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
 def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar: int) -> None:
     network = simulated(replicas)
     rank(network, liar).lie = withholds("vote", of=range(replicas))
@@ -232,18 +217,6 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
         assert set(each.outcomes.values()) == {True}
         why = each.machine.views.contributions.reason
         assert why.startswith(f"replica {liar} has not voted on fragment 1, outer step 0 within 10 s; ")
-
-
-def test_of_two_members_the_one_that_never_votes_holds_no_round_up_for_longer_than_its_time() -> None:
-    """Also if the other one may not continue without it: the rounds are void."""
-    network = simulated(2)
-    rank(network, 0).lie = withholds("vote", of=[1])
-    explore(network, [])
-    for _ in range(3 * Rank.STEPS):
-        let_time_pass([rank(network, 1)], "expire")
-        settle_with_time(network, 0)
-    assert rank(network, 1).view.members == (0, 1)
-    assert set(rank(network, 1).outcomes) == set(range(1, Rank.STEPS + 1))
 
 
 @pytest.mark.parametrize("replicas", [3, 4, 5])
@@ -284,8 +257,8 @@ def check_put_out(network: Network, liar: int, words: str = "") -> None:
         assert why.startswith(f"replica {liar} has spoilt at least 3 recent rounds: {words}")
 
 
-@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
-@pytest.mark.parametrize("fault", [{"weight": "nan"}, {"weight": "0.0"}, {"numel": 3}, {"buffers": 4}], ids=str)
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
+@pytest.mark.parametrize("fault", [{"weight": "nan"}, {"numel": 3}], ids=str)
 def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, fault: Message) -> None:
     network = simulated(replicas)
     rank(network, liar).lie = lambda receiver, message: [
@@ -294,32 +267,7 @@ def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, f
     check_put_out(network, liar)
 
 
-def test_who_has_spoilt_rounds_stays_out_for_a_time_that_grows_and_may_come_back() -> None:
-    network = simulated(3)
-    spoils = rank(network, 2).lie = lambda receiver, message: [
-        {**message, "weight": "nan"} if message["kind"] == "header" else message
-    ]
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
-    explore(network, [])
-    for times in range(2):
-        for passed_s in (0.0, Misbehaviour.BAN_S * 2**times - 1):
-            for each in honest(network, 2):
-                each.now_s += passed_s
-            network.return_whole(2)
-            explore(network, [])
-            assert rank(network, 0).view.members == (0, 1)
-            assert rank(network, 2).left.startswith("refused: replica 2 has spoilt rounds and may rejoin in ")
-        for each in honest(network, 2):
-            each.now_s += 1.0
-            each.STEPS = each.step + 12
-        network.return_whole(2)
-        rank(network, 2).STEPS = rank(network, 0).STEPS
-        rank(network, 2).lie = spoils if times == 0 else rank(network, 2).lie
-        explore(network, [])
-    assert rank(network, 0).view.members == (0, 1, 2), "it no longer lies"
-
-
-@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (5, 4)])
 def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: int) -> None:
     """Each of the others finds it by itself."""
     network = simulated(replicas)
@@ -330,38 +278,12 @@ def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: 
 
 @pytest.mark.parametrize(("replicas", "finders"), [(3, 1), (4, 1), (5, 2)])
 def test_whose_values_only_as_many_find_unusable_as_could_lie_stays(replicas: int, finders: int) -> None:
-    """The members that found it have counted it, so users can see it."""
     network = simulated(replicas)
     for each in honest(network)[:finders]:
         each.finds_unusable = replicas - 1
     explore(network, [])
     check_honest(network)
     assert all(each.view.members == tuple(range(replicas)) for each in honest(network))
-    assert (
-        rank(network, 0).machine.views.contributions.misbehaviour.faults[replicas - 1].spoilt
-        >= Misbehaviour.MOST_SPOILT
-    )
-
-
-UNPROVEN: dict[str, Callable[[Message], Message]] = {
-    "missed": lambda message: {**message, "withdrawn": "no"} if message["kind"] == "header" else message,
-    "against": lambda message: message,
-    "late": lambda message: {"kind": "beat"} if message["kind"] == "vote" else message,
-}
-
-
-@pytest.mark.parametrize("fault", UNPROVEN)
-def test_what_can_not_be_proved_is_counted_by_each_of_the_others(fault: str) -> None:
-    """Only that fault is counted, and only for the replica at fault."""
-    network = simulated(3)
-    rank(network, 2).lie = lambda receiver, message: [UNPROVEN[fault](message)]
-    rank(network, 2).finds_unusable = 0 if fault == "against" else None
-    explore(network, [])
-    let_time_pass(honest(network, 2), "expire")
-    for each in honest(network, 2):
-        counted = each.machine.views.contributions.misbehaviour.faults
-        assert counted.keys() == {2}
-        assert [name for name, times in counted[2]._asdict().items() if times] == [fault]
 
 
 @settings(max_examples=40, deadline=None)
@@ -387,6 +309,20 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
     assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * Misbehaviour.MOST_SPOILT
 
 
+def test_a_rank_that_names_two_uplinks_can_not_make_plans_differ() -> None:
+    """Votes cover the uplinks, from which the next plan follows: a round in which they differ is not committed."""
+    network = simulated(3)
+    rank(network, 1).lie = lambda receiver, message: [
+        {**message, "uplink_bits_per_s": 7} if message["kind"] == "header" and receiver == 0 else message
+    ]
+    explore(network, [])
+    check_honest(network, 1)
+    plans: dict[object, object] = {}
+    for each in honest(network, 1):
+        for what, shards in each.shards.items():
+            assert plans.setdefault(what, shards) == shards
+
+
 def votes_otherwise(liar: int, to: Sequence[int], **vote: Any) -> Callable[[int, Message], list[Message]]:
     """Send another, correctly signed vote to the ranks ``to``."""
 
@@ -403,18 +339,17 @@ OTHER_VOTES = {"no": {"ok": False, "digest": "", "reason": "no"}, "another": {"d
 
 
 @pytest.mark.parametrize("vote", OTHER_VOTES.values(), ids=OTHER_VOTES)
-@pytest.mark.parametrize(("replicas", "liar"), [(3, 0), (3, 2), (4, 1), (5, 0), (5, 4)])
+@pytest.mark.parametrize(("replicas", "liar"), [(3, 0), (4, 1)])
 def test_who_votes_one_way_and_another_is_shown_to_and_put_out(replicas: int, liar: int, vote: Message) -> None:
     """No round is committed by one and void for another, and at most the round with the proof is lost."""
-    for told in ([(liar + 1) % replicas], [each for each in range(replicas) if each != (liar + 1) % replicas]):
-        network = simulated(replicas)
-        rank(network, liar).lie = votes_otherwise(liar, told, **vote)
-        explore(network, [])
-        check_honest(network, liar)
-        for each in honest(network, liar):
-            assert liar not in each.view.members
-            assert list(each.outcomes.values()).count(False) <= 1
-            assert f"replica {liar} cast two different votes on one round" in each.machine.views.contributions.reason
+    network = simulated(replicas)
+    rank(network, liar).lie = votes_otherwise(liar, [(liar + 1) % replicas], **vote)
+    explore(network, [])
+    check_honest(network, liar)
+    for each in honest(network, liar):
+        assert liar not in each.view.members
+        assert list(each.outcomes.values()).count(False) <= 1
+        assert f"replica {liar} cast two different votes on one round" in each.machine.views.contributions.reason
 
 
 @settings(max_examples=60, deadline=None)
@@ -443,51 +378,10 @@ def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int,
             assert committed == others[0].outcomes.get(step, committed)
 
 
-def test_of_two_members_a_vote_against_is_enough() -> None:
-    """No other member can have committed by another vote."""
-    network = simulated(2)
-    rank(network, 1).lie = votes_otherwise(1, [0], **OTHER_VOTES["no"])
-    explore(network, [])
-    assert set(rank(network, 0).outcomes.values()) == {False}
-    assert rank(network, 0).view == View.of(2)
-
-
-@pytest.mark.parametrize("replicas", [3, 4, 5])
-def test_a_vote_that_is_not_signed_is_none_and_makes_no_two_histories(replicas: int) -> None:
-    """It proves nothing to others, so its sender stays; the others report the outcome of the round."""
-    network = simulated(replicas)
-    rank(network, 1).lie = lambda receiver, message: [
-        {**message, "ok": False, "reason": "no"} if message["kind"] == "vote" and receiver == 0 else message
-    ]
-    explore(network, [])
-    check_honest(network, 1)
-    assert all(set(each.outcomes.values()) == {True} for each in honest(network, 1))
-
-
-@pytest.mark.parametrize("replicas", [3, 4, 5])
-def test_who_claims_to_have_committed_what_an_honest_one_voted_against_goes(replicas: int) -> None:
-    """One votes against, one lies, and the others have voted for the round and have only the liar's claim."""
-    liar, against = replicas - 1, 1
-    network = simulated(replicas)
-    rank(network, liar).lie = lambda receiver, message: [
-        {**message, "commits": [*message["commits"], *message["voted"]]} if message["kind"] == "change" else message
-    ]
-    begin(network, *range(replicas))
-    for each in honest(network, against):
-        while not each.sent_of("vote"):
-            assert each.act()
-    rank(network, against).handle(ExchangeEnded(0, ROUND, "it came to no mean"))
-    settle_with_time(network, liar)
-    others = honest(network, liar)
-    assert [each.left for each in others] == [""] * len(others)
-    assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
-    assert {each.outcomes[1] for each in others} == {False}
-
-
 LEAVING = {"kind": "leaving", "view": 0, "step": 1}
 
 
-@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("replicas", [3, 5])
 @pytest.mark.parametrize("commits", [[[0, 9, "x"]], [[1, 0, "x"], [2, 0, "x"], [0, 1, "x"]]], ids=["far", "in flight"])
 def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: list[Any]) -> None:
     liar = replicas - 1
@@ -500,7 +394,7 @@ def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: 
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
 
 
-@pytest.mark.parametrize(("replicas", "leaves"), [(3, True), (4, True), (5, True), (4, False), (5, False)])
+@pytest.mark.parametrize(("replicas", "leaves"), [(3, True), (4, False)])
 def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all(replicas: int, leaves: bool) -> None:
     """A leaver's claim of a commit is not believed; a staying member that makes one is excluded after a while."""
     liar = replicas - 1
@@ -513,22 +407,6 @@ def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all(replicas: in
     settle_with_time(network, liar, times=0 if leaves else 6)
     check_honest(network, liar)
     assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
-
-
-def test_who_forgets_what_a_leaver_has_committed_is_the_one_to_blame() -> None:
-    """No other member can be: the leaver has gone already."""
-    network = simulated(4)
-    begin(network, 0, 1, 2, 3)
-    forgets = withholds("change", of=())
-    rank(network, 2).lie = lambda receiver, message: [
-        {**each, "left_commits": []} if each["kind"] == "change" else each for each in forgets(receiver, message)
-    ]
-    send(network, 3, {**LEAVING, "commits": [[1, 0, "x"]]})
-    settle_with_time(network, 2)
-    others = [rank(network, 0), rank(network, 1)]
-    assert [each.left for each in others] == ["", ""]
-    assert {each.view.members for each in others} == {(0, 1)}
-    assert all(set(each.outcomes.values()) == {True} for each in others)
 
 
 def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:

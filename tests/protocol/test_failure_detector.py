@@ -59,12 +59,6 @@ def test_no_number_of_slow_members_hides_a_dead_one_for_longer_than_twice_the_li
     assert lost == [DEAD]
 
 
-def test_of_sixty_four_members_some_of_which_pause_now_and_then_a_dead_one_is_found_at_once() -> None:
-    chance = random.Random(0)
-    heard = {rank: every(chance.choice([2.0] * 9 + [6.0]), chance.random()) for rank in range(2, 64)}
-    assert detected_s({DEAD: never, **heard}, range(1, 64)) == (16.0, [DEAD])
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 5, 64])
 @given(st.randoms())
 def test_who_hears_nobody_any_more_accuses_all_at_once(replicas: int, chance: random.Random) -> None:

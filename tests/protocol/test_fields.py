@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.protocol import Fields, json_object
@@ -62,6 +62,7 @@ READERS = (
 )  # fmt: skip
 
 
+@settings(max_examples=60)
 @given(VALUES)
 def test_a_field_is_what_it_should_be_or_is_named(value: Any) -> None:
     fields = Fields({"a": value})

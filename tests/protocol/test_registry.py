@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -35,19 +34,6 @@ def registry(*entries: Entry, num_ranks: int = 3, size: int = 1) -> Registry:
     for each in entries:
         made.register(each)
     return made
-
-
-@given(st.permutations(range(4)))
-def test_whoever_comes_last_completes_the_run(order: Sequence[int]) -> None:
-    made = Registry(4)
-    for count, rank in enumerate(order):
-        assert made.missing == tuple(sorted(order[count:]))
-        assert not made.complete
-        assert not made.running
-        made.register(entry(rank))
-    assert made.complete
-    assert made.running
-    assert made.missing == ()
 
 
 @given(st.integers(0, MOST_RANK), NAMES, st.dictionaries(st.text(), st.text(), max_size=3), st.integers(-1, 10**9))
@@ -109,37 +95,11 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
     assert made.missing == (0, 1), "a refused rank is not registered"
 
 
-def test_ranks_are_named_by_their_replica() -> None:
-    words = difference(entry(1), entry(6, seed="7"), ranks_per_replica=4)
-    assert words == "replica 0 (10.0.0.1:29400) has seed = 0 and replica 1 (10.0.0.6:29400) has seed = 7"
-
-
 @given(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")),
        st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")))  # fmt: skip
 def test_there_is_a_difference_exactly_where_facts_differ(one: dict[str, str], other: dict[str, str]) -> None:
     """Property: also if a fact is missing on either side, as between versions."""
     assert bool(difference(Entry(0, "a:1", one), Entry(1, "b:1", other))) == (one != other)
-
-
-def test_all_are_compared_with_the_first_rank_that_is_in() -> None:
-    made = registry(entry(1), entry(2))
-    with pytest.raises(RendezvousError, match=r"replica 0 \(.*seed = 3 and replica 1 \(.*seed = 0"):
-        made.register(entry(0, seed="3"))
-
-
-def test_two_processes_of_one_rank_are_named_by_their_addresses() -> None:
-    made = registry(entry(0), entry(1, "10.0.0.1:29400"))
-    with pytest.raises(
-        RendezvousError, match=r"two processes .* rank 1: one at 10\.0\.0\.1:29400 and one at 10\.0\.0\.7"
-    ):
-        made.register(entry(1, "10.0.0.7:29400"))
-    assert made.entries[1].address == "10.0.0.1:29400"
-
-
-@pytest.mark.parametrize("rank", [-1, 3, 10**9])
-def test_ranks_outside_the_run_are_refused(rank: int) -> None:
-    with pytest.raises(RendezvousError, match=rf"rank {rank} at .* a run of 3 ranks; ranks are 0 to 2"):
-        registry().register(entry(rank))
 
 
 def test_who_leaves_before_all_are_in_may_come_back_and_later_may_not_be_forgotten() -> None:
@@ -162,13 +122,6 @@ def test_in_a_run_that_is_going_on_a_joiner_takes_the_place_of_its_rank() -> Non
     assert going_on.entries[2].facts["codec"] == "fp4"
     with pytest.raises(RendezvousError, match="ranks are 0 to 2"):
         going_on.register(entry(3))
-
-
-def test_a_joiner_is_not_compared_with_the_process_that_had_its_place() -> None:
-    """Alone in its run before, it may return with other settings; no other rank is there to differ from."""
-    alone = Registry(1, entries=[entry(0)])
-    alone.register(entry(0, codec="int8"))
-    assert alone.entries[0].facts["codec"] == "int8"
 
 
 def test_the_entries_of_a_thousand_ranks_fit_into_a_message() -> None:

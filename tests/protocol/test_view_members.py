@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.algorithm import RoundId
 from diloco.errors import ViewChangedError
 from diloco.membership import Policy, View
-from diloco.protocol import Leaving, Received
+from diloco.protocol import Leaving, events
 from tests.membership.network import Limits, Network, explore
 from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
 from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
@@ -148,32 +147,6 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
         assert rank(network, number).averages[1].contributors == (0, 1, 2)
 
 
-def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
-    """The other replicas take care of that."""
-    network = simulated(2, size=2)
-    begin(network, 0, 2, 3)
-    rank(network, 0).suffer("timers", 1)
-    assert not rank(network, 0).sent_of("change")
-    hear_beats(network, 2, 0, 1)
-    rank(network, 2).suffer("timers", 1)
-    assert rank(network, 2).sent_of("change") == [], "it is the smaller side"
-    explore(network, [])
-    assert [rank(network, number).view.members for number in range(4)] == [(0, 1)] * 4
-
-
-def test_gradients_are_never_late() -> None:
-    network = simulated(2)
-    for number in (0, 1):
-        rank(network, number).gradients = True
-        rank(network, number).step = 2
-    while rank(network, 0).act():
-        pass
-    mine = rank(network, 0)
-    assert mine.given[3] == RoundId(-1, 3)
-    looked_at = [timer.round for _, timer in mine.timers if timer.kind == "look"]
-    assert sorted(filter(None, looked_at)) == sorted(set(mine.given.values()) - {RoundId(-1, 3)})
-
-
 @pytest.mark.parametrize("changing_s", [0.0, 9.0])
 def test_a_round_has_one_time_in_all_the_views_that_it_takes(changing_s: float) -> None:
     """Otherwise it might outlast any time-out of a waiting caller; lateness is timed anew in each view.
@@ -208,35 +181,29 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
         assert rank(network, number).averages[1].contributors == (0, 1)
 
 
-def test_all_ranks_of_a_replica_say_that_they_leave() -> None:
-    """Otherwise a rank that notices the end of one connection before the other rank's message takes it for a loss."""
-    network = simulated(3, size=2)
-    rank(network, 4).suffer("leaves", 0)
-    network.happen("deliver", 4, 5, 0)
-    assert rank(network, 5).left
-    assert not network.can("notice", 0, 5), "it has sent something before it left"
-    network.happen("deliver", 5, 0, 0)
-    explore(network, [])
-    assert [rank(network, number).changes[-1].left for number in range(4)] == [((2, 0),)] * 4
-
-
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).handle(Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
+    rank(network, 0).handle(events.Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
     assert rank(network, 0).sent_of("change")[-1]["left"] == [[2, 3]]
-
-
-def test_the_last_one_goes_on_when_all_others_leave() -> None:
-    network = simulated(3)
-    for number in (0, 1):
-        rank(network, number).suffer("leaves", 0)
-    explore(network, [])
-    assert rank(network, 2).view.members == (2,)
-    assert not rank(network, 2).left
 
 
 def hear_beats(network: Network, number: int, *others: int) -> None:
     """Deliver a heartbeat from each of the others."""
     for other in others:
-        rank(network, number).handle(Received(other, {"kind": "beat"}))
+        rank(network, number).handle(events.Received(other, {"kind": "beat"}))
+
+
+def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others() -> None:
+    network = simulated(3, Limits(ends=1, returns=1))
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    network.happen("returns", 2, 0, 0)
+    explore(network, [])
+    said: dict[int, list[bool]] = {}
+    for header in rank(network, 2).sent_of("header")[::2]:  # one for each of the other two
+        said.setdefault(header["round"][0], []).append(header["taking_over"])
+    assert said
+    assert all(each == [True] + [False] * (len(each) - 1) for each in said.values())
+    assert any(len(each) > 1 for each in said.values())

@@ -102,7 +102,7 @@ class Rank:
         )
         self.state = ReplicaState(self.inner, self.diloco)
 
-    def step(self) -> tuple[float, InnerStep]:
+    def step(self) -> tuple[float, Any]:
         """Run one inner step and the synchronisation after it; return the loss and the step's result."""
         step = self.diloco.steps
         generator = torch.Generator().manual_seed(1000 * self.replica + step)

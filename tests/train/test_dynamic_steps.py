@@ -49,18 +49,6 @@ def test_a_slow_replica_trains_its_share() -> None:
     assert pace.fraction == 0.4
 
 
-def test_every_step_is_trained_until_the_own_speed_is_known() -> None:
-    others = Others(speeds={1: 1e9})
-    pace = DynamicSteps(0, 10, others)
-    for step in range(5):
-        pace.trained(1.0)
-        pace.announce(step)
-        assert pace.trains(step)
-    assert others.told == []
-    pace.trained(1.0)
-    assert sum(pace.trains(step) for step in range(10)) == 1, "and at least one of H always"
-
-
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
     configuration = load_configuration(
         [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]

@@ -15,7 +15,7 @@ from diloco.config import RunPlan, finetune_line, plan_run, with_steps
 from diloco.data import build_chat_corpus
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSettings, build_language_model
-from diloco.train import InnerLoop, ParallelModel, handshake_facts, outline
+from diloco.train import InnerLoop, ParallelModel
 from diloco.trained import load_trained
 from tests.command_lines import command_line
 from tests.finetuning import asked, write_base, write_records, write_sums
@@ -94,16 +94,12 @@ def test_peft_loads_what_a_run_leaves(base: Path, run: Path) -> None:
 
 
 def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: Path) -> None:
-    """A checkpoint names the weights that it needs, and replicas compare them before they start."""
+    """A checkpoint names the weights that it needs."""
     place = write_base(tmp_path / "base")
     trained(tmp_path / "run", plan_of(place, sums))
     write_base(place, seed=1)
     with pytest.raises(ConfigurationError, match=r"trained with other weights .* Put the original model there"):
         load_trained(tmp_path / "run")
-    settings = plan_of(base, sums).configuration
-    model = outline(settings, 259)
-    facts = [handshake_facts(settings, model, "the same data", digest) for digest in ("one", "other")]
-    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"base model"}
 
 
 def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     assert main(["evaluate", run, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["heldout_loss"] == straight["heldout_loss"]
     assert main(["generate", run, "--prompt", "alpha", "--tokens", "3"]) == 0
-    assert main(["inspect", run]) == 0
+    assert main(["status", run]) == 0
     assert "GPT2LMHeadModel" in capsys.readouterr().out
     begun = plan_run(
         command_line(train__init_from=tmp_path / "run", data__paths=(data,), train__steps=4, train__sequence_length=16)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diloco.algorithm import LEAST_WEIGHT, RebaseMerge, RoundId, SyncSchedule
 from diloco.events import RoundSent
@@ -40,26 +39,6 @@ def run(swarm: Swarm, steps: int, idle: dict[int, set[int]], gradient: Gradient 
             diloco.begin(1.0 if trains else 0.0)
         for diloco in swarm.replicas:
             diloco.finish()
-
-
-def test_the_mean_is_that_of_the_naive_formula() -> None:
-    """With an outer SGD(lr=1) and AlphaMerge(0), the global parameters move by the weighted mean of all work."""
-    swarm = Swarm(3, SCHEDULE)
-    run(swarm, 3, {1: {0, 1}})
-    start = swarm.global_params(0)
-    gradient = quadratic()
-    moved: list[Tensor] = []
-    for m, (model, inner) in enumerate(zip(swarm.models, swarm.inner, strict=True)):
-        gradient(m, 3, model)
-        inner.step()
-        moved.append(start - swarm.local(m))
-    for diloco in swarm.replicas:
-        diloco.begin()
-    for diloco in swarm.replicas:
-        diloco.finish()
-    steps = [4, 2, 4]
-    mean = sum(n * each for n, each in zip(steps, moved, strict=True)) / sum(steps)
-    torch.testing.assert_close(swarm.global_params(0), start - mean)
 
 
 def test_the_work_of_a_void_round_is_in_the_next_weight() -> None:

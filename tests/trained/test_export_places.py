@@ -54,19 +54,6 @@ def test_a_link_stays_a_link(trained: Trained, tmp_path: Path, filled: bool) -> 
     assert names(tmp_path / "disk") == ["model", "weights.safetensors"]
 
 
-def test_an_empty_folder_that_is_there_stays_the_same_one(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    before = here.stat().st_ino
-    monkeypatch.chdir(here)
-    export_huggingface(trained, Path())
-    assert here.stat().st_ino == before
-    assert not list(here.glob(".*"))
-    assert load_trained(here).sequence_length == 16
-
-
 @pytest.mark.parametrize(("write", "name"), [(export_huggingface, "model"), (export_safetensors, "model.safetensors")])
 def test_what_cannot_be_written_is_told_and_nothing_is_left(
     trained: Trained, tmp_path: Path, write: Callable[[Trained, Path], object], name: str

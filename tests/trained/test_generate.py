@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -128,22 +128,12 @@ def test_the_coldest_samples_are_the_greedy_choice() -> None:
     assert run(model, temperature=2.0) != greedy
 
 
-def test_the_generator_decides() -> None:
-    model = build_lively(SETTINGS)
-    assert run(model, generator=seeded(1), temperature=2.0) == run(model, generator=seeded(1), temperature=2.0)
-    assert run(model, generator=seeded(1), temperature=2.0) != run(model, generator=seeded(2), temperature=2.0)
-
-
 def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
     model = build_lively(SETTINGS)
     free = run(model, temperature=0, max_new_tokens=30)
     stop = next(token for token in free if token != free[0])
     assert run(model, temperature=0, max_new_tokens=30, stop_tokens=[stop]) == free[: free.index(stop)]
     assert run(model, temperature=0, max_new_tokens=30, stop_tokens={free[0], 22}) == []
-
-
-def test_no_new_tokens() -> None:
-    assert run(build_lively(SETTINGS), max_new_tokens=0) == []
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -174,21 +164,6 @@ def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> Non
     model._compiled_call_impl = refuse
     assert run(model) == expected
     assert len(steps) == 14
-
-
-def test_parameters_can_be_trained_afterwards() -> None:
-    model = build_lively(SETTINGS)
-    run(model)
-    tokens = torch.tensor([PROMPT])
-    torch.autograd.backward(model.loss(tokens, tokens).loss)
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_bfloat16_autocast() -> None:
-    model = build_lively(replace(SETTINGS, qk_norm=True))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        tokens = run(model, max_new_tokens=30)
-    assert len(tokens) == 30
 
 
 @pytest.mark.parametrize(

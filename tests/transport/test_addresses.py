@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.transport import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport import Address, parse_address, parse_ports
 
 PORTS = st.integers(0, 65535)
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=6)
@@ -62,19 +59,3 @@ def test_ports(text: str, ports: range) -> None:
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"transport.ports must be a port such as .*, got"):
         parse_ports(text, key="transport.ports")
-
-
-@pytest.mark.parametrize("remote", ["127.0.0.1", "127.8.9.1"])
-@pytest.mark.parametrize("port", [0, 29400])
-def test_the_way_to_this_machine_begins_here(remote: str, port: int) -> None:
-    assert ipaddress.ip_address(local_host_towards(Address(remote, port))).is_loopback
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_the_way_over_ipv6_begins_at_an_ipv6_address() -> None:
-    assert local_host_towards(Address("::1", 1)) == "::1"
-
-
-def test_a_name_that_does_not_resolve_is_the_callers_to_explain() -> None:
-    with pytest.raises(OSError):
-        local_host_towards(Address("does-not-exist.invalid", 1))

@@ -79,18 +79,6 @@ def test_all_replicas_are_refused_in_a_sentence_with_both_values(make_endpoints:
         assert "has codec = fp4 (block_size 256)" in str(each)
 
 
-def test_those_that_agree_train(make_endpoints: MakeEndpoints) -> None:
-    ways = make_endpoints(2)
-    found = at_once([lambda m=m: train(made(ways[m]), 4) for m in range(2)])
-    assert [each.rounds_committed for each in found] == [2, 2], found
-
-
-def test_a_function_and_a_number_of_another_kind_are_no_difference() -> None:
-    hub = InProcessTransport(2)
-    for number, one in enumerate((1, 1.0)):
-        made(hub.endpoint(number), outer_optimizer=Nesterov(learning_rate=lambda step: 0.7, momentum=one))
-
-
 def test_who_comes_when_the_others_were_refused_is_refused_too(wires: Wires) -> None:
     ways = wires.meet(3)
     found = at_once([lambda: made(ways[0]), lambda: made(ways[1], codec="int8")])
@@ -113,13 +101,6 @@ def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
     ways = wires.meet(2, round_timeout_s=0.1)
     with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected but not ready"):
         ways[0].agree({"codec": "fp4"})
-
-
-def test_another_transport_is_compared_anew(wires: Wires) -> None:
-    ways = wires.meet(2)
-    alone = made(InProcessTransport(1).endpoint(0), codec="int8")
-    found = at_once([lambda: alone.change_transport(ways[0]), lambda: made(ways[1])])
-    assert all(isinstance(each, ConfigurationError) for each in found), found
 
 
 def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires: Wires) -> None:

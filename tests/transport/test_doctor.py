@@ -67,17 +67,17 @@ def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
 
 def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     with answering_probes() as address:
-        assert main(["doctor", str(address), "nobody.invalid:1", "--megabytes", "0.1", "--json"]) == 1
+        assert main(["doctor", str(address), "nobody.invalid:1", "--size", "100kB", "--json"]) == 1
         captured = capsys.readouterr()
         well, ill = json.loads(captured.out)
         assert (well["ok"], ill["ok"]) == (True, False)
         assert "nobody.invalid:1: the name does not resolve" in captured.err
-        assert main(["doctor", str(address), "--megabytes", "0.1"]) == 0
+        assert main(["doctor", str(address), "--size", "100kB"]) == 0
         assert " ok " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--megabytes", "65"], ["a"], ["a:1", "--timeout-s", "0"]]
+    "arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--size", "65MB"], ["a"], ["a:1", "--timeout", "0s"]]
 )
 def test_misuse_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2

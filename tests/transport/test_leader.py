@@ -138,23 +138,6 @@ def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
         assert [key for key in leader if not same(leader[key], ranks[position][key])] == []
 
 
-def rank_is_given_a_transport_too_many(position: int, folder: Path) -> str:
-    store = dist.FileStore(str(folder / "store"), 2)
-    group = open_replica_group(store, replica=0, position=position, size=2, device=torch.device("cpu"), timeout_s=300.0)
-    with pytest.raises(ConfigurationError) as caught:
-        LeaderTransport(group, InProcessTransport(1).endpoint(0))
-    group.close()
-    return str(caught.value)
-
-
-def test_a_second_way_out_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    with Processes() as processes:
-        processes.start(2, rank_is_given_a_transport_too_many, tmp_path)
-        words = processes.results(timeout_s=300)
-    assert "another rank" in words[0]
-    assert "Position 1 was given one" in words[1]
-
-
 def test_without_a_way_out_the_leader_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Position 0 was given none"):
         LeaderTransport(ReplicaGroup(), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,14 +12,12 @@ from diloco.errors import ConfigurationError, RoundVoidError
 from diloco.transport import (
     InProcessTransport,
     Link,
-    LinkArrays,
     LinkState,
     Transfer,
     VirtualNetwork,
-    round_times,
     transfer_times,
 )
-from tests.transport.contract import SIZE, contribution, exchange
+from tests.transport.contract import SIZE, contribution
 
 FREE = [LinkState(), LinkState()]
 MEGABYTE_PER_S = 8e6
@@ -28,11 +25,6 @@ MEGABYTE_PER_S = 8e6
 
 def equal(num_replicas: int, sent_bytes: int, at_s: float = 0.0) -> dict[int, Transfer]:
     return {m: Transfer(at_s, sent_bytes, sent_bytes) for m in range(num_replicas)}
-
-
-def test_one_replica_waits_for_nobody() -> None:
-    committed, _ = transfer_times({0: Transfer(3.0, 0, 0)}, [Link(1.0, 9.0)], [LinkState()])
-    assert committed == 3.0
 
 
 def test_bandwidth_latency_and_vote_add_up() -> None:
@@ -45,11 +37,6 @@ def test_bandwidth_latency_and_vote_add_up() -> None:
 def test_the_slowest_path_ends_the_round() -> None:
     links = [Link(MEGABYTE_PER_S), Link(MEGABYTE_PER_S / 4)]
     assert transfer_times(equal(2, 1_000_000), links, FREE)[0] == pytest.approx(4.0)
-
-
-def test_a_late_sender_holds_up_the_others() -> None:
-    transfers = {0: Transfer(0.0, 1_000_000, 1_000_000), 1: Transfer(5.0, 1_000_000, 1_000_000)}
-    assert transfer_times(transfers, [Link(MEGABYTE_PER_S)] * 2, FREE)[0] == pytest.approx(6.0)
 
 
 def test_payloads_of_one_replica_leave_one_after_the_other() -> None:
@@ -97,14 +84,6 @@ def test_what_is_overlapped_is_not_waited_for() -> None:
     assert emulated.compute_utilization(0) == pytest.approx(3 / (4 + extra_s))
 
 
-def test_an_unlimited_link_is_never_waited_for() -> None:
-    emulated = network(math.inf)
-    hub = InProcessTransport(2, network=emulated)
-    averages = exchange([hub.endpoint(m) for m in range(2)], [contribution(m) for m in range(2)])
-    assert averages[0].wait_s == 0
-    assert emulated.compute_utilization(0) == 1
-
-
 def test_a_round_slower_than_the_timeout_is_void() -> None:
     hub = InProcessTransport(2, network=network(8_000.0), round_timeout_s=3.9)
     pending = [hub.endpoint(m).average(contribution(m)) for m in range(2)]
@@ -137,13 +116,3 @@ def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
 def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(ConfigurationError, match="must have a positive bandwidth"):
         Link(bandwidth, latency)
-
-
-def test_many_scenarios_at_once_are_each_alone() -> None:
-    links = LinkArrays.of([Link(MEGABYTE_PER_S, 0.1), Link(2 * MEGABYTE_PER_S, 0.3), Link(MEGABYTE_PER_S)])
-    at_s, sizes, free = np.array([[0.0, 1, 2], [5, 0, 1]]), np.array([1e6, 2e6, 3e6]), np.zeros(3)
-    together = round_times(links, at_s, sizes, sizes, free, free)
-    for number in range(2):
-        alone = round_times(links, at_s[number], sizes, sizes, free, free)
-        assert (together.down_end_s[number] == alone.down_end_s).all()
-        assert together.committed_s[number] == alone.committed_s

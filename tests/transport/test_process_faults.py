@@ -58,11 +58,10 @@ def name(scenario: Scenario) -> str:
 
 
 @contextmanager
-def struck(scenario: Scenario) -> Iterator[Processes]:
-    """The processes of a scenario, in which the fault has just happened."""
+def struck(scenario: Scenario) -> Iterator[tuple[Processes, Callable[[], int]]]:
+    """The processes of a scenario in which the fault has just happened, and what starts a replacement of the victim."""
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
-        processes.begin_more = lambda: processes.start(1, replica, scenario, address)[0]  # type: ignore[attr-defined]
         victim = scenario.victim
         assert processes.next_report(victim, LIMIT_S) == "held"
         if scenario.fault == "kill":
@@ -70,7 +69,7 @@ def struck(scenario: Scenario) -> Iterator[Processes]:
         else:
             processes.freeze(victim)
             processes.send(victim, "go on")  # received when it wakes up
-        yield processes
+        yield processes, lambda: processes.start(1, replica, scenario, address)[0]
 
 
 def go_on(processes: Processes, ranks: Iterable[int]) -> None:
@@ -93,7 +92,7 @@ def outcomes_of(processes: Processes, ranks: Iterable[int]) -> dict[int, Outcome
 @pytest.mark.parametrize("scenario", CASES, ids=name)
 def test_a_round_is_applied_by_all_who_are_left_or_by_none(scenario: Scenario) -> None:
     """Invariants 1 and 2 hold, and each process ends as configured and in time."""
-    with struck(scenario) as processes:
+    with struck(scenario) as (processes, _):
         go_on(processes, [number for number in scenario.goes_on if number != scenario.victim])
         outcomes = outcomes_of(processes, scenario.others)
         if scenario.fault == "freeze":  # it wakes up when the others have ended: their ports refuse connections
@@ -218,10 +217,10 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed_or_stands_still(sc
 
     No replica has to notice the silence of one that stands still: the new process shows that it has ended.
     """
-    with struck(scenario) as processes:
+    with struck(scenario) as (processes, another):
         if scenario.fault == "kill":
             go_on(processes, scenario.others)
-        new = processes.begin_more()  # type: ignore[attr-defined]
+        new = another()
         assert processes.next_report(new, LIMIT_S) == "joined"
         if scenario.fault == "freeze":
             go_on(processes, scenario.others)
@@ -235,19 +234,19 @@ def test_a_new_process_takes_the_place_of_one_that_was_killed_or_stands_still(sc
 
 def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
     scenario = Scenario(fault="kill", stage="in flight", rejoins=True)
-    with struck(scenario) as processes:
+    with struck(scenario) as (processes, another):
         go_on(processes, scenario.others)
-        second = processes.begin_more()  # type: ignore[attr-defined]
+        second = another()
         assert processes.next_report(second, LIMIT_S) == "joined"
         processes.kill(second)  # perhaps before its first contribution, perhaps after many
-        third = processes.begin_more()  # type: ignore[attr-defined]
+        third = another()
         assert processes.next_report(third, LIMIT_S) == "joined"
         are_one(scenario, [*outcomes_of(processes, (*scenario.others, third)).values()], joins=2)
 
 
 def test_the_last_of_three_goes_on_alone() -> None:
     """The second one dies while the others handle the loss of the first, or afterwards."""
-    with struck(Scenario(fault="kill", stage="in flight")) as processes:
+    with struck(Scenario(fault="kill", stage="in flight")) as (processes, _):
         processes.kill(2)
         go_on(processes, [0])
         outcome = outcomes_of(processes, [0])[0]

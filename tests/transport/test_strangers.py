@@ -15,6 +15,7 @@ from tests.transport.contract import contribution, exchange
 from tests.transport.relays import Relays, Unit, frame, said_to, stranger_at
 from tests.transport.wires import Wires
 
+SOON_S = 5.0  # less than the time that a silent stranger has
 HELLO = {"kind": "hello", "rank": 3, "address": "a:1"}
 OPENINGS = {
     "nothing": b"",
@@ -76,11 +77,19 @@ def test_a_stranger_harms_nobody_and_takes_no_memory(live: Live, opening: str) -
     live.still_works()
     tracemalloc.start()
     for transport in live.transports:
-        said_to(transport.address, OPENINGS[opening])
+        assert b'"hello"' not in said_to(transport.address, OPENINGS[opening]), "nobody takes it for a rank"
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4 << 20
     live.still_works()
+
+
+@pytest.mark.parametrize("sizes", [((1 << 14) + 1, 0), (2, (1 << 12) + 1)], ids=["text", "blob"])
+def test_what_is_announced_above_the_limits_ends_the_connection_at_once(live: Live, sizes: tuple[int, int]) -> None:
+    with closing(stranger_at(live.transports[0].address)) as stranger:
+        stranger.settimeout(SOON_S)
+        stranger.sendall(b"DLC1" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
+        assert stranger.recv(1) == b""
 
 
 QUESTIONS: dict[str, dict[str, Any]] = {
@@ -97,6 +106,7 @@ def test_who_asks_for_a_service_can_not_make_it_buffer_a_megabyte(
     with closing(stranger_at(live.transports[0].address)) as stranger:
         stranger.sendall(frame(QUESTIONS[service]))
         assert stranger.recv(4096)
+        stranger.settimeout(SOON_S)
         stranger.sendall(b"DLC1" + sizes[0].to_bytes(4, "big") + sizes[1].to_bytes(8, "big"))
         assert stranger.recv(1) == b""
 
@@ -107,6 +117,7 @@ def test_connections_that_do_nothing_are_bounded(live: Live) -> None:
         for _ in range(256):
             idle.enter_context(closing(stranger_at(address)))
         with closing(stranger_at(address)) as one_too_many:
+            one_too_many.settimeout(SOON_S)
             assert one_too_many.recv(1) == b""
         live.still_works()
     live.still_works()

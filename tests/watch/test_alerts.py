@@ -3,69 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco import events
-from diloco.errors import ConfigurationError
 from diloco.events import Event
-from diloco.watch import Alert, RunHistory, Seen, Thresholds, find_alerts
 from tests.monitor.made_events import committed, sent, started, step, void
-from tests.watch.stories import NOW_S, history
+from tests.watch.runs import NOW_S, shown, write
 
 
-def alerts(
-    run: RunHistory, seen: Sequence[Seen] = (), *, after_s: float = 0.0, free_bytes: int | None = None, **given: float
-) -> list[Alert]:
-    return find_alerts(run, seen, Thresholds(**given), NOW_S + after_s, free_bytes)  # type: ignore[arg-type]
+def alerts(folder: Path, *, after_s: float = 0.0) -> list[tuple[str, str]]:
+    return [(alert["kind"], alert["who"]) for alert in shown(folder, now_s=NOW_S + after_s)[0]["alerts"]]
 
 
-def steps(count: int, **given: float) -> list[Event]:
+def steps(count: int, **given: Any) -> list[Event]:
     return [step(number, **given) for number in range(1, count + 1)]
 
 
-def saved(size_bytes: int, free_bytes: int | None) -> events.CheckpointSaved:
-    return events.CheckpointSaved(step=4, path="there", size_bytes=size_bytes, save_s=0.1, free_bytes=free_bytes)
+def saved(free_bytes: int | None) -> Event:
+    return events.CheckpointSaved(step=4, path="there", size_bytes=100, save_s=0.1, free_bytes=free_bytes)
 
 
-def over() -> events.RunFinished:
-    return events.RunFinished(step=9, summary={"steps": 9})
-
-
-def test_a_run_in_which_all_is_well_has_none() -> None:
-    run = history([started(), *steps(30), sent(0, 0, 0, digest="a"), sent(1, 0, 0, digest="a"), committed(0, 0, 0)])
-    assert alerts(run, free_bytes=10**12) == []
-
-
-def test_silence() -> None:
-    run = history([started(), *steps(3)])
-    assert alerts(run, after_s=60) == []
-    (alert,) = alerts(run, after_s=61)
-    assert (alert.level, alert.kind, alert.who, alert.step) == ("error", "silent", "the run", 3)
-
-
-def test_slow_steps_are_no_silence_and_neither_is_an_end() -> None:
-    assert alerts(history([started(), *steps(20, step_s=10.0)]), after_s=99) == []
-    assert alerts(history([started(), *steps(20, step_s=10.0)]), after_s=101) != []
-    assert alerts(history([started(), *steps(3), over()]), after_s=9_999) == []
-
-
-@pytest.mark.parametrize(("state", "expected"), [("no answer", ["silent"]), ("gone", []), ("finished", [])])
-def test_a_peer_that_does_not_answer(state: str, expected: list[str]) -> None:
-    run = history([started(), *steps(3)], process="replica 5")
-    found = alerts(run, [Seen("replica 5", 5, "Qm5", state, NOW_S - 61)])
-    assert [alert.kind for alert in found] == expected
-    assert all(alert.who == "replica 5" for alert in found)
-
-
-def view(number: int, members: tuple[int, ...], *, at: int, **given: Any) -> events.ViewChanged:
+def view(number: int, members: tuple[int, ...], *, at: int, **given: Any) -> Event:
     fields = {"replica": 0, "joined": (), "left": (), "reason": "nothing came for 8 s"}
     return events.ViewChanged(step=at, view=number, members=members, **{**fields, **given})
 
 
+START, OVER = started(num_replicas=3), events.RunFinished(step=9, summary={})
 LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
+MISSED, ALL = [committed(0, 0, k) for k in range(3)], committed(0, 0, 9, contributors=(0, 1, 2))
+SPIKES = [step(number, gradient_norm=100.0) for number in range(41, 51)]
+
+
+@pytest.mark.parametrize(
+    ("told", "after_s", "expected"),
+    [
+        ([*steps(30), *(sent(m, 0, 0, digest="a") for m in range(3)), ALL], 0, []),
+        (steps(3), 60, []),
+        (steps(3), 61, [("silent", "the run")]),
+        (steps(20, step_s=10.0), 99, []),  # slow steps are no silence
+        (steps(20, step_s=10.0), 101, [("silent", "the run")]),
+        ([*steps(3), OVER], 9_999, []),
+        (MISSED[:2], 0, []),
+        (MISSED, 0, [("missed", "replica 2")]),
+        ([void(0, 1, k) for k in range(2)], 0, []),
+        ([void(0, 1, k) for k in range(3)], 0, [("void", "fragment 1")]),
+        ([*[sent(0, 1, 4), void(0, 1, 4)] * 3, sent(0, 1, 4)], 0, [("void", "fragment 1")]),  # repeated
+        ([*(void(0, 0, k) for k in range(3)), ALL], 0, []),
+        ([sent(m, 0, 4, digest="ba"[m != 1]) for m in range(3)], 0, [("digest", "replica 1")]),
+        ([*(sent(m, 0, 4, digest="ba"[m != 1]) for m in range(3)), ALL], 0, []),
+        ([step(1, math.nan)], 0, [("not finite", "the run")]),
+        ([step(1, gradient_norm=math.inf)], 0, [("not finite", "the run")]),
+        ([step(1, math.nan), *steps(300)], 0, []),  # long ago
+        ([*steps(40), *SPIKES[:4]], 0, []),  # a spike alone is ordinary
+        ([*steps(40), *SPIKES], 0, [("gradient norm", "the run")]),
+        ([saved(300)], 0, []),
+        ([saved(299)], 0, [("disk", "the run")]),
+        ([saved(99), OVER], 0, []),
+        ([*MISSED, step(1, math.nan)], 0, [("not finite", "the run"), ("missed", "replica 2")]),  # errors first
+    ],
+)  # fmt: skip
+def test_alert_at_its_threshold(tmp_path: Path, told: list[Event], after_s: float, expected: list[Any]) -> None:
+    assert alerts(write(tmp_path, [START, *told]), after_s=after_s) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,94 +79,28 @@ LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
         ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another replica has taken its place
         ([LOSES_2, view(2, (0,), at=11, left=(1,), lost=(1,)), view(3, (0, 7), at=20, joined=(7,))], ["replica 2"]),
         ([view(1, (0,), at=10, left=(1, 2), lost=(1, 2))], ["replicas 1, 2"]),
-        ([LOSES_2, over()], []),
+        ([LOSES_2, OVER], []),
         ([view(1, (0, 1), at=10, left=(2,))], []),  # it announced its departure
         ([view(1, (), at=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # without a view it does not report on others
     ],
 )
-def test_who_is_gone_without_a_word(told: list[Event], expected: list[str]) -> None:
-    found = alerts(history([started(num_replicas=3), *told]))
-    assert [alert.who for alert in found] == expected
-    assert all(alert.kind == "lost" and alert.words.endswith("announcing it: nothing came for 8 s.") for alert in found)
+def test_lost_replica_until_it_is_replaced(tmp_path: Path, told: list[Event], expected: list[str]) -> None:
+    assert alerts(write(tmp_path, [START, *told])) == [("lost", who) for who in expected]
 
 
-def test_of_a_process_without_which_the_others_go_on_nothing_more_is_expected() -> None:
-    """Its folder still exists, but its last records don't raise alerts forever: it is neither silent nor slow."""
-    run = history([started(num_replicas=3), *steps(20)], process="replica 0")
-    history([started(), *steps(20)], process="replica 1", into=run)
-    told = [started(), *steps(20, step_s=9.0), step(21, math.nan), saved(100, 99)]
-    history(told, process="replica 2", into=run, time_s=NOW_S - 61)
-    kinds = ["silent", "silent", "silent", "not finite", "disk", "slow"]
-    assert [alert.kind for alert in alerts(run, after_s=99)] == kinds
-    history([LOSES_2, step(211)], process="replica 0", into=run, time_s=NOW_S - 61)
-    assert [(alert.kind, alert.who) for alert in alerts(run, after_s=99)] == [
-        ("silent", "replica 0"),
-        ("silent", "replica 1"),
-        ("not finite", "replica 2"),
-    ]
-    history([step(222)], process="replica 0", into=run)
-    assert [alert.who for alert in alerts(run, after_s=99)] == ["replica 0", "replica 1"]
+def test_process_that_others_continue_without_is_neither_silent_nor_slow(tmp_path: Path) -> None:
+    write(tmp_path, [START, *steps(20)])
+    write(tmp_path / "replica-1", [START, *steps(20)])
+    write(tmp_path / "replica-2", [START, *steps(20, step_s=9.0), step(21, math.nan), saved(99)])
+    culprits = [("silent", f"replica {m}") for m in range(3)]
+    rest = [("not finite", "replica 2"), ("disk", "replica 2"), ("slow", "replica 2")]
+    assert alerts(tmp_path, after_s=99) == [*culprits, *rest]
+    write(tmp_path, [LOSES_2, step(211)], end_s=NOW_S - 61)
+    assert alerts(tmp_path, after_s=99) == [*culprits[:2], ("not finite", "replica 2")]
 
 
-@pytest.mark.parametrize(("rounds", "expected"), [(2, []), (3, ["replica 2"])])
-def test_rounds_without_somebody(rounds: int, expected: list[str]) -> None:
-    run = history([started(num_replicas=3), *(committed(0, 0, k) for k in range(rounds))])
-    assert [alert.who for alert in alerts(run)] == expected
-
-
-@pytest.mark.parametrize(("rounds", "expected"), [(2, []), (3, ["fragment 1"])])
-def test_void_rounds(rounds: int, expected: list[str]) -> None:
-    run = history([started(), *(void(0, 1, k, "replica 1 was late") for k in range(rounds))])
-    found = alerts(run)
-    assert [alert.who for alert in found] == expected
-    assert all("replica 1 was late" in alert.words for alert in found)
-
-
-def test_a_digest_that_differs_is_told_for_some_rounds() -> None:
-    run = history([started(num_replicas=3), *(sent(m, 0, 4, digest="b" if m == 1 else "a") for m in range(3))])
-    assert [(alert.level, alert.who) for alert in alerts(run)] == [("error", "replica 1")]
-    history([committed(0, 0, 9, contributors=(0, 1, 2))], into=run)
-    assert alerts(run) == []
-
-
-@pytest.mark.parametrize("given", [{"loss": math.nan}, {"gradient_norm": math.inf}])
-def test_numbers_that_are_none(given: dict[str, float]) -> None:
-    run = history([started(), step(1, **given)], time_s=NOW_S - 61)
-    (alert,) = alerts(run, after_s=-61)
-    assert (alert.kind, alert.step) == ("not finite", 1)
-    history([step(number) for number in range(2, 203)], into=run)
-    assert alerts(run) == []
-
-
-@pytest.mark.parametrize(("norm", "expected"), [(10.0, []), (10.1, ["gradient norm"])])
-def test_gradient_norms(norm: float, expected: list[str]) -> None:
-    run = history([started(), *steps(20), step(21, gradient_norm=norm)])
-    assert [alert.kind for alert in alerts(run)] == expected
-
-
-@pytest.mark.parametrize(("step_s", "expected"), [(0.75, []), (0.76, ["replica 1"])])
-def test_who_is_slower_than_the_others(step_s: float, expected: list[str]) -> None:
-    run = history([started(), *steps(20)], process="replica 0")
-    history([started(), *steps(20)], process="replica 2", into=run)
-    history([started(), *steps(20, step_s=step_s)], process="replica 1", into=run)
-    assert [alert.who for alert in alerts(run)] == expected
-    assert alerts(run, [Seen("replica 1", 1, "Qm", "gone")]) == []
-
-
-@pytest.mark.parametrize(("free", "expected"), [(300, []), (299, ["warning"]), (99, ["error"])])
-def test_a_disk_that_is_nearly_full(free: int, expected: list[str]) -> None:
-    """Free space as measured on this machine, or as reported by the run."""
-    assert [each.level for each in alerts(history([started(), saved(100, None)]), free_bytes=free)] == expected
-    assert [each.level for each in alerts(history([started(), saved(100, free)]))] == expected
-    assert alerts(history([started(), saved(100, free), over()])) == []
-
-
-def test_errors_come_first() -> None:
-    run = history([started(num_replicas=3), *(committed(0, 0, k) for k in range(3)), step(1, math.nan)])
-    assert [alert.level for alert in alerts(run)] == ["error", "warning"]
-
-
-@pytest.mark.parametrize("name", ["silent_s", "missed_rounds", "void_rounds", "slower_factor", "free_checkpoints"])
-def test_thresholds_that_make_no_sense(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"alert\.{name} must be .*, got 0\."):
-        Thresholds(**{name: 0})  # type: ignore[arg-type]
+@pytest.mark.parametrize(("step_s", "expected"), [(0.75, []), (0.76, [("slow", "replica 1")])])
+def test_replica_slower_than_the_others(tmp_path: Path, step_s: float, expected: list[Any]) -> None:
+    for name in ("", "replica-2"):
+        write(tmp_path / name, [START, *steps(20)])
+    assert alerts(write(tmp_path / "replica-1", [START, *steps(20, step_s=step_s)]).parent) == expected

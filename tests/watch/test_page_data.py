@@ -1,138 +1,177 @@
-"""The content of the page, and the differences that are sent."""
+"""What the page shows of the records of a run."""
 
 from __future__ import annotations
 
-import copy
-import json
+import itertools
 import math
-import pickle
+from pathlib import Path
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco import events
-from diloco.watch import CHUNK_ROWS, MOST_LINES, OUTER_STEPS, RunHistory, Thresholds, Watched, difference, page_data
-from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step
-from tests.watch.stories import NOW_S, history
+from diloco.events import Event
+from diloco.monitor import read_metrics
+from diloco.watch import FollowedFolder
+from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, void
+from tests.watch.runs import curve, shown, write
 
 
-def shown(*runs: Watched) -> dict[str, Any]:
-    return page_data(runs, Thresholds(), NOW_S)
+def run_of(folder: Path, *told: Event) -> dict[str, Any]:
+    return shown(write(folder, [started(num_replicas=3, total_steps=100), *told]))[0]
 
 
-def merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Apply a JSON merge patch as in RFC 7396, section 2."""
-    for key, value in patch.items():
-        if value is None:
-            target.pop(key, None)
-        elif isinstance(value, dict) and isinstance(target.get(key), dict):
-            merge(target[key], value)
-        else:
-            target[key] = value
-    return target
+def test_header(tmp_path: Path) -> None:
+    begin = started(total_steps=100, tokens_per_step=8, data_parallel_bytes_per_step=100_000)
+    steps = [step(number, tokens=8 * number) for number in range(1, 11)]
+    header = shown(write(tmp_path, [begin, *steps, evaluated(10, 2.5), committed(0, 0, 0)]))[0]["header"]
+    expected = {"state": "running", "step": 10, "total_steps": 100, "tokens": 80, "tokens_per_s": 16, "left_s": 45,
+                "heldout_loss": 2.5, "best_heldout_loss": 2.5, "data_parallel_bytes": 1_000_000, "merged": 1, "void": 0,
+                "mfu": None, "sent_bytes": 10_000}  # fmt: skip
+    assert {name: header[name] for name in expected} == expected
+    summary = {"sent_bytes_per_replica": 5, "data_parallel_bytes_per_replica": 50}
+    write(tmp_path, [events.RunFinished(step=10, summary=summary)])
+    header = shown(tmp_path)[0]["header"]
+    assert (header["state"], header["sent_bytes"], header["data_parallel_bytes"]) == ("finished", 5, 50)
 
 
-VALUES = st.recursive(
-    st.integers(0, 3) | st.text("ab", max_size=2) | st.lists(st.integers(0, 2), max_size=2),
-    lambda inner: st.dictionaries(st.text("ab", max_size=2), inner, max_size=4),
+def test_unknown_values_are_null_and_never_zero(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(f'seed = 0\n[train]\nsteps = 9\nlong = "{"x" * 999}"\n')
+    (run,) = shown(tmp_path)
+    assert run["settings"] == {"seed": "0", "train.steps": "9", "train.long": "x" * 200}
+    assert {name: value for name, value in run["header"].items() if value not in (None, "")} == {"state": "not started"}
+    (run,) = shown(write(tmp_path, [sent(0, 0, 0), committed(0, 0, 0)]))  # a loop of one's own reports no more
+    assert (run["header"]["state"], run["header"]["step"], run["header"]["loss"]) == ("running", 2, None)
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "contributors", "counts"),
+    [
+        ([sent(0, 0, 0)], "sent", [], (0, 0)),
+        ([sent(0, 0, 0), committed(0, 0, 0)], "merged", [0, 1], (1, 0)),
+        ([sent(0, 0, 0), void(0, 0, 0)], "void", [], (0, 1)),
+        ([committed(0, 0, 0), void(1, 0, 0)], "merged", [0, 1], (1, 0)),  # one replica missed the commit
+        ([void(1, 0, 0), committed(0, 0, 0)], "merged", [0, 1], (1, 0)),
+        ([sent(0, 0, 0), void(0, 0, 0), sent(0, 0, 0)], "sent", [], (0, 1)),  # it is repeated
+    ],
 )
-MAPS = st.dictionaries(st.text("ab", max_size=2), VALUES, max_size=4)
+def test_state_of_a_round(tmp_path: Path, told: list[Event], state: str, contributors: Any, counts: Any) -> None:
+    run = run_of(tmp_path, *told)
+    cell = run["grid"]["cells"]["0:0"]
+    assert (cell["state"], cell["contributors"]) == (state, contributors)
+    assert (run["header"]["merged"], run["header"]["void"]) == counts
 
 
-@given(MAPS, MAPS)
-def test_a_difference_makes_the_new_one_of_the_old_one(old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert merge(copy.deepcopy(old), difference(old, new)) == new
-    assert difference(new, new) == {}
-
-
-def test_what_is_not_known_is_none_and_never_zero() -> None:
-    header = shown(Watched("run", "there"))["runs"]["0"]["header"]
-    assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not started"}
-
-
-def test_who_takes_over_the_state_of_others_is_joining() -> None:
-    header = shown(Watched("run", "there", history([fetched(1, 50, 150)])))["runs"]["0"]["header"]
-    assert header["state"] == "joining"
-    assert header["fetched"]["received_bytes"] == 150
-
-
-def test_the_header() -> None:
-    told = [
-        started(total_steps=100, tokens_per_step=8, data_parallel_bytes_per_step=100_000),
-        *(step(number, tokens=8 * number, step_s=0.5) for number in range(1, 11)),
-        evaluated(10, 2.5),
-        committed(0, 0, 0),
+def test_participation_of_each_replica(tmp_path: Path) -> None:
+    late = committed(0, 0, 3, step=5, late_s=(0.0, 0.2)), committed(1, 0, 3, step=5, late_s=(0.5, 0.0))
+    digests = [sent(m, 0, 3, step=5, digest="ba"[m != 1], weight=0.5) for m in range(3)]
+    run = run_of(tmp_path, committed(0, 0, 0, contributors=(0, 1, 2)), committed(0, 0, 1), *digests, *late)
+    rows = [[row.get(name) for name in ("counted", "missed", "weight", "digest", "late_s")] for row in run["peers"]]
+    assert rows == [
+        ["3 of 3", 0, 0.5, "agrees", 0.5],
+        ["3 of 3", 0, 0.5, "differs", 0.0],
+        ["1 of 3", 2, 0.5, "agrees", None],
     ]
-    header = shown(Watched("run", "there", history(told)))["runs"]["0"]["header"]
-    assert (header["state"], header["step"], header["total_steps"], header["tokens"]) == ("running", 10, 100, 80)
-    assert header["left_s"] == 90, "one step was written per second"
-    assert header["tokens_per_s"] == 16
-    assert header["data_parallel_bytes"] == 1_000_000
-    assert (header["heldout_loss"], header["best_heldout_loss"], header["merged"], header["void"]) == (2.5, 2.5, 1, 0)
-    assert header["mfu"] is None
+    cell = run["grid"]["cells"]["0:3"]
+    assert (cell["absent"], cell["last"], cell["last_after_s"], cell["differ"]) == ([2], 0, 0.5, [1])
 
 
-def test_the_summary_counts_once_a_run_is_over() -> None:
-    summary = {"sent_bytes_per_replica": 5, "data_parallel_bytes_per_replica": 50, "heldout_loss": 1.5}
-    run = history([started(), step(9), events.RunFinished(step=9, summary=summary)])
-    header = shown(Watched("run", "there", run))["runs"]["0"]["header"]
-    assert (header["state"], header["sent_bytes"], header["data_parallel_bytes"], header["left_s"]) == (
-        "finished",
-        5,
-        50,
-        None,
-    )
-    assert header["heldout_loss"] == 1.5
+def test_members_of_the_newest_view_and_who_is_fetching_state(tmp_path: Path) -> None:
+    def view(number: int, members: tuple[int, ...]) -> Event:
+        left = {"joined": (), "left": (1,), "reason": "", "names": {"2": "anna-pc"}}
+        return events.ViewChanged(step=1, replica=0, view=number, members=members, **left)  # type: ignore[arg-type]
+
+    run_of(tmp_path, step(1), sent(1, 0, 0), view(2, (0, 2)), view(1, (0, 1, 2)))
+    for event, state, received in ((fetched(1, 50, 150), "joining", 150), (step(8), "running", None)):
+        run = shown(write(tmp_path / "replica-2", [event]).parent)[0]
+        assert [(row["replica"], row["state"]) for row in run["peers"]] == [(0, "running"), (1, "gone"), (2, state)]
+        assert (run["peers"][2]["fetched"] or {}).get("received_bytes") == received
+        assert [row["name"] for row in run["peers"]] == [None, None, "anna-pc"]
+    assert [each["view"] for each in run["views"]] == [2]
+    (numbered,) = shown(write(tmp_path / "other", [started(num_replicas=4), sent(178120399, 0, 0)]))
+    assert [row["replica"] for row in numbered["peers"]] == [178120399]
 
 
-def test_settings_in_which_runs_differ() -> None:
-    runs = [
-        Watched("a", "a", settings={"seed": "0", "sync.codec": "fp4", "out": "a"}),
-        Watched(
-            "b", "b", settings={"seed": "0", "sync.codec": "int8", "out": "b", "sync.arguments.average.max_norm": "1"}
-        ),
-    ]
-    assert shown(*runs)["settings"] == [["sync.codec", ["fp4", "int8"]], ["sync.arguments.average.max_norm", ["", "1"]]]
-    assert shown(runs[0])["settings"] == []
+def test_replica_that_goes_back_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    rounds = [(sent(m, 0, k, step=k), committed(m, 0, k, step=k)) for k in range(1, 6) for m in (0, 1)]
+    for m, name in enumerate(("", "replica-1")):
+        write(
+            tmp_path / name, [started(), *(step(k) for k in range(1, 6)), *(e for pair in rounds[m::2] for e in pair)]
+        )
+    followed = FollowedFolder(tmp_path)
+    before = shown(followed)[0]
+    write(tmp_path / "replica-1", [started(2), step(3, 0.5), sent(1, 0, 3, step=3), committed(1, 0, 3, step=3)])
+    run = shown(followed)[0]
+    assert curve(run, "loss", "replica 0") == curve(before, "loss", "replica 0")
+    assert curve(run, "loss", "replica 1") == [[1, 1.0], [2, 1.0], [3, 0.5]]
+    assert [run["grid"]["cells"][f"0:{k}"]["merged"] for k in range(1, 6)] == [[0, 1], [0, 1], [0, 1], [0], [0]]
+    write(tmp_path, [started(2), step(3), sent(0, 0, 3, step=3)])
+    run = shown(followed)[0]
+    assert sorted(run["grid"]["cells"]) == ["0:1", "0:2", "0:3"]
+    assert run["header"]["merged"] == 3
+    (tmp_path / "metrics.jsonl").unlink()  # the folder is used for another run
+    write(tmp_path, [step(7)])
+    assert curve(shown(followed)[0], "loss", "replica 0") == [[7, 1.0]]
 
 
-def test_numbers_that_are_not_finite_become_gaps_that_json_has() -> None:
-    run = history([started(), step(1, math.nan, gradient_norm=math.inf), evaluated(1, math.nan)])
-    json.dumps(shown(Watched("run", "there", run)), allow_nan=False)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30))
+def test_curves_have_what_read_metrics_reads(tmp_path_factory: pytest.TempPathFactory, what: Any) -> None:
+    """Property: runs that resume repeatedly."""
+    told = [started(number) if start else step(number, loss=place) for place, (start, number) in enumerate(what)]
+    folder = write(tmp_path_factory.mktemp("run"), [started(), *told])
+    records = read_metrics(folder / "metrics.jsonl", "StepFinished")
+    assert curve(shown(folder)[0], "loss") == [[record["step"], record["loss"]] for record in records]
 
 
-def test_a_step_more_is_little_to_send() -> None:
-    run = Watched("run", "there", history([started(total_steps=9_999), *(step(n) for n in range(1, 10_001))]))
-    before = json.loads(json.dumps(shown(run)))
-    history([step(10_001)], into=run.history)
-    patch = difference(before, json.loads(json.dumps(shown(run))))
-    assert list(patch["runs"]["0"]["lines"][""]) == ["chunks"]
-    assert len(json.dumps(patch)) < 200 * CHUNK_ROWS < len(json.dumps(before))
+def test_long_curve_keeps_extremes_in_bounded_size(tmp_path: Path) -> None:
+    spikes = {77: 9.0, 3_001: 0.5, 4_999: math.nan}
+    run = run_of(tmp_path, *(step(number, spikes.get(number, 2.0)) for number in range(1, 5_001)))
+    lows, highs = ([value for _, value in curve(run, f"loss_{end}")] for end in ("low", "high"))
+    assert 256 <= len(lows) <= 512
+    assert (min(lows), max(highs), curve(run, "loss")[-1][0]) == (0.5, 9.0, 5_000)
 
 
-def test_of_many_processes_some_are_drawn_and_all_listed() -> None:
-    run = RunHistory()
-    for replica in range(64):
-        history([started(num_replicas=64), step(1)], process=f"replica {replica}", into=run)
-    data = shown(Watched("run", "there", run))["runs"]["0"]
-    assert (len(data["lines"]), data["undrawn"], len(data["peers"])) == (MOST_LINES, 64 - MOST_LINES, 64)
+def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_reports_it(tmp_path: Path) -> None:
+    rounds = [committed(m, p, k, mean_norm=float(10 * k + p)) for k in range(3) for p in (0, 1) for m in (0, 1)]
+    run = run_of(tmp_path, *rounds)
+    assert [value for _, value in curve(run, "mean_norm", kind="outer")] == [0.5, 10.5], "the third is incomplete"
+    assert {value for _, value in curve(run, "spread", kind="outer")} == {None}
 
 
-def test_64_peers_are_a_small_page_and_little_memory() -> None:
-    """Checked by size, because times depend on the machine. The run has more rounds than are kept."""
-    everybody = tuple(range(64))
-    run = history([started(num_replicas=64), *(step(number) for number in range(1, 1_001))])
-    rounds = [(replica, fragment, k) for k in range(OUTER_STEPS + 16) for fragment in range(2) for replica in everybody]
-    history((sent(*each, digest="a" * 32) for each in rounds), into=run)
-    history((committed(*each, contributors=everybody) for each in rounds), into=run)
-    assert len(json.dumps(shown(Watched("run", "there", run)))) < 400_000
-    assert len(pickle.dumps(run)) < 2_000_000
+def test_evaluations_of_any_process_and_pauses(tmp_path: Path) -> None:
+    for end_s, event in ((0, started()), (10, step(1)), (1000, started(1)), (1005, step(2))):
+        write(tmp_path, [event], end_s=end_s)
+    write(tmp_path / "replica-1", [evaluated(1, 2.0), evaluated(2, math.nan), evaluated(3, 2.5)])
+    (run,) = shown(tmp_path)
+    assert (run["header"]["heldout_loss"], run["header"]["best_heldout_loss"]) == (2.5, 2.0)
+    assert curve(run, "time_s", "replica 0") == [[1, 10], [2, 15]], "a pause is not time of the run"
 
 
-def test_a_longer_run_takes_no_more_room() -> None:
-    sizes = []
-    for count in (1_000, 20_000):
-        run = Watched("run", "there", history([started(), *(step(number) for number in range(1, count + 1))]))
-        sizes.append(len(json.dumps(shown(run))))
-    assert sizes[1] < 1.3 * sizes[0]
+def test_many_replicas_for_many_rounds_are_a_small_page(tmp_path: Path) -> None:
+    """Checked by size, because times depend on the machine."""
+    told: list[Event] = [step(number) for number in range(1, 1_001)]
+    for m, k in itertools.product(range(64), range(70)):
+        told += [sent(m, 0, k, digest="a" * 32)]
+        told += [committed(m, 0, k, contributors=(*range(64),))] if m == 0 else []
+    run = run_of(tmp_path, *told)
+    assert (len(run["grid"]["cells"]), run["header"]["merged"]) == (64, 70)
+    assert len(str(run)) < 400_000
+    for replica in range(1, 64):
+        write(tmp_path / f"replica-{replica}", [step(1)])
+    (run,) = shown(tmp_path)
+    assert (len(run["lines"]), run["undrawn"], len(run["peers"])) == (8, 56, 64)
+
+
+def test_invalid_and_incomplete_lines(tmp_path: Path) -> None:
+    write(tmp_path, [started(), step(1)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"schema": 1, "ev\xff\n\n' + b"x" * 1_500_000 + b"\n" + b'{"schema": 1, "event": "Note", ')
+    followed = FollowedFolder(tmp_path)
+    (run,) = shown(followed)
+    assert "line(s) that are no valid event records" in run["problems"][0]
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'"step": 1, "text": "hello"}\n')
+    assert [note["text"] for note in shown(followed)[0]["notes"]] == ["hello"]

@@ -1,29 +1,102 @@
 """The contributions of replicas to a round, the verdict on the round, and the mean that every replica gets from it.
 
+A contribution of norm n keeps its weight, but its values are multiplied by ``min(1, max_norm / n)``. So a faulty or
+malicious replica moves the mean by at most its weight times ``max_norm``. Norms must have equal bits on all replicas,
+or these would diverge. The summation order of a library depends on the processor's vector width, so norms are summed
+here in float64 by elementwise additions of halves.
+
 `judge` and `weighted_mean` are pure functions of the contributions and independent of the transport.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.average_rules import AverageRule
-from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
-from diloco.algorithm.codec.base import Codec, divisor
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
+from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
+from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, plan_exchange
+from diloco.algorithm.shards import Uplink
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError, DivergedError
 
-__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "combined", "judge", "mean_of_buffers", "weighted_mean"]
+__all__ = [
+    "LARGEST_MEAN",
+    "AverageRule",
+    "Contribution",
+    "Mean",
+    "RoundId",
+    "SendersMean",
+    "Verdict",
+    "check_mean",
+    "combined",
+    "judge",
+    "mean_of_buffers",
+    "plan_round",
+    "scale_factors",
+    "vector_norm",
+    "weighted_mean",
+]
 
 Value = TypeVar("Value", bound=Hashable)
+
+LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
+
+_CHUNK_VALUES = 1 << 20
+"""The number of values whose squares are summed at a time, 8 MiB of float64. It defines the order of summation."""
+
+
+class AverageRule(Protocol):
+    """A rule that averages the contributions of a round. Equal inputs must give equal bits on every replica."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each value of the average depends only on the same value of the contributions.
+
+        Other rules need whole tensors, which the ranks of a sharded model (FSDP) do not have.
+        """
+
+    def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
+        """Return the average of the contributions.
+
+        Args:
+            contributions: The weight and the values, ``(numel,)`` float32, of each contributor in ascending order of
+                replicas. There is at least one. Fetching the next one overwrites the values.
+            tensors: The sizes of the tensors that the values consist of, in order. Their sum is numel.
+
+        Returns:
+            ``(numel,)`` float32, sharing no memory with the contributions.
+        """
+
+
+@dataclass(frozen=True)
+class SendersMean:
+    """The weighted mean of each value over those contributors whose value is not zero, or 0 if all are zero.
+
+    If every replica sends different values, as with `topk2`, each value counts in full: the result is up to M times the
+    mean over all replicas. Templar's code, which trained a 72B model, does this; the SparseLoCo paper divides by the
+    number of all replicas.
+
+    >>> SendersMean().combine([(1.0, torch.tensor([4.0, 0.0, 3.0])), (1.0, torch.tensor([2.0, 0.0, 0.0]))], [3])
+    tensor([3., 0., 3.])
+    """
+
+    elementwise = True
+
+    def combine(self, contributions: Iterable[tuple[float, Tensor]], tensors: Sequence[int]) -> Tensor:
+        total = sent = torch.zeros((), dtype=torch.float32, device="cpu")
+        for weight, values in contributions:
+            if not total.dim():
+                total, sent = torch.zeros_like(values), torch.zeros_like(values)
+            total.add_(values * weight)
+            sent.add_((values != 0).to(torch.float32).mul_(weight))
+        return total.div_(sent.masked_fill_(sent == 0, 1.0))
 
 
 @dataclass(frozen=True, order=True)
@@ -264,14 +337,7 @@ def combined(
     factors: Mapping[int, float],
     tensors: Sequence[int],
 ) -> Tensor:
-    """Return the average of contributions by ``rule``.
-
-    Args:
-        decoded: The replica and values, ``(numel,)`` float32, of each contribution, ascending. Overwrites the values.
-        weights: Replica -> weight.
-        factors: Replica -> factor of its values, if that is not 1.
-        tensors: The sizes of the tensors that the values consist of.
-    """
+    """Return the average by ``rule``. ``decoded`` are the replicas and their values, ascending, which it overwrites."""
     return rule.combine(
         ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors
     )
@@ -282,3 +348,82 @@ def _spread(contributions: Sequence[Contribution], weights: Mapping[int, float])
     payloads = [(weights[each.replica], each.payload) for each in contributions]
     terms = spread_terms(codec, payloads, numel, sampled_ranges(numel, codec.block_size))
     return spread(*terms, sum(weights.values()))
+
+
+def scale_factors(max_norm: float, norms: Mapping[int, float]) -> dict[int, float]:
+    """Return ``max_norm / n``, rounded to float32, for each replica whose norm n exceeds ``max_norm``.
+
+    >>> scale_factors(1.0, {0: 0.5, 1: 1.0, 2: 4.0})
+    {2: 0.25}
+    """
+    return {
+        replica: float(torch.tensor(max_norm / norm, dtype=torch.float32, device="cpu"))
+        for replica, norm in sorted(norms.items())
+        if norm > max_norm
+    }
+
+
+def vector_norm(values: Tensor) -> float:
+    """Return the L2 norm of ``values``, ``(n,)`` float32, with equal bits on every processor.
+
+    Squares are exact in float64. They are summed over ranges of 2^20 values, and then the sums of the ranges. Each sum
+    folds: the second half is added to the first, value by value, until one value is left.
+
+    >>> vector_norm(torch.tensor([3.0, 4.0]))
+    5.0
+    """
+    if not values.numel():
+        return 0.0
+    starts = range(0, values.numel(), _CHUNK_VALUES)
+    sums = [_folded(values[start : start + _CHUNK_VALUES].to(torch.float64).square_()) for start in starts]
+    return math.sqrt(float(_folded(torch.stack(sums))))
+
+
+def _folded(values: Tensor) -> Tensor:
+    """Return the sum of ``values``, ``(n,)`` float64 with n > 0, as a ``()`` tensor. Overwrites ``values``."""
+    count = len(values)
+    while count > 1:
+        half = (count + 1) // 2
+        values[: count - half] += values[half:count]  # an odd number's middle value waits for the next fold
+        count = half
+    return values[0]
+
+
+def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]]) -> None:
+    """Check a mean or a part of it, which may overflow even if all addends are finite.
+
+    Args:
+        values: ``(n,)`` float32, the mean.
+        addends: Replica -> codec, payload of ``n`` values, and the weight with which they were added.
+
+    Raises:
+        CodecError: if a magnitude is not finite or above 2^100. The error names the replica that contributed most.
+    """
+    largest = largest_magnitude(values)
+    if not largest <= LARGEST_MEAN:
+        replica = _largest_contributor(addends, values.numel())
+        what = "is not finite" if not math.isfinite(largest) else f"has values up to {largest:.3g}"
+        raise CodecError(f"the mean {what}; replica {replica} contributed most to it", replica=replica)
+
+
+def _largest_contributor(addends: Mapping[int, tuple[Codec, Tensor, float]], numel: int) -> int:
+    """Return the replica with the largest weighted magnitude, the lowest on a tie."""
+
+    def largest(replica: int) -> float:
+        codec, payload, weight = addends[replica]
+        return weight * largest_magnitude(codec.decode(payload, numel))
+
+    return max(sorted(addends), key=largest)
+
+
+def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Exchange:
+    """Return `plan_exchange` for a round of ``num_replicas`` contributions like this one."""
+    return plan_exchange(
+        contribution.codec,
+        contribution.numel,
+        num_replicas,
+        contribution.extra_bytes,
+        mean=contribution.mean,
+        whole=contribution.whole,
+        uplinks=uplinks,
+    )

@@ -12,30 +12,13 @@ from diloco.algorithm.memory import empty
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, CodecError
 
-__all__ = ["ErrorFeedback", "encode_with_residual"]
+__all__ = ["ErrorFeedback"]
 
 
-def encode_with_residual(codec: Codec, values: Tensor, residual: Tensor, decay: float, payload: Tensor) -> Tensor:
-    """Encode ``values + decay * residual`` and return the quantisation error, which is the next residual.
+class ErrorFeedback:
+    """Encodes the values of one fragment and keeps the residual e of the quantisation error.
 
-    Args:
-        codec: The codec.
-        values: ``(numel,)`` float32.
-        residual: ``(numel,)`` float32, the current residual.
-        decay: beta.
-        payload: ``(codec.payload_bytes(numel),)`` uint8, overwritten.
-    """
-    error = empty(values.numel(), torch.float32, values.device)
-    torch.add(values, residual, alpha=decay, out=error)
-    codec._encode(error, payload)
-    codec._accumulate(payload, error, -1.0)
-    return error
-
-
-class ErrorFeedback(Codec):
-    """A codec that wraps another codec and keeps the residual e of its quantisation error, for one fragment.
-
-    With v the values, Q the inner codec (encoding followed by decoding) and e starting at zero::
+    With v the values, Q the codec (encoding followed by decoding) and e starting at zero::
 
         send  Q(v + beta e);    e <- (v + beta e) - Q(v + beta e)
 
@@ -48,14 +31,13 @@ class ErrorFeedback(Codec):
       next pseudo-gradient contains all of its work again. So the old residual stays; otherwise that work would count
       twice.
 
-    Call one of the two between two calls of `encode`. Payloads are those of the inner codec. `cut`, `decode`,
-    `accumulate` and `validate` are independent of the residual.
+    Call one of the two between two calls of `encode`. Payloads are those of the codec.
 
     Memory: 4 bytes per value, and 4 more from `encode` to `commit` or `rollback`. The residual follows the values to
     their device.
 
     Args:
-        codec: The inner codec Q.
+        codec: Q.
         numel: The number of values of the fragment.
         decay: beta, from 0 to 1; 1 keeps the whole residual.
 
@@ -63,11 +45,12 @@ class ErrorFeedback(Codec):
         ConfigurationError: if ``decay`` is out of range.
 
     >>> from diloco.algorithm.codec.base import make_codec
-    >>> codec = ErrorFeedback(make_codec("fp4", block_size=8), numel=2)
+    >>> codec = make_codec("fp4", block_size=8)
+    >>> feedback = ErrorFeedback(codec, numel=2)
     >>> values = torch.tensor([1.0, 0.005])  # the second is 1/200 of the first: too small for fp4
     >>> for _ in range(3):
-    ...     payload = codec.encode(values)
-    ...     codec.commit()
+    ...     payload = feedback.encode(values)
+    ...     feedback.commit()
     ...     print(codec.decode(payload, 2))
     tensor([1., 0.])
     tensor([1., 0.])
@@ -79,12 +62,25 @@ class ErrorFeedback(Codec):
         self.codec = codec
         self.numel = numel
         self.decay = decay
-        self.name = f"{codec.name}+error-feedback"
-        self.implementation = codec.implementation
-        self.saturation_limit = codec.saturation_limit
-        self.block_size = codec.block_size
         self._residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
         self._candidate: Tensor | None = None
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the payload of ``values``, ``(numel,)`` float32, plus the residual.
+
+        Raises:
+            CodecError: if their number is another, or a round is in flight. Nothing was encoded.
+        """
+        if values.numel() != self.numel or self._candidate is not None:
+            why = "a round is in flight" if self._candidate is not None else f"there are {self.numel} values"
+            raise CodecError(f"{values.numel()} values can't be encoded with error feedback: {why}.")
+        self._residual = self._residual.to(values.device)
+        error = empty(values.numel(), torch.float32, values.device)
+        torch.add(values, self._residual, alpha=self.decay, out=error)
+        payload = self.codec.encode(error)
+        self.codec.accumulate(payload, error, -1.0)
+        self._candidate = error
+        return payload
 
     @property
     def residual(self) -> Tensor:
@@ -104,20 +100,14 @@ class ErrorFeedback(Codec):
         """
         if self._candidate is None:
             raise CodecError(
-                f"{self.name}: commit() was called without an encode() before it. Each encode() needs one commit() or "
-                "rollback(). The residual is unchanged."
+                "commit() was called without an encode() before it. Each encode() needs one commit() or rollback(). "
+                "The residual is unchanged."
             )
         self._residual, self._candidate = self._candidate, None
 
     def rollback(self) -> None:
         """Drop the candidate, after a round without this contribution. Has no effect if nothing is pending."""
         self._candidate = None
-
-    def parameters(self) -> Mapping[str, int]:
-        return self.codec.parameters()
-
-    def payload_bytes(self, numel: int) -> int:
-        return self.codec.payload_bytes(numel)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the ``residual`` and, with a round in flight, the ``candidate``: ``(numel,)`` float32, not copied."""
@@ -134,41 +124,15 @@ class ErrorFeedback(Codec):
         """
         if not {"residual"} <= set(state) <= {"residual", "candidate"}:
             raise CheckpointError(
-                f"{self.name}: the saved state must contain 'residual' and, with a round in flight, 'candidate', but "
-                f"it contains {sorted(state)}. Nothing was loaded."
+                "The saved state of error feedback must contain 'residual' and, with a round in flight, 'candidate', "
+                f"but it contains {sorted(state)}. Nothing was loaded."
             )
         for key, saved in state.items():
             if saved.shape != (self.numel,) or saved.dtype != torch.float32:
                 raise CheckpointError(
-                    f"{self.name}: the saved {key} must have shape ({self.numel},) and type torch.float32, but it has "
+                    f"The saved {key} must have shape ({self.numel},) and type torch.float32, but it has "
                     f"shape {tuple(saved.shape)} and type {saved.dtype}. Nothing was loaded."
                 )
         device = self._residual.device
         self._residual = state["residual"].to(device, copy=True)
         self._candidate = state["candidate"].to(device, copy=True) if "candidate" in state else None
-
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        if values.numel() != self.numel:
-            raise CodecError(
-                f"{self.name} keeps a residual of {self.numel} values but got {values.numel()} values. Use a separate "
-                "ErrorFeedback for each fragment. Nothing was encoded."
-            )
-        if self._candidate is not None:
-            raise CodecError(
-                f"{self.name}: encode() was called while a round is in flight. Call commit() or rollback() first. "
-                "Nothing was encoded."
-            )
-        self._residual = self._residual.to(values.device)
-        self._candidate = encode_with_residual(self.codec, values, self._residual, self.decay, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        self.codec._decode(payload, out)
-
-    def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
-        self.codec._accumulate(payload, out, weight)
-
-    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        return self.codec._cut(payload, numel, start, stop)
-
-    def _find_fault(self, payload: Tensor, numel: int) -> str | None:
-        return self.codec._find_fault(payload, numel)

@@ -1,21 +1,100 @@
-"""The exchange pattern of a round, the cheaper of two with equal results, and the bytes that it moves."""
+"""The exchange pattern of a round, the cheaper of two with equal results, and the bytes that it moves.
+
+In a reduce-scatter each replica owns a range of the values. It sums the contributions to that range and sends their
+mean to all others, perhaps encoded; then it decodes the same bytes as they do.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from diloco.algorithm.averaging import Contribution
-from diloco.algorithm.codec.base import Codec
-from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec.base import Codec, make_codec
+from diloco.algorithm.codec.blockwise import Int8
+from diloco.algorithm.codec.casts import Float32
+from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
 from diloco.algorithm.shards import Uplink, owned_shares, shard_bounds, speeds
 
-__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round"]
+__all__ = ["PLAIN_MEAN", "Exchange", "MeanEncoding", "data_parallel_bytes", "encode_mean", "plan_exchange"]
 
 _WORTH_IT = 0.8
 """Unequal shares must take at most this part of the time, since measured rates are not exact."""
+
+
+@dataclass(frozen=True)
+class MeanEncoding:
+    """The encoding of the mean that the owner of a range sends to the other replicas.
+
+    Args:
+        codec: The codec; default: float32, which is exact.
+        least_replicas: Among fewer replicas, means are sent as float32.
+        contribution_bytes: Means are also sent as float32 if contributions take at least this many bytes per value.
+    """
+
+    codec: Codec = field(default_factory=Float32)
+    least_replicas: int = 1
+    contribution_bytes: float = math.inf
+
+    @classmethod
+    def of(cls, codec: Codec | str) -> MeanEncoding:
+        """Return the encoding for a codec, its name, or "auto".
+
+        "auto" is int8 among at least 8 replicas whose contributions take less than 2 bytes per value, where it saves
+        much and cost nothing in measurements; otherwise float32.
+        """
+        if codec == "auto":
+            return cls(Int8(), AUTO_MEANS_FROM_REPLICAS, contribution_bytes=2.0)
+        return cls(make_codec(codec) if isinstance(codec, str) else codec)
+
+    def among(self, num_replicas: int, contributions: Codec) -> MeanEncoding:
+        """Return the encoding in effect in a round of ``num_replicas`` members, the same for all of them.
+
+        >>> auto = MeanEncoding.of("auto")
+        >>> [str(auto.among(number, make_codec("fp4"))) for number in (7, 8)]
+        ['float32', 'int8 (block_size 256)']
+        >>> [str(auto.among(8, make_codec(name))) for name in ("int8", "bfloat16")]
+        ['int8 (block_size 256)', 'float32']
+        """
+        block = contributions.block_size
+        coarse = contributions.payload_bytes(block) < self.contribution_bytes * block
+        return MeanEncoding(self.codec) if coarse and num_replicas >= self.least_replicas else PLAIN_MEAN
+
+    def __str__(self) -> str:
+        parameters = "".join(f" ({name} {value})" for name, value in self.codec.parameters().items())
+        among = f", from {self.least_replicas} replicas on" if self.least_replicas > 1 else ""
+        return f"{self.codec.name}{parameters}{among}"
+
+
+PLAIN_MEAN = MeanEncoding()  # float32 means
+
+
+def encode_mean(values: Tensor, codec: Codec) -> Tensor:
+    """Encode a mean and replace it by the values that all replicas decode.
+
+    Args:
+        values: ``(n,)`` float32, the mean of whole blocks of ``codec``. Overwritten with the decoded payload.
+        codec: The codec of means.
+
+    Returns:
+        The payload, ``(payload_bytes(n),)`` uint8. With an exact codec it shares memory with ``values``.
+
+    >>> from diloco.algorithm.codec.blockwise import FP4
+    >>> import torch
+    >>> mean = torch.tensor([1.0, 0.7])
+    >>> payload = encode_mean(mean, FP4())
+    >>> mean
+    tensor([1.0000, 0.5000])
+    """
+    if codec.exact:
+        return values.view(torch.uint8)
+    payload = codec.encode(values)
+    codec.decode(payload, values.numel(), out=values)
+    return payload
 
 
 @dataclass(frozen=True)
@@ -129,19 +208,6 @@ def _scatter(codec: Codec, mean: MeanEncoding, shards: tuple[tuple[int, int], ..
         mean,
         sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
         received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
-    )
-
-
-def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Exchange:
-    """Return `plan_exchange` for a round of ``num_replicas`` contributions like this one."""
-    return plan_exchange(
-        contribution.codec,
-        contribution.numel,
-        num_replicas,
-        contribution.extra_bytes,
-        mean=contribution.mean,
-        whole=contribution.whole,
-        uplinks=uplinks,
     )
 
 

@@ -15,9 +15,6 @@ def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
 
     The layers are the numbered children of one container; see `layer_container`.
 
-    Args:
-        sizes: Parameter name -> number of values.
-
     >>> group_layers({"embedding": 4, "layers.0.w": 2, "layers.1.w": 2, "layers.1.b": 1})
     (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
     """
@@ -45,11 +42,7 @@ def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     preferred to one without, such as an embedding and a decoder in sequence, or the norm and the matrix of a head.
     Among the remaining candidates the one with the most values wins, and among equals the outermost.
 
-    Args:
-        sizes: Parameter name -> number of values.
-
-    Returns:
-        The path, or None if no module is numbered.
+    It is None if no module is numbered.
 
     >>> layer_container({"head.0.w": 9, "head.1.w": 900, "blocks.0.w": 4, "blocks.1.w": 4})
     ('blocks',)

@@ -2,14 +2,6 @@
 
 With alpha = 0 and tau = 0 both rules replace the local parameters by the global ones.
 
-===========  ==========================================================  ==============================================
-rule         equation                                                    source
-===========  ==========================================================  ==============================================
-``alpha``    ``local <- alpha * local + (1 - alpha) * global``           Streaming DiLoCo, Algorithm 2, line 12
-``rebase``   ``local <- global + (local - local when sent)``            as LOSCAR-SGD: keep the work of the overlapped
-                                                                         steps, replace the rest
-===========  ==========================================================  ==============================================
-
 `carry_over` serves a replica whose contribution is *not* in the average. It moves the local parameters along with the
 global ones and keeps the replica's unsent work, so that its next pseudo-gradient contains all of it.
 """
@@ -69,7 +61,8 @@ class AlphaMerge:
 
 @dataclass(frozen=True)
 class RebaseMerge:
-    """``local <- global + (local - local when sent)``, which keeps all work of the overlapped steps.
+    """``local <- global + (local - local when sent)``, which keeps all work of the overlapped steps
+    (as LOSCAR-SGD).
 
     >>> import torch
     >>> local, sent = torch.tensor([1.5]), torch.tensor([1.0])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import divisor, pieces
-from diloco.algorithm.numbers import check_number, check_type, learning_rate_of_gain
+from diloco.algorithm.numbers import check_number, check_type
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
@@ -92,6 +92,7 @@ class Nesterov:
     """``v <- mu * v + Delta; theta <- theta - lr * (Delta + mu * v)``, as ``torch.optim.SGD(nesterov=True)``.
 
     The papers' outer optimizer, with mu = 0.9 and lr = 0.7 (DiLoCo) or 0.4 (Streaming DiLoCo). Adds 4 bytes per value.
+    Each of many equal means moves values by the gain, ``lr / (1 - mu)``, times it; the first by only ``lr (1 + mu)``.
 
     >>> theta = torch.tensor([1.0])
     >>> outer = Nesterov(learning_rate=0.5, momentum=0.5)
@@ -107,20 +108,6 @@ class Nesterov:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
         _check("momentum", self.momentum, 1)
-
-    @classmethod
-    def of_gain(cls, gain: float, momentum: float = 0.9) -> Self:
-        """Return an optimizer with ``lr = gain (1 - mu)``: each of many equal means moves values by ``gain`` times it.
-
-        Over many rounds, settings of equal gain behave alike. In a short run the momentum does not build up; the first
-        step moves them by only ``lr (1 + mu)`` times the mean.
-
-        >>> Nesterov.of_gain(1.75, momentum=0.6)
-        Nesterov(learning_rate=0.7, momentum=0.6)
-        """
-        check_number("outer gain", gain, 0)
-        check_number("outer momentum", momentum, 0, 1)
-        return cls(learning_rate=learning_rate_of_gain(gain, momentum), momentum=momentum)
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"momentum": torch.zeros_like(values)})

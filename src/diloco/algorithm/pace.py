@@ -26,13 +26,7 @@ _ENOUGH_STEPS = 6  # the least number of steps for a meaningful mean
 def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: int) -> int:
     """Return ``k = floor(v / max v * H)``, at least 1: the scheduled steps of H that a replica trains.
 
-    Args:
-        replica: w.
-        steps_per_s: Replica -> v, its inner steps per second if known.
-        inner_steps: H.
-
-    Returns:
-        k. It is H for the fastest replica and for a replica of unknown speed.
+    It is H for the fastest replica, and for one whose speed is not in ``steps_per_s``.
 
     >>> speeds = {0: 4.0, 1: 2.0, 2: 0.9, 3: 0.001}
     >>> [steps_to_train(replica, speeds, inner_steps=10) for replica in (0, 1, 2, 3, 4)]

@@ -121,8 +121,8 @@ CODECS = Registry(
         "float32": f"{_HERE}.codec.casts:Float32",
         "float16": f"{_HERE}.codec.casts:Float16",
         "bfloat16": f"{_HERE}.codec.casts:BFloat16",
-        "int8": f"{_HERE}.codec.integers:Int8",
-        "fp4": f"{_HERE}.codec.fp4:FP4",
+        "int8": f"{_HERE}.codec.blockwise:Int8",
+        "fp4": f"{_HERE}.codec.blockwise:FP4",
         "topk2": f"{_HERE}.codec.topk2:TopK2",
     },
 )
@@ -148,8 +148,8 @@ MERGE_RULES = Registry(
 AVERAGES = Registry(
     "average",
     "sync.average",
-    f"{_HERE}.average_rules:AverageRule",
-    {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.average_rules:SendersMean"},
+    f"{_HERE}.averaging:AverageRule",
+    {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.averaging:SendersMean"},
 )
 
 INNER_OPTIMIZERS = Registry(

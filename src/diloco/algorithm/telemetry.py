@@ -42,13 +42,7 @@ class OuterStepMeasures:
 def measured_outer_step(
     loop: OuterLoop, index: int, mean: Tensor, last: Tensor | None
 ) -> tuple[OuterStepMeasures, Tensor]:
-    """Take `OuterLoop.outer_step` and measure its effect.
-
-    Args:
-        loop: The outer loop.
-        index: The index of the fragment.
-        mean: ``(numel,)`` float32.
-        last: The sample of the fragment's last mean, or None.
+    """Take `OuterLoop.outer_step` and measure its effect, given a sample of the fragment's last mean.
 
     Returns:
         The measures and the sample of this mean.
@@ -106,11 +100,7 @@ def spread_terms(
 ) -> tuple[float, float]:
     """Return the terms of `spread`, ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)``, over some ranges of values.
 
-    Args:
-        codec: The codec of the payloads.
-        payloads: The weight and payload of each contributor.
-        numel: The number of values that each payload encodes.
-        ranges: The ranges ``(start, stop)``, in whole blocks.
+    ``payloads`` are the weight and the payload of each contributor; ranges consist of whole blocks.
     """
     squares, of_sum = 0.0, 0.0
     for start, stop in ranges:

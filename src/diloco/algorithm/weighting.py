@@ -37,11 +37,6 @@ def contribution_weight(base_weight: float, trained: float, scheduled: int) -> f
     has the least weight, 1e-18: its part of the mean vanishes in rounding if others trained, and the mean is over all
     replicas if none did. Withdrawing its contribution instead would make a round void if all replicas are needed.
 
-    Args:
-        base_weight: The weight of a full window of this replica.
-        trained: The inner steps of full batches since the replica's last contribution of the fragment in a mean.
-        scheduled: The inner steps from one round of the fragment to the next.
-
     >>> contribution_weight(1.0, 100.0, 100), contribution_weight(2.0, 25.0, 100), contribution_weight(1.0, 200.0, 100)
     (1.0, 0.5, 2.0)
     >>> contribution_weight(1.0, 0.0, 100)
@@ -58,10 +53,6 @@ def bounded_weights(weights: Mapping[int, float], base_weights: Mapping[int, flo
     Replicas report their own weights. The bound limits each to eight full windows, and its window to that of another
     replica. It affects an honest replica only after more than seven lost rounds in a row, or if its base weight is more
     than eight times that of any other.
-
-    Args:
-        weights: Replica -> w, for all contributors.
-        base_weights: Replica -> the reported weight of a full window.
 
     >>> bounded_weights({0: 1.0, 1: 1e18, 2: 2.0}, {0: 1.0, 1: 1e18, 2: 1.0})
     {0: 1.0, 1: 8.0, 2: 2.0}

@@ -1,5 +1,3 @@
-from .disk import FileFacts as FileFacts
-from .disk import hidden_name as hidden_name
 from .disk import new_folder as new_folder
 from .disk import replace_file as replace_file
 from .disk import write_whole as write_whole
@@ -9,10 +7,8 @@ from .lock import shared_lock as shared_lock
 from .manifest import read_manifest as read_manifest
 from .manifest import write_manifest as write_manifest
 from .parts import Whole as Whole
-from .parts import read_part as read_part
 from .parts import tensor_chunks as tensor_chunks
 from .parts import whole as whole
-from .parts import write_part as write_part
 from .reading import Checkpoint as Checkpoint
 from .reading import list_checkpoints as list_checkpoints
 from .reading import open_checkpoint as open_checkpoint

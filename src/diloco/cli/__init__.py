@@ -27,17 +27,29 @@ COMMANDS = {
     "evaluate": "measure the loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model, or chat with it",
     "export": "write a trained model for transformers, or as one safetensors file",
-    "inspect": "show what a checkpoint holds",
-    "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
-    "watch": "show runs and swarms on a web page, live or as one file",
-    "peers": "list the peers of a swarm (--transport hivemind) and what each is doing",
-    "secret": "create the secret that keeps others out of a run",
-    "dht": "run a peer that trains nothing, through which other peers find each other",
     "plan": "predict what settings cost on a link, and which others fit it",
     "sweep": "run a study: the same run with settings varied along axes",
+    "doctor": "check the connection to other replicas: names, ports, latency, bandwidth",
+    "status": "show what a checkpoint holds, or what the peers of a swarm are doing",
+    "watch": "show runs and swarms on a web page, live or as one file",
+    "relay": "run a bootstrap node for a swarm",
+    "secret": "create the secret that keeps others out of a run",
     "presets": "list the model presets and their dimensions",
 }
 """Every command with a description. The module of the same name has ``run(arguments) -> exit code``."""
+
+RENAMED = {
+    "inspect": "status RUN",
+    "peers": "status --run NAME --join ADDRESS",
+    "dht": "relay",
+    "simulate": "plan",
+    "watch --export": "watch --out",
+    "watch --every-s": "watch --every",
+    "watch --ask-every-s": "watch --every",
+    "doctor --megabytes": "doctor --size",
+    "doctor --timeout-s": "doctor --timeout",
+}
+"""Old commands and flags of commands, with the new ones."""
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -71,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if DEBUG.get():
             traceback.print_exc()
         else:
-            trains = given[:1] in (["train"], ["finetune"]) and isinstance(error, ConfigurationError)
+            trains = isinstance(error, ConfigurationError) and given[:1] in (["train"], ["finetune"])
             nothing = " Nothing was started." if trains else ""
             print(f"diloco: {error}{_near_paths(str(error), given)}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
@@ -115,6 +127,10 @@ def _dispatch(given: Sequence[str]) -> int:
     if command == "--version":
         print(f"diloco {__version__}")
         return DONE
+    flags = [f"{command} {word.partition('=')[0]}" for word in rest if word.startswith("--")]
+    for old in [name for name in (command, *flags) if name in RENAMED]:
+        print(f"diloco: `diloco {old}` is now `diloco {RENAMED[old]}`", file=sys.stderr)
+        return MISUSED
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.cli.tables import columns
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import parse_address, read_secret
-from diloco.units import format_rate
+from diloco.units import format_rate, parse_bytes, parse_duration_s
 
 __all__ = ["run"]
 
@@ -40,13 +40,13 @@ class DoctorOptions:
     """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
     listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
     """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
-    megabytes: float = 10.0
-    """Megabytes to transfer in each direction, 0.1 to 64."""
-    timeout_s: float = 10.0
-    """Seconds that each step of the check may take."""
+    size: Annotated[str, arg(metavar="TEXT")] = "10MB"
+    """How much to transfer in each direction, 100kB to 64MB."""
+    timeout: Annotated[str, arg(metavar="TEXT")] = "10s"
+    """How long each step of the check may take."""
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """The run's secret (network.secret_file), if it has one; both ends need it."""
-    json: bool = False
+    """The run's secret, if it has one; both ends need it."""
+    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print the findings as JSON."""
 
 
@@ -58,21 +58,21 @@ def run(arguments: Sequence[str]) -> int:
             "give either the HOST:PORT of each peer to check, such as `diloco doctor 10.0.0.1:29400`, or --listen "
             "HOST:PORT."
         )
-    if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
-        raise ConfigurationError(
-            f"--megabytes must be between 0.1 and 64, got {options.megabytes}, and --timeout-s above 0, got "
-            f"{options.timeout_s}."
-        )
-    return _listen(options.listen, options.secret_file) if options.listen else _examine(options)
+    num_bytes, timeout_s = parse_bytes(options.size, "--size"), parse_duration_s(options.timeout, "--timeout")
+    if not 100_000 <= num_bytes <= 64_000_000:
+        raise ConfigurationError(f"--size must be between 100kB and 64MB, got {options.size}.")
+    if not timeout_s:
+        raise ConfigurationError("--timeout must be positive, got 0.")
+    return _listen(options.listen, options.secret_file) if options.listen else _examine(options, num_bytes, timeout_s)
 
 
-def _examine(options: DoctorOptions) -> int:
+def _examine(options: DoctorOptions, num_bytes: int, timeout_s: float) -> int:
     from diloco.transport import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
-    num_bytes, secret = int(options.megabytes * 1e6), read_secret(options.secret_file, "--secret-file")
+    secret = read_secret(options.secret_file, "--secret-file")
     # one at a time: concurrent checks would share this machine's link
-    findings = [asyncio.run(examine(address, num_bytes, options.timeout_s, secret)) for address in addresses]
+    findings = [asyncio.run(examine(address, num_bytes, timeout_s, secret)) for address in addresses]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

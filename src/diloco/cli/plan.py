@@ -199,6 +199,7 @@ def _report(record: dict[str, Any]) -> str:
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
     rates = sorted({link["bandwidth_bits_per_s"] for link in site["links"]})
     latencies = sorted({link["latency_s"] for link in site["links"]})
+    typical, p90, ideal = (f"{own[f'{name}_utilization']:.1%}" for name in ("compute", "p90", "ideal"))
     work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
     facts = {
         "model": f"{format_count(model['parameters'])} parameters"
@@ -209,8 +210,7 @@ def _report(record: dict[str, Any]) -> str:
         f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}",
         "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
         f"tau = {own['overlap_steps']}, {own['codec']}",
-        "utilisation": f"{own['compute_utilization']:.1%}; {own['p90_utilization']:.1%} at p90 round time; "
-        f"{own['ideal_utilization']:.1%} on emulated links",
+        "utilisation": f"{typical} ({'also' if p90 == typical else p90} at p90 round time; {ideal} on emulated links)",
         "accuracy": record["accuracy"],
         "work": ", ".join(work) if record["work_is_known"] else "not measured (--measure times it), counted as none",
         "run": f"{record['steps']:,} steps in {format_duration(3600 * record['hours'])}"

@@ -160,7 +160,7 @@ def _train_rank_in(folder: Path, plan: RunPlan, role: Role, *, quiet: bool) -> i
 
 def _exit_code(summary: Mapping[str, Any], void_reason: str, *, quiet: bool = False) -> int:
     """Return the exit code of a process that has trained: a run whose rounds were all void has failed."""
-    in_vain = summary["rounds_void"] and not summary["rounds_committed"]
+    in_vain = summary.get("rounds_void") and not summary.get("rounds_committed")
     if in_vain and not quiet:
         print(
             f"diloco: no round was committed, so the replicas have learned nothing from each other: all "

@@ -88,7 +88,8 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
-    if any(is_own(name) for name in _named(resolved).values()):
+    arguments = (resolved.codec, resolved.outer, resolved.merge)
+    if any(map(is_own, _named(resolved).values())) or any(each.arguments for each in arguments):
         from diloco.train import check_own_code
 
         check_own_code(resolved)

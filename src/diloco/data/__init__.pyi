@@ -1,7 +1,4 @@
 from .assignment import Assignment as Assignment
-from .assignment import Range as Range
-from .assignment import Sharding as Sharding
-from .batches import Batch as Batch
 from .batches import Batches as Batches
 from .batches import Cursor as Cursor
 from .batches import Prefetcher as Prefetcher
@@ -22,7 +19,6 @@ from .packed import CYCLE as CYCLE
 from .packed import Mixture as Mixture
 from .packed import PackedTokens as PackedTokens
 from .packed import TokenArray as TokenArray
-from .packed import num_windows as num_windows
 from .packed import shares_of as shares_of
 from .permutation import permute as permute
 from .permutation import windows_at as windows_at
@@ -33,9 +29,7 @@ from .sampler import Sampler as Sampler
 from .settings import DataSettings as DataSettings
 from .settings import SourceSettings as SourceSettings
 from .shares import Shares as Shares
-from .sources import DocumentSource as DocumentSource
 from .sources import open_source as open_source
-from .sources import parse_hub_name as parse_hub_name
 from .sources import read_texts as read_texts
 from .stream import DocumentStream as DocumentStream
 from .text import read_documents as read_documents
@@ -44,7 +38,6 @@ from .text import read_standard_library as read_standard_library
 from .token_folder import TokenFolder as TokenFolder
 from .token_writer import TokenWriter as TokenWriter
 from .token_writer import tokenize as tokenize
-from .tokenizer import EOS as EOS
 from .tokenizer import ByteTokenizer as ByteTokenizer
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_letters as byte_letters

@@ -90,10 +90,6 @@ class ChatTokenizer(Tokenizer):
         text = self._render(self._adapted(messages, more), more, answer_next=True)
         return [int(token) for token in self._tokens(text)[0]]
 
-    def plain_prompt(self, text: str) -> list[int]:
-        """Return the tokens of a prompt without a template."""
-        return [*self._first, *map(int, self._tokens(text)[0])]
-
     def completion(self, prompt: str, text: str) -> Example:
         """Tokenise a prompt and its completion without a template; the completion and the final token count."""
         tokens, spans = self._tokens(prompt + text)

@@ -9,7 +9,6 @@ from .change import Change as Change
 from .lateness import Lateness as Lateness
 from .next_view import largest_set as largest_set
 from .next_view import next_view as next_view
-from .next_view import reachable_from as reachable_from
 from .next_view import staying_members as staying_members
 from .proofs import Commits as Commits
 from .proofs import SignedVote as SignedVote

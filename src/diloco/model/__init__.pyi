@@ -5,7 +5,6 @@ from .architectures import SIZES as SIZES
 from .architectures import native_settings as native_settings
 from .architectures import native_weights as native_weights
 from .architectures import why_not_native as why_not_native
-from .build import ForeignModel as ForeignModel
 from .build import base_digest as base_digest
 from .build import build_language_model as build_language_model
 from .build import check_vocabulary as check_vocabulary
@@ -20,7 +19,6 @@ from .language_model import LossParts as LossParts
 from .language_model import document_numbers as document_numbers
 from .language_model import documents_of as documents_of
 from .loss import ENDS as ENDS
-from .loss import FLOAT16_CHUNK_TOKENS as FLOAT16_CHUNK_TOKENS
 from .loss import NOT_COUNTED as NOT_COUNTED
 from .loss import cross_entropy_with_z_loss as cross_entropy_with_z_loss
 from .loss import projected_cross_entropy as projected_cross_entropy

@@ -270,8 +270,9 @@ def _table(rows: Rows) -> str:
 
 def _title(event: events.RunStarted) -> str:
     """Return the first line of a run's output."""
-    size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps of {event.tokens_per_step:,} tokens"
-    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
+    tokens = "" if event.names else f" of {event.tokens_per_step:,} tokens"  # the replicas of a swarm come and go
+    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {format_count(event.parameters)} parameters"
+    text += f", {event.total_steps} steps{tokens}"
     return f"{text}, resuming after step {event.step}" if event.step else text
 
 

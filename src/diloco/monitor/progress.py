@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Mapping
 
@@ -96,7 +97,9 @@ class RunProgress:
                 reason = event.reason.replace(f"fragment {event.fragment}, outer step {event.outer_step}", "")
                 first = self._is_new(event)
                 self.void += first
-                news = first and reason != self._void_reason
+                # a change of the members has a line of its own
+                told = not self.verbose and re.search(r"; [^;]* continues?\.?$", reason)
+                news = first and reason != self._void_reason and not told
                 self._void_reason = reason if news else self._void_reason
                 return news
             case events.ViewChanged():

@@ -21,6 +21,7 @@ class Curves:
     """The curves of a run: names with units, and a value for each event that has one."""
 
     def __init__(self) -> None:
+        self._tokens = -1  # before the next step; -1: unknown
         self._tokens_per_step = 0
         self._round = (-1, -1)  # the last one, which several replicas of a process report
 
@@ -29,13 +30,15 @@ class Curves:
         values: dict[str, float | None] = {}
         match event:
             case events.RunStarted():
-                self._tokens_per_step = event.tokens_per_step
+                self._tokens, self._tokens_per_step = -1, event.tokens_per_step
             case events.StepFinished():
-                used = event.model_flops_utilization
+                used, tokens = event.model_flops_utilization, event.tokens
+                trained = self._tokens_per_step if tokens is None or self._tokens < 0 else tokens - self._tokens
+                self._tokens = -1 if tokens is None else tokens
                 values = {
                     "loss/train(nats)": event.loss,
                     "time/step(s)": event.step_s,
-                    "time/throughput(tokens per s)": self._tokens_per_step / max(1e-9, event.step_s),
+                    "time/throughput(tokens per s)": trained / max(1e-9, event.step_s),
                     "time/compute_utilization(%)": 100 * event.compute_utilization,
                     "time/model_flops_utilization(%)": None if used is None else 100 * used,
                     "transport/sent(bytes)": event.sent_bytes,

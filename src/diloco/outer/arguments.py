@@ -98,14 +98,15 @@ class Arguments:
             **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
         }
 
-    def saved_facts(self, codec: Codec) -> dict[str, Any]:
-        """Return the facts that a checkpoint and the run that loads it must share. ``codec`` encodes contributions."""
+    def saved_facts(self) -> dict[str, Any]:
+        """Return the facts that a checkpoint and the run that loads it must share."""
+        feedback = "+error-feedback" if self.error_feedback else ""
         return {
             "inner_steps": self.schedule.inner_steps,
             "overlap_steps": self.schedule.overlap_steps,
             "offsets": list(self.schedule.fragment_offsets),
             "fragments": [list(fragment.names) for fragment in self.fragments],
-            "codec": {"name": codec.name, **codec.parameters()},
+            "codec": {"name": f"{self.codec.name}{feedback}", **self.codec.parameters()},
             "merge": described(self.merge),
             "outer optimizer": type(self.outer_optimizer).__name__,
         }

@@ -172,7 +172,7 @@ class DiLoCo:
         self._model_watch = ModelWatch(model, self.outer_loop.named_parameters())
         self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
         self.shared = self._rounds.shared
-        self._saved_facts = arguments.saved_facts(self._rounds.codecs[0])
+        self._saved_facts = arguments.saved_facts()
         self._facts = arguments.facts(model) if compare_arguments else {}
         self._publish_and_compare(self.transport)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm import (
-    Codec,
     Contribution,
     ErrorFeedback,
     OuterLoop,
@@ -61,10 +60,9 @@ class FragmentRounds:
     def __init__(self, model: nn.Module, loop: OuterLoop, transport: Transport, arguments: Arguments) -> None:
         codec, decay = arguments.codec, float(arguments.error_feedback)
         self._feedback = {f.index: ErrorFeedback(codec, f.numel, decay=decay) for f in loop.fragments if decay}
-        self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
         self.shared = SharedState(loop)  # the global parameters and outer state that other replicas can fetch
         self.recovery = StateRecovery(self.shared, transport)  # replaces fragments that turn out to be out of date
-        self.trained_steps = TrainedSteps(len(self.codecs))  # inner steps that no mean contains yet
+        self.trained_steps = TrainedSteps(len(loop.fragments))  # inner steps that no mean contains yet
         self.committed = 0  # number of rounds by outcome
         self.void = 0
         self._model = model
@@ -98,13 +96,13 @@ class FragmentRounds:
             NonFiniteError: if the pseudo-gradient contains NaN or infinity. The message names the parameters.
         """
         index = round_id.fragment
-        codec, window_steps = self.codecs[index], self._arguments.schedule.window_steps(index, round_id.outer_step)
+        window_steps = self._arguments.schedule.window_steps(index, round_id.outer_step)
         self.recovery.round_begins(index)
         delta, sent, largest = self._loop.pseudo_gradient(index, keep_local=self._arguments.merge.keeps_sent)
-        buffers, integers = collect_buffers(self._model) if index == len(self.codecs) - 1 else (None, None)
+        buffers, integers = collect_buffers(self._model) if index == len(self._loop.fragments) - 1 else (None, None)
         contribution = self._contribution(
             round_id,
-            payload=codec.encode(delta),
+            payload=self._feedback.get(index, self._arguments.codec).encode(delta),
             weight=contribution_weight(base_weight, self.trained_steps.submit(index), window_steps),
             base_weight=base_weight,
             digest=self._loop.digest(index),
@@ -119,7 +117,7 @@ class FragmentRounds:
             fragment=index,
             outer_step=round_id.outer_step,
             payload_bytes=contribution.payload.numel(),
-            saturated=largest > codec.saturation_limit,
+            saturated=largest > self._arguments.codec.saturation_limit,
             digest=contribution.digest,
             weight=contribution.weight,
         )
@@ -190,7 +188,9 @@ class FragmentRounds:
             "rounds_committed": self.committed,
             "rounds_void": self.void,
             "fragments": [self._loop.fragment_state(fragment.index) for fragment in self._loop.fragments],
-            "codecs": [self._feedback[p].state_dict() if self._feedback else None for p in range(len(self.codecs))],
+            "codecs": [
+                self._feedback[p].state_dict() if self._feedback else None for p in range(len(self._loop.fragments))
+            ],
             "in_flight": [
                 {
                     "fragment": entry.contribution.round.fragment,
@@ -249,7 +249,7 @@ class FragmentRounds:
         return Contribution(
             round=round_id,
             replica=self._transport.replica,
-            codec=self.codecs[fragment.index],
+            codec=arguments.codec,
             numel=fragment.numel,
             max_norm=arguments.max_norm,
             average_rule=arguments.average,

@@ -96,7 +96,7 @@ class Cluster:
     def trained_steps(self) -> tuple[int, ...]:
         """The number of steps that each replica trains, of ``dynamic_of`` scheduled steps (of one if that is None).
 
-        >>> from diloco.transport.links import Link
+        >>> from diloco.transport import Link
         >>> Cluster.of([Link(1e9)] * 3, [1.0, 2.0, 3.0], dynamic_of=10).trained_steps
         (10, 5, 3)
         """

@@ -68,10 +68,9 @@ def simulate(
     Raises:
         ConfigurationError: if no step is left to measure.
 
-    >>> from diloco.algorithm.codec import make_codec
-    >>> from diloco.algorithm.schedule import SyncSchedule
-    >>> from diloco.plan.traffic import outer_traffic
-    >>> from diloco.transport.links import Link
+    >>> from diloco.algorithm import SyncSchedule, make_codec
+    >>> from diloco.plan import Cluster, outer_traffic
+    >>> from diloco.transport import Link
     >>> diloco = outer_traffic(SyncSchedule(inner_steps=10), [1_000_000], make_codec("float32"), 2)
     >>> simulate(diloco, Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
     np.float64(0.714...)

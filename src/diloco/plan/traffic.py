@@ -63,7 +63,7 @@ def outer_traffic(
         num_replicas: M.
         mean, whole, uplinks: as for `plan_exchange`.
 
-    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm import SyncSchedule, make_codec
     >>> outer_traffic(SyncSchedule(inner_steps=100), [1000], make_codec("float32"), 2).parcels[0].sent_bytes
     array([4000., 4000.])
     """

@@ -21,7 +21,6 @@ from diloco.events import json_ready
 from diloco.plugins import names_in, own_code
 from diloco.sweep.study import Run
 from diloco.train import start_process
-from diloco.units import format_bytes
 
 __all__ = ["places", "results", "run_all", "summary_of", "table"]
 
@@ -64,8 +63,7 @@ def run_all(
 ) -> Iterator[tuple[Run, str | None]]:
     """Execute runs, one at each of the `places`. Yield each run with None at its start, and with its error at its end.
 
-    If the caller closes the iterator, the processes receive SIGINT, save their states and exit. ``lock`` is that of the
-    study's folder, which they share.
+    If the caller closes the iterator, the processes receive SIGINT and save. They share the ``lock`` of the study.
     """
     waiting, free = list(runs), list(where)
     running = dict[subprocess.Popen[bytes], tuple[Run, Path, Mapping[str, str]]]()
@@ -132,29 +130,22 @@ def _error(run: Run, home: Path, code: int) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table with a row for each point of the axes. Runs that differ only in their seed share a row.
 
-    >>> one = {"varied": {"codec": "fp4", "seed": 0}, "error": "", "heldout_loss": 1.5, "sent_bytes_per_replica": 9}
+    >>> one = {"varied": {"codec": "fp4", "seed": 0}, "error": "", "heldout_loss": 1.5}
     >>> print(table([one, one | {"varied": {"codec": "fp4", "seed": 1}, "heldout_loss": 1.7}]))
-    | codec | held-out loss | lowest, highest | runs | sent by a replica |
+    | codec | held-out loss | lowest, highest | runs | failed |
     | --- | --- | --- | --- | --- |
-    | fp4 | 1.6000 | 1.5000, 1.7000 | 2 | 9 B |
+    | fp4 | 1.6000 | 1.5000, 1.7000 | 2 |  |
     """
     keys = [key for key in dict.fromkeys(key for row in rows for key in row["varied"]) if key != "seed"]
     points: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         points.setdefault(tuple(str(row["varied"].get(key, "")) for key in keys), []).append(row)
-    header = [*keys, "held-out loss", "lowest, highest", "runs", "sent by a replica"]
-    lines = [header, ["---"] * len(header), *([*point, *_cells(alike)] for point, alike in points.items())]
+    header = [*keys, "held-out loss", "lowest, highest", "runs", "failed"]
+    lines: list[Sequence[str]] = [header, ["---"] * len(header)]
+    for point, alike in points.items():
+        losses = [row["heldout_loss"] for row in alike if not row["error"] and row["heldout_loss"] is not None]
+        found = [f"{statistics.fmean(losses):.4f}", f"{min(losses):.4f}, {max(losses):.4f}"] if losses else ["", ""]
+        lines.append([*point, *found, str(len(alike)), next((row["error"] for row in alike if row["error"]), "")])
     return "\n".join(
         f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |" for line in lines
     )
-
-
-def _cells(alike: Sequence[Mapping[str, Any]]) -> list[str]:
-    done = [row for row in alike if not row["error"]]
-    failed = [row["error"] for row in alike if row["error"]]
-    runs = f"{len(done)}" + (f", {len(failed)} failed: {failed[0]}" if failed else "")
-    losses = [row["heldout_loss"] for row in done if row["heldout_loss"] is not None]
-    if not losses:
-        return ["", "", runs, ""]
-    sent = format_bytes(int(statistics.fmean(row["sent_bytes_per_replica"] for row in done)))
-    return [f"{statistics.fmean(losses):.4f}", f"{min(losses):.4f}, {max(losses):.4f}", runs, sent]

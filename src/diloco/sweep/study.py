@@ -52,17 +52,13 @@ class Run:
         except ConfigurationError:
             return None
 
-    def identity(self) -> str:
-        """Return a digest of what decides the result: every setting, the files that they name, and this version."""
+    def folder(self) -> str:
+        """Return the name of its folder, with a digest of every setting, the files that they name, and this version."""
         settings = json_ready(flatten(self.plan.configuration) if self.plan else self.settings)
         own = ((key, name) for key, value in own_code(self.settings).items() for name in names_in(value))
         code = [code_digest(find(key, name, object)) for key, name in own if self.plan and is_own(name)]
         about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
-        return xxhash.xxh3_64_hexdigest(about.encode())
-
-    def folder(self) -> str:
-        """Return the name of its folder. A run with other settings or other data has another one."""
-        return f"{self.name[:100]}-{self.identity()}"
+        return f"{self.name[:100]}-{xxhash.xxh3_64_hexdigest(about.encode())}"
 
 
 def read_study(path: Path) -> list[Run]:

@@ -1,6 +1,4 @@
-from .codecs import check_bytes as check_bytes
 from .codecs import check_codec as check_codec
-from .codecs import check_payload as check_payload
 from .codecs import same_bits as same_bits
 from .codecs import spread_values as spread_values
 from .optimizers import check_average_rule as check_average_rule

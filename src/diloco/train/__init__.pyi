@@ -18,9 +18,7 @@ from .fleet.connecting import connect_rank as connect_rank
 from .fleet.swarm_fleet import SwarmFleet as SwarmFleet
 from .fleet.torch_fleet import TorchFleet as TorchFleet
 from .inner import InnerLoop as InnerLoop
-from .inner import InnerStep as InnerStep
 from .inner import inner_learning_rate as inner_learning_rate
-from .inner_optimizer import inner_optimizer_in_words as inner_optimizer_in_words
 from .inner_optimizer import make_inner_optimizer as make_inner_optimizer
 from .joining import OVER as OVER
 from .joining import follow_views as follow_views
@@ -29,13 +27,11 @@ from .launcher import launch as launch
 from .launcher import start_process as start_process
 from .parallel import ParallelModel as ParallelModel
 from .parallel import Strategy as Strategy
-from .parallel import blocks_of as blocks_of
 from .parallel import parallelise as parallelise
 from .parallel import prepare_blocks as prepare_blocks
 from .parallel import prepare_model as prepare_model
 from .random_state import RandomState as RandomState
 from .replica_state import ReplicaState as ReplicaState
-from .resolve import CODEC_NAMES as CODEC_NAMES
 from .resolve import LAYERS_PER_FRAGMENT as LAYERS_PER_FRAGMENT
 from .resolve import make_schedule as make_schedule
 from .resolve import notes as notes

@@ -7,28 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.algorithm import (
-    Adam,
-    AlphaMerge,
+    AVERAGES,
+    CODECS,
+    MERGE_RULES,
+    OUTER_OPTIMIZERS,
     AverageRule,
     Codec,
     Fragment,
     MeanEncoding,
     MergeRule,
-    Nesterov,
     OuterOptimizer,
-    RebaseMerge,
     ScalarSchedule,
-    SendersMean,
-    Sgd,
     SyncSettings,
     ValueSchedule,
-    make_codec,
     partition,
 )
 from diloco.checkpoint import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
 from diloco.model import LanguageModel, build_language_model, with_vocabulary
-from diloco.plugins import call, is_own
+from diloco.plugins import is_own
 from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
 from diloco.train.inner_optimizer import check_inner_arguments
 from diloco.train.resolve import make_schedule
@@ -72,16 +69,15 @@ def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[Fragme
 
 def make_merge_rule(settings: SyncSettings) -> MergeRule:
     """Return the merge rule of resolved settings."""
-    if is_own(settings.merge):
-        arguments = settings.arguments_of("merge")
-        rule: MergeRule = call("sync.merge", settings.merge, kind=MergeRule, arguments=arguments)
-        return rule
-    return RebaseMerge() if settings.merge == "rebase" else AlphaMerge(settings.merge_alpha or 0.0)
+    name, arguments = settings.merge or "alpha", settings.arguments_of("merge")
+    rule: MergeRule = MERGE_RULES.make(name, arguments, alpha=settings.merge_alpha or 0.0)
+    return rule
 
 
 def make_configured_codec(settings: SyncSettings) -> Codec:
     """Return the codec of resolved settings."""
-    return make_codec(settings.codec or "float32", **settings.arguments_of("codec"))
+    codec: Codec = CODECS.make(settings.codec or "float32", settings.arguments_of("codec"))
+    return codec
 
 
 def make_mean_encoding(settings: SyncSettings) -> MeanEncoding:
@@ -91,7 +87,7 @@ def make_mean_encoding(settings: SyncSettings) -> MeanEncoding:
 
 def _mean_codec(settings: SyncSettings) -> Codec | str:
     name, block_size = settings.mean_codec, settings.arguments_of("codec").get("block_size", 256)
-    return make_codec(name, block_size=block_size) if name in ("int8", "fp4") else name
+    return name if name == "auto" else CODECS.make(name, block_size=block_size)
 
 
 def make_outer_optimizer(settings: SyncSettings, outer_steps: int) -> OuterOptimizer:
@@ -100,60 +96,59 @@ def make_outer_optimizer(settings: SyncSettings, outer_steps: int) -> OuterOptim
     Args:
         outer_steps: rounds of one fragment in the whole run, which the schedules span.
     """
-    arguments = dict(settings.arguments_of("outer"))
-    rate = 0.7 if settings.outer_learning_rate is None else settings.outer_learning_rate
-    learning_rate: ScalarSchedule = rate
+    rate, arguments = settings.outer_learning_rate, dict(settings.arguments_of("outer"))
+    learning_rate: ScalarSchedule = 0.7 if rate is None else rate
     momentum: ScalarSchedule = settings.outer_momentum
-    if is_own(settings.outer):
-        offered = {"learning_rate": learning_rate, "momentum": momentum}
-        outer: OuterOptimizer = call(
-            "sync.outer", settings.outer, kind=OuterOptimizer, arguments=arguments, offered=offered
-        )
-        return outer
-    kind, final_ratio = arguments.pop("schedule", "constant"), arguments.pop("final_ratio", 0.0)
-    warmup = arguments.pop("momentum_warmup", 0)
-    if kind != "constant":
-        learning_rate = ValueSchedule(peak=rate, kind=kind, total_steps=max(1, outer_steps), final_ratio=final_ratio)
-    if settings.outer == "sgd":
-        return Sgd(learning_rate=learning_rate)
-    if settings.outer == "adam":
-        return Adam(learning_rate=learning_rate, **arguments)
-    if warmup:
-        momentum = ValueSchedule(peak=settings.outer_momentum, warmup_steps=warmup)
-    return Nesterov(learning_rate=learning_rate, momentum=momentum)
+    if not is_own(settings.outer):
+        kind, final_ratio = arguments.pop("schedule", "constant"), arguments.pop("final_ratio", 0.0)
+        warmup = arguments.pop("momentum_warmup", 0)
+        if kind != "constant" and not callable(learning_rate):
+            learning_rate = ValueSchedule(
+                peak=learning_rate, kind=kind, total_steps=max(1, outer_steps), final_ratio=final_ratio
+            )
+        if warmup:
+            momentum = ValueSchedule(peak=settings.outer_momentum, warmup_steps=warmup)
+    outer: OuterOptimizer = OUTER_OPTIMIZERS.make(
+        settings.outer, arguments, learning_rate=learning_rate, momentum=momentum
+    )
+    return outer
 
 
 def check_own_code(settings: RunSettings) -> None:
-    """Construct the user's own components that the settings name and check them with `diloco.testing`.
+    """Construct the components that the settings name, and check the user's own with `diloco.testing`.
 
     Raises:
         ConfigurationError: if a component can't be constructed or violates its contract.
     """
     sync, optimizer = settings.sync, settings.optimizer
-    checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
-        ("sync.codec", sync.codec, lambda: check_codec(lambda: make_configured_codec(sync))),
-        ("sync.outer", sync.outer, lambda: check_outer_optimizer(make_outer_optimizer(sync, 100))),
-        ("sync.average", sync.average, lambda: check_average_rule(make_average_rule(sync))),
-        ("sync.merge", sync.merge, lambda: check_merge_rule(make_merge_rule(sync))),
-        ("optimizer.name", optimizer.name, lambda: check_inner_arguments(optimizer)),
+    checks: tuple[tuple[str, str | None, Callable[[], Any], Callable[[Any], object]], ...] = (
+        (
+            "sync.codec",
+            sync.codec,
+            lambda: make_configured_codec(sync),
+            lambda _: check_codec(lambda: make_configured_codec(sync)),
+        ),
+        ("sync.outer", sync.outer, lambda: make_outer_optimizer(sync, 100), check_outer_optimizer),
+        ("sync.average", sync.average, lambda: make_average_rule(sync), check_average_rule),
+        ("sync.merge", sync.merge, lambda: make_merge_rule(sync), check_merge_rule),
+        ("optimizer.name", optimizer.name, lambda: check_inner_arguments(optimizer), bool),
     )
-    for key, name, check in checks:
+    for key, name, make, check in checks:
+        made = make()
         try:
             if is_own(name):
-                check()
+                check(made)
         except ContractError as error:
             raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
 
 
 def make_average_rule(settings: SyncSettings) -> AverageRule | None:
     """Return the rule that averages contributions, or None for the weighted mean."""
-    if is_own(settings.average):
-        arguments = {
-            name: value for name, value in settings.arguments_of("average").items() if name not in ("max_norm", "codec")
-        }
-        rule: AverageRule = call("sync.average", settings.average, kind=AverageRule, arguments=arguments)
-        return rule
-    return {"mean": None, "senders": SendersMean()}[settings.average]
+    arguments = dict(settings.arguments_of("average"))
+    for name in ("max_norm", "codec"):  # of every average
+        arguments.pop(name, None)
+    rule: AverageRule | None = AVERAGES.make(settings.average, arguments)
+    return rule
 
 
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.algorithm import Muon, hidden_matrices, muon, trainable_parameters
+from diloco.algorithm import INNER_OPTIMIZERS, Muon, hidden_matrices, trainable_parameters
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import check_arguments, find, is_own, split, takes
 from diloco.train.settings import OptimizerSettings
@@ -127,7 +127,7 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
         for key, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    known["Muon"] = muon  # the class in torch accepts only matrices
+    known |= {each: INNER_OPTIMIZERS.find(each) for each in INNER_OPTIMIZERS.names}
     if name in UNFIT:
         raise ConfigurationError(f"optimizer.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
-from diloco.errors import ConfigurationError, nearest
-from diloco.plugins import arguments_key, is_own
+from diloco.errors import ConfigurationError
 from diloco.train.settings import RunSettings
 
-__all__ = ["check_averaging", "check_lengths", "check_name", "check_network", "refuse_if"]
+__all__ = ["check_averaging", "check_lengths", "check_network", "refuse_if"]
 
 
 def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
         raise ConfigurationError(message)
-
-
-def check_name(
-    key: str, name: str, known: Sequence[str], arguments: Mapping[str, Any], taken: Collection[str] = ()
-) -> None:
-    """Refuse a ``name`` that is neither in ``known`` nor the user's own code, and ``arguments`` that it does not take.
-
-    Args:
-        taken: the arguments that the one of ``known`` takes; what the user's own code takes is checked by its call.
-    """
-    refuse_if(
-        name not in known and not is_own(name),
-        f"{key}={name!r} is unknown; {nearest(name, known)} Name your own as module:Class or FILE.py:Class.",
-    )
-    for argument in () if is_own(name) else arguments:
-        hint = nearest(argument, taken) if taken else "it takes none."
-        refuse_if(argument not in taken, f"{arguments_key(key)}.{argument} is no argument of {name}; {hint}")
 
 
 def check_lengths(settings: RunSettings, longest: int | None) -> None:

@@ -11,26 +11,13 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from diloco.algorithm import SyncSchedule
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS, SyncSchedule
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
-from diloco.train.refusals import check_averaging, check_lengths, check_name, check_network, refuse_if
+from diloco.train.refusals import check_averaging, check_lengths, check_network, refuse_if
 from diloco.train.settings import RunSettings
 
-__all__ = ["CODEC_NAMES", "LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
-
-CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "topk2")
-"""The codecs of `diloco.algorithm.codec`, repeated here because that imports torch; a test compares the two."""
-
-OUTER_NAMES = ("nesterov", "sgd", "adam")
-AVERAGE_NAMES = ("mean", "senders")
-_OUTER_ARGUMENTS = {
-    "nesterov": ("schedule", "final_ratio", "momentum_warmup"),
-    "sgd": ("schedule", "final_ratio"),
-    "adam": ("schedule", "final_ratio", "betas", "epsilon"),
-}
-_CODEC_ARGUMENTS = {"int8": ("block_size",), "fp4": ("block_size",)}
-MERGE_RULES = ("alpha", "rebase")
+__all__ = ["LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # the codecs for gradients of data-parallel training
 
@@ -69,11 +56,8 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     )
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
-    for role, name, known, taken in (
-        ("outer", sync.outer, OUTER_NAMES, _OUTER_ARGUMENTS.get(sync.outer, ())),
-        ("average", sync.average, AVERAGE_NAMES, ("max_norm", "codec")),
-    ):
-        check_name(f"sync.{role}", name, known, sync.arguments_of(role), taken)
+    OUTER_OPTIMIZERS.check(sync.outer)
+    AVERAGES.check(sync.average)
     derived: dict[str, object] = {
         "sync.codec": _codec(settings),
         "sync.merge": rule,
@@ -157,7 +141,7 @@ def _with(settings: S, values: Mapping[str, object]) -> S:
 def _codec(settings: RunSettings) -> str:
     sync, algorithm = settings.sync, settings.algorithm
     name = sync.codec or ("fp4" if algorithm == "streaming" else "float32")
-    check_name("sync.codec", name, CODEC_NAMES, sync.arguments_of("codec"), _CODEC_ARGUMENTS.get(name, ()))
+    CODECS.check(name)
     refuse_if(
         algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
         f"sync.codec={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
@@ -197,7 +181,7 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
         "parameters. Use --algorithm streaming.",
     )
     rule = sync.merge or ("rebase" if algorithm == "streaming" and alpha is None else "alpha")
-    check_name("sync.merge", rule, MERGE_RULES, sync.arguments_of("merge"))
+    MERGE_RULES.check(rule)
     refuse_if(
         rule == "rebase" and algorithm == "diloco",
         "sync.merge='rebase' can't be used with algorithm='diloco', which merges in the step in which it sends and so "

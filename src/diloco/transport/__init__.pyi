@@ -1,5 +1,4 @@
 from .address import Address as Address
-from .address import local_host_towards as local_host_towards
 from .address import parse_address as parse_address
 from .address import parse_ports as parse_ports
 from .base import Fetching as Fetching
@@ -12,13 +11,9 @@ from .connections.connection_manager import ConnectionManager as ConnectionManag
 from .connections.payload_connection import PayloadConnection as PayloadConnection
 from .connections.reliable_link import ReliableLink as ReliableLink
 from .connections.send_scheduler import SendScheduler as SendScheduler
-from .connections.streams import MAX_BLOB_BYTES as MAX_BLOB_BYTES
-from .connections.streams import MAX_JSON_BYTES as MAX_JSON_BYTES
-from .connections.streams import pack as pack
 from .connections.tcp_streams import TcpStreams as TcpStreams
 from .hivemind.connect import connect_swarm as connect_swarm
 from .hivemind.direct_streams import DirectStreams as DirectStreams
-from .hivemind.identity import MAX_RECORD_BYTES as MAX_RECORD_BYTES
 from .hivemind.identity import PeerRecord as PeerRecord
 from .hivemind.identity import load_identity as load_identity
 from .hivemind.library import connect_peer as connect_peer
@@ -50,7 +45,6 @@ from .links import Transfer as Transfer
 from .links import VirtualNetwork as VirtualNetwork
 from .links import round_times as round_times
 from .links import transfer_times as transfer_times
-from .peers.background import in_thread as in_thread
 from .peers.connected import Connected as Connected
 from .peers.connected import Wire as Wire
 from .peers.connected import join as join

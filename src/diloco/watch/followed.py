@@ -1,38 +1,127 @@
 """Runs that the page follows: in a folder, by reading its files, or in a swarm, by querying its peers.
 
-Peers are not trusted, so their answers are validated first.
+Neither is trusted: a record that does not fit the declaration of its event in `diloco.events` is skipped.
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from diloco.errors import ConfigurationError
-from diloco.watch.history import RunHistory
-from diloco.watch.members import Seen
-from diloco.watch.page_data import Watched
-from diloco.watch.records import Tail, as_whole, open_file, text, typed, whole
+from diloco.events import SCHEMA_VERSION, Event
+from diloco.transport import PeerReport, absence
+from diloco.watch.history import Record, RunHistory, Seen, Watched
 
-if TYPE_CHECKING:
-    from diloco.transport import PeerReport
-
-__all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
+__all__ = ["FollowedFolder", "FollowedSwarm", "parse"]
 
 _METRICS = "metrics.jsonl"
-_LONGEST_VALUE = 200
-_LONGEST_SETTINGS = 1 << 20
-_PIECES = 4  # pieces of each file that are read between two updates of the page
+_MAX_VALUE = 200  # characters of a setting
+_MAX_SETTINGS = 1 << 20  # bytes of config.toml
+_MAX_PEERS = 1_024
+_MAX_TEXT = 4_000
+_MAX_ITEMS = 1_024
+_MAX_FLOAT = 1e30  # sums and ratios of such numbers are finite
+_MAX_INT = 2**53  # JavaScript represents integers exactly up to here
+_MAX_LINE = 1 << 19  # bytes that are read between two updates of the page, and of the longest line
+_MAY_DIVERGE = {
+    *("loss", "gradient_norm", "heldout_loss", "perplexity", "bits_per_byte"),
+    *("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread"),
+}
+_KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}
+
+
+class _Head(msgspec.Struct):
+    schema: int
+    event: str
+    time_s: float | None = None
+
+
+def parse(value: object) -> Record | None:
+    """Return the record of a line of ``metrics.jsonl``, or of its JSON-ready values; None if it is not a valid one.
+
+    >>> parse(b'{"schema": 1, "event": "RoundVoid", "step": 3}'), parse(b'{"schema": 1, "event": "New", "step": 3}')
+    (None, Record(event=Event(step=3), time_s=None))
+    >>> parse(b'{"schema": 1, "event": "No') is None, parse({"schema": 1, "event": "Note", "step": -1}) is None
+    (True, True)
+    """
+    try:
+        record: Any = msgspec.json.decode(value) if isinstance(value, bytes) else value
+        head = msgspec.convert(record, _Head)
+        short = {name: entry[:_MAX_TEXT] for name, entry in record.items() if isinstance(entry, str)}
+        kind = _KINDS.get(head.event, Event)  # an unknown event has only its step
+        event = msgspec.convert(record | short, kind, strict=False)  # not strict, since a number may be "NaN"
+    except (ValueError, RecursionError):
+        return None
+    values = [(each.name, getattr(event, each.name)) for each in fields(event)]
+    is_valid = head.schema == SCHEMA_VERSION and all(_is_bounded(*each) for each in [*values, ("", head.time_s)])
+    return Record(event, head.time_s) if is_valid else None
+
+
+def _is_bounded(name: str, value: Any) -> bool:
+    """Return whether a value is neither longer nor greater than the page can show."""
+    match value:
+        case int():
+            return 0 <= value <= _MAX_INT
+        case float():
+            return name in _MAY_DIVERGE or abs(value) < _MAX_FLOAT
+        case tuple() | dict():
+            return len(value) <= _MAX_ITEMS and all(_is_bounded("", each) for each in value)
+    return True
+
+
+class Tail:
+    """Reads a ``metrics.jsonl`` from its start to its current end while it may still be written.
+
+    Attributes:
+        problems: messages about invalid lines, or why the file can't be read.
+        behind_bytes: the number of bytes in the file that the next `read` can go on with.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.behind_bytes = 0
+        self._file_id = self._offset = self._num_invalid = 0
+
+    def read(self, max_bytes: int = _MAX_LINE) -> list[Record] | None:
+        """Return the next records, from at most ``max_bytes``; None if the file has been replaced by another one.
+
+        An incomplete line at the end is left for the next `read`, unless it is longer than ``max_bytes``.
+        """
+        try:
+            if self.path.exists() and not self.path.is_file():  # such as a pipe, from which reading may never end
+                raise OSError("it is not a regular file")
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if self._offset and (status.st_ino != self._file_id or status.st_size < self._offset):
+                    return None
+                file.seek(self._offset)
+                piece = file.read(max_bytes)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems = [f"{self.path} cannot be read: {error}."]
+            return []
+        end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) == max_bytes else 0)
+        records = [parse(line) for line in piece[:end].removesuffix(b"\n").split(b"\n")] if end else []
+        self._file_id, self._offset = status.st_ino, self._offset + end
+        self.behind_bytes = max(0, status.st_size - self._offset) if end else 0
+        self._num_invalid += records.count(None)
+        words = f"{self.path}: skipped {self._num_invalid} line(s) that are no valid event records."
+        self.problems = [words] if self._num_invalid else []
+        return [record for record in records if record]
 
 
 class FollowedFolder:
     """The folder of a run, with the subfolders of its other replicas if they are processes (``replica-1``, ...).
-
-    Args:
-        folder: the folder of the run, which may be running or finished.
 
     Raises:
         ConfigurationError: if it is not the folder of a run.
@@ -42,39 +131,34 @@ class FollowedFolder:
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
             raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
-        if not (folder / _METRICS).exists() and not (folder / "config.toml").exists():
-            raise ConfigurationError(
-                f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run."
-            )
+        if not any((folder / name).exists() for name in (_METRICS, "config.toml")):
+            raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
         self._tails: dict[str, Tail] = {}
         self.run = Watched(folder.resolve().name, str(folder))
 
     def read(self) -> bool:
-        """Read some of what was written since the last call, and return whether there is more to read."""
-        self._find_replicas()
-        return all(self._read_piece() for _ in range(_PIECES))
+        """Read some of what was written since the last call, and return whether there is more to read.
 
-    def _read_piece(self) -> bool:
-        more = False
-        for name, tail in self._tails.items():
-            afresh, records = tail.read()
-            if afresh:  # the rounds of all processes share one grid, so it is rebuilt from all files
-                self.run.history = RunHistory()
-                for other in self._tails.values():
-                    if other is not tail:
-                        other.rewind()
-            more = more or (bool(records) and tail.behind_bytes > 0)  # without records it is an incomplete line
-            for record in records:
-                self.run.history.take(name, record)
+        A fault that the records reveal in this program is a problem of this run alone.
+        """
         run = self.run
-        run.problems = [_damage(tail) for tail in self._tails.values() if tail.damaged]
-        run.problems += [tail.problem for tail in self._tails.values() if tail.problem]
-        run.settings = run.settings or flat_settings(self._folder / "config.toml")
+        try:
+            self._find_replicas()
+            for name, tail in self._tails.items():
+                records = tail.read()
+                if records is None:  # it was replaced; all processes share one grid of rounds, so all are read anew
+                    self._tails, run.history = {}, RunHistory()
+                    return True
+                for record in records:
+                    run.history.take(name, record)
+        except Exception as error:
+            run.problems = [f"{run.where} can't be read: {type(error).__name__}: {error}"]
+            return False
+        run.problems = [problem for tail in self._tails.values() for problem in tail.problems]
+        run.settings = run.settings or dict(_settings(self._folder / "config.toml"))
         run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
-        if not run.history.first.over:
-            run.free_bytes = _free_bytes(self._folder)
-        return more
+        return run.behind_bytes > 0
 
     def _find_replicas(self) -> None:
         others = sorted(
@@ -89,44 +173,18 @@ class FollowedFolder:
             self._tails.setdefault(name, Tail(path / _METRICS))
 
 
-def flat_settings(path: Path) -> Mapping[str, str]:
-    """Return dotted key -> value as text, from a TOML file; empty if the file can't be read."""
-    try:
-        with open_file(path) as file:
-            tables = tomllib.loads(file.read(_LONGEST_SETTINGS).decode())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    flat: dict[str, str] = {}
-
-    def add(table: Mapping[str, Any], prefix: str) -> None:
+def _settings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as text) of a TOML file; nothing if it can't be read."""
+    tables: list[tuple[str, Mapping[str, Any]]] = []
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size < _MAX_SETTINGS:
+            tables.append(("", tomllib.loads(path.read_text("utf-8"))))
+    for prefix, table in tables:  # which grows
         for key, value in table.items():
             if isinstance(value, dict):
-                add(value, f"{prefix}{key}.")
+                tables.append((f"{prefix}{key}.", value))
             else:
-                flat[f"{prefix}{key}"] = str(value)[:_LONGEST_VALUE]
-
-    add(tables, "")
-    return flat
-
-
-def _damage(tail: Tail) -> str:
-    if tail.damaged == 1:
-        return f"Line {tail.first_damaged} of {tail.path} is not a valid event record and was skipped."
-    return (
-        f"{tail.damaged} lines of {tail.path} are not valid event records and were skipped; the first is line "
-        f"{tail.first_damaged}."
-    )
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-_OF_ROUNDS = ("RoundSent", "RoundCommitted", "RoundVoid", "ViewChanged")
-_MOST_PEERS = 1_024
+                yield f"{prefix}{key}", str(value)[:_MAX_VALUE]
 
 
 class FollowedSwarm:
@@ -142,59 +200,30 @@ class FollowedSwarm:
         self.since: dict[str, int] = {}  # peer -> number of the first event to ask for
         self._heard_s: dict[str, float] = {}  # peer -> time of its last answer
 
-    def take(self, found: Sequence[PeerReport], states: Mapping[str, str], now_s: float) -> None:
-        """Process the answers of the peers.
-
-        Args:
-            found: a report per peer of the run.
-            states: peer -> why it does not answer, for those that don't.
-            now_s: the current time in seconds since 1970.
-        """
+    def take(self, reports: Sequence[PeerReport], now_s: float) -> None:
+        """Process the reports of the peers, received at ``now_s`` in seconds since 1970."""
         seen = []
-        for report in found[:_MOST_PEERS]:
-            number, status = as_whole(report.number), report.status
-            if number is None:  # this peer is not a replica
+        for report in reports[:_MAX_PEERS]:
+            is_new = report.peer_id not in self._names
+            if report.number < 0 or (is_new and len(self._names) >= _MAX_PEERS):  # it is no replica, or one too many
                 continue
-            if report.peer_id not in self._names and len(self._names) >= _MOST_PEERS:
-                continue
-            name = self._name(number, report.peer_id)
-            if status:
+            name = f"replica {report.number}"
+            name = f"{name} ({report.peer_id})" if is_new and name in self._names.values() else name
+            name = self._names.setdefault(report.peer_id, name)
+            if report.status:
                 self._heard_s[report.peer_id] = now_s
-                self._take_events(name, number, report.peer_id, status)
-            seen.append(
-                Seen(
-                    process=name,
-                    replica=number,
-                    peer_id=report.peer_id,
-                    state=text(status, "state")[:40] if status else states.get(report.peer_id, "no answer"),
-                    heard_s=self._heard_s.get(report.peer_id),
-                    route=report.route,
-                    round_trip_s=report.round_trip_s,
-                    status=status,
-                )
-            )
-        self.run.seen = sorted(seen, key=lambda each: each.replica)
+                self._take_events(name, report)
+            state = str(report.status.get("state", "")) if report.status else absence(report, reports)
+            seen.append(Seen(name, state, report, self._heard_s.get(report.peer_id)))
+        self.run.seen = seen
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
-    def _name(self, number: int, peer_id: str) -> str:
-        name = f"replica {number}"
-        return self._names.setdefault(peer_id, f"{name} ({peer_id})" if name in self._names.values() else name)
-
-    def _take_events(self, name: str, number: int, peer_id: str, status: Mapping[str, Any]) -> None:
-        records, following = status.get("events"), whole(status, "next_event")
-        if not isinstance(records, list) or following is None:
-            return
-        asked_from = self.since.get(peer_id, 0)
-        if following < asked_from:  # the process has been restarted and counts from 0
-            self.since[peer_id] = 0
-            return
-        self.since[peer_id] = following
-        history = self.run.history
-        for record in records if following > asked_from else ():
-            valid = typed(record)
-            if valid is None:
-                continue
-            is_owner = name == f"replica {number}" and whole(valid, "replica") == number
-            if valid["event"] in _OF_ROUNDS and not is_owner:
-                continue  # a peer may report only about itself
-            history.take(name, valid)
+    def _take_events(self, name: str, report: PeerReport) -> None:
+        records, following = report.status.get("events", []), int(report.status.get("next_event") or 0)
+        asked_from = self.since.get(report.peer_id, 0)
+        # a process that has been restarted counts from 0
+        self.since[report.peer_id] = following if following >= asked_from else 0
+        for record in filter(None, map(parse, records if following > asked_from else ())):
+            subject = getattr(record.event, "replica", None)  # a peer may report only about itself
+            if subject is None or (subject == report.number and name == f"replica {subject}"):
+                self.run.history.take(name, record)

@@ -1,91 +1,135 @@
-"""The history of a run, gathered from the records of its processes. Nothing here does I/O or reads a clock."""
+"""The history of a run, gathered from the events of its processes. Nothing here does I/O or reads a clock."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.grid import MOST_FRAGMENTS, Grid, ReportedRound
-from diloco.watch.records import Record, number, numbers, text, whole
-from diloco.watch.series import Series
+from diloco import events
+from diloco.transport import PeerReport
+from diloco.watch.grid import MAX_FRAGMENTS, Grid
 
-__all__ = ["OF_OUTER_STEPS", "ProcessHistory", "RunHistory", "Spike"]
+__all__ = ["ProcessHistory", "Record", "RunHistory", "Seen", "Series", "Watched"]
 
-_SPIKE = 2.0  # gradient norms above this many times their median are kept; `alerts` decides which deserve an alert
-
-_MEDIAN_OF = 101
+_MAX_REPLICAS = 1_024
+_RECENT = 101  # steps
 _PLACES = ("step", "tokens", "time_s")
-OF_OUTER_STEPS = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
-_OF_STEPS = ("loss", "gradient_norm", "learning_rate", "step_s", "mfu", "compute", "sent_bytes")
+_TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
+_BANDS = ("loss", "gradient_norm")
+_MEANS = ("learning_rate", "mfu", "compute", "sent_bytes", "tokens_per_s")
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A gradient norm far above the median of the previous ones."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event, and when it was written in seconds since 1970 by the clock of its process; None if unknown."""
 
-    step: int
-    norm: float
-    median: float
-    time_s: float | None  # when it was recorded, by the clock of its process
+    event: events.Event
+    time_s: float | None = None
 
 
-class _Median:
-    """The median of the last `_MEDIAN_OF` values; None before there are ten."""
+@dataclass(slots=True)
+class _Bucket:
+    points: int
+    place: Sequence[float]
+    values: list[tuple[float, int, float, float]]  # sum, number, minimum and maximum of the finite values
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque()
-        self._ordered: list[float] = []
+    def merge(self, later: _Bucket) -> None:
+        self.points, self.place = self.points + later.points, later.place
+        pairs = zip(self.values, later.values, strict=True)
+        self.values = [(a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
 
-    def add(self, value: float) -> None:
-        self._recent.append(value)
-        insort(self._ordered, value)
-        if len(self._recent) > _MEDIAN_OF:
-            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
 
-    @property
-    def value(self) -> float | None:
-        return self._ordered[len(self._ordered) // 2] if len(self._ordered) >= 10 else None
+class Series:
+    """A curve of points in at most ``max_buckets`` buckets with equal numbers of points.
+
+    When all buckets are full, neighbouring ones are merged in pairs, which halves the resolution.
+
+    Args:
+        places: the names of a point's coordinates, the step first. A bucket has the coordinates of its last point.
+        bands: the names of values of which a bucket has the mean, the minimum and the maximum.
+        means: the names of values of which it has only the mean.
+        max_buckets: an even number.
+
+    >>> losses = Series(["step"], bands=["loss"], max_buckets=2)
+    >>> for step, loss in enumerate([4.0, 2.0, float("nan"), 9.0, 1.0]):
+    ...     losses.add([step], [loss])
+    >>> losses.columns, losses.rows()
+    (['step', 'loss', 'loss_low', 'loss_high'], [[3, 5.0, 2.0, 9.0], [4, 1.0, 1.0, 1.0]])
+    """
+
+    def __init__(
+        self, places: Sequence[str], bands: Sequence[str] = (), means: Sequence[str] = (), max_buckets: int = 512
+    ) -> None:
+        self.columns = [*places, *(f"{name}{end}" for name in bands for end in ("", "_low", "_high")), *means]
+        self.stride = 1
+        """The number of points in a full bucket."""
+        self._num_bands = len(bands)
+        self._max_buckets = max_buckets
+        self._buckets: list[_Bucket] = []
+
+    def add(self, place: Sequence[float], values: Sequence[float | None]) -> None:
+        """Add a point with its coordinates and the values of ``bands`` and ``means``, None where unknown."""
+        known = [value if value is not None and math.isfinite(value) else None for value in values]
+        point = _Bucket(1, place, [(0.0, 0, math.inf, -math.inf) if v is None else (v, 1, v, v) for v in known])
+        if self._buckets and self._buckets[-1].points < self.stride:
+            self._buckets[-1].merge(point)
+            return
+        if len(self._buckets) == self._max_buckets:
+            for first, second in zip(self._buckets[::2], self._buckets[1::2], strict=True):
+                first.merge(second)
+            del self._buckets[1::2]
+            self.stride *= 2
+        self._buckets.append(point)
+
+    def cut(self, step: int) -> None:
+        """Remove the buckets that have a point after ``step``."""
+        self._buckets = [bucket for bucket in self._buckets if bucket.place[0] <= step]
+
+    def rows(self) -> list[list[float | None]]:
+        """Return one list per bucket, in the order of `columns`; None stands for a bucket without finite values."""
+        rows: list[list[float | None]] = []
+        for bucket in self._buckets:
+            row: list[float | None] = [round(each, 3) for each in bucket.place]
+            for index, (total, number, low, high) in enumerate(bucket.values):
+                parts = [float(f"{part:.6g}") for part in (total / number, low, high)] if number else [None] * 3
+                row += parts[: 3 if index < self._num_bands else 1]
+            rows.append(row)
+        return rows
+
+    def shown(self) -> dict[str, Any]:
+        """Return the curve for the page."""
+        return {"columns": self.columns, "stride": self.stride, "rows": self.rows()}
 
 
 @dataclass
 class ProcessHistory:
     """The history of one process of a run, which is a replica or all replicas."""
 
-    started: Record = field(default_factory=dict)  # the last ``RunStarted``, or empty
-    last: Record = field(default_factory=dict)  # the last ``StepFinished``, or empty
-    fetched: Record = field(default_factory=dict)  # the last ``StateFetched`` while state is being fetched, or empty
-    steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))  # curves over its steps
-    evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), 256))  # held-out losses
-    evaluated_at: int = 0  # the step of the newest evaluation or sample
-    # telemetry of its rounds: at each outer step, the mean over fragments
-    outer: Series = field(default_factory=lambda: Series(_PLACES, OF_OUTER_STEPS, 256))
-    best: float | None = None  # the lowest held-out loss
-    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=8))  # the newest samples, newest last
-    notes: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=30))  # (step, text), newest last
-    checkpoint: Record = field(default_factory=dict)  # the last ``CheckpointSaved``, or empty
-    finished: Mapping[str, Any] = field(default_factory=dict)  # the summary once the process has ended, or empty
+    step: int = 0  # the number of inner steps finished
+    reported: bool = False  # whether there is any event; a loop of one's own may report nothing but its rounds
+    started: events.RunStarted | None = None  # the last one, as for all the following
+    last: events.StepFinished | None = None
+    fetched: events.StateFetched | None = None  # None unless state is being fetched
+    checkpoint: events.CheckpointSaved | None = None
+    finished: events.RunFinished | None = None  # None while it runs
     interrupted: str = ""  # the signal that stopped it, or ""
-    # gradient norms far above the median, newest last
-    spikes: deque[Spike] = field(default_factory=lambda: deque(maxlen=32))
-    # (step, time of its record) of steps with a non-finite loss or gradient norm, newest last
-    not_finite: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=32))
+    steps: Series = field(default_factory=lambda: Series(_PLACES, _BANDS, _MEANS))  # curves over its steps
+    evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), max_buckets=256))
+    outer: Series = field(default_factory=lambda: Series(_PLACES, (), _TELEMETRY, 256))  # the mean over fragments
+    evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
+    samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
+    notes: deque[events.Note] = field(default_factory=lambda: deque(maxlen=30))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # recent finite gradient norms
+    diverged: Record | None = None  # the last step with a non-finite loss or gradient norm
     newest_s: float | None = None  # the time of its newest record, by its own clock
-    reported: bool = False  # whether there is any record; a loop of one's own may report nothing but its rounds
-    seen_step: int = 0  # the greatest step of its records since its start
     _began_s: float | None = None
     # fragment -> its round of the current outer step, as reported by the first replica that reported one
-    _rounds: dict[int, Record] = field(default_factory=dict)
-    _norms: _Median = field(default_factory=_Median)
-    _step_s: _Median = field(default_factory=_Median)
-
-    @property
-    def step(self) -> int:
-        """The number of inner steps finished."""
-        return self.seen_step
+    _rounds: dict[int, events.RoundCommitted] = field(default_factory=dict)
+    _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
     def elapsed_s(self) -> float:
@@ -95,90 +139,89 @@ class ProcessHistory:
     @property
     def step_s(self) -> float | None:
         """The median time of recent steps; None before there are ten."""
-        return self._step_s.value
+        return statistics.median(self._step_times) if len(self._step_times) >= 10 else None
 
     @property
-    def over(self) -> bool:
-        """Whether it has reported its end."""
-        return bool(self.finished)
+    def best(self) -> float | None:
+        """The lowest held-out loss."""
+        return min((row[4] for row in self.evaluations.rows() if row[4] is not None), default=None)
 
     def take(self, record: Record) -> None:
-        """Process a typed record. Fields that it lacks are treated as unknown."""
-        step, self.reported = int(record["step"]), True
-        self.seen_step = step if record["event"] == "RunStarted" else max(step, self.seen_step)
-        written_s = number(record, "time_s")
-        if record["event"] == "RunStarted" and written_s is not None:  # the pause does not count as time of the run
-            self._began_s, self.newest_s = written_s - self.elapsed_s, written_s
-        if written_s is not None and math.isfinite(written_s):
-            self._began_s = written_s if self._began_s is None else self._began_s
-            self.newest_s = max(written_s, self.newest_s or written_s)
-        match record["event"]:
-            case "RunStarted":
-                self.started, self.fetched, self.finished, self.interrupted = record, {}, {}, ""
-            case "StepFinished":
-                self._stepped(record)
-            case "StateFetched":
-                self.fetched = record
-            case "Evaluated":
-                self.evaluated_at = int(record["step"])
-                loss = number(record, "heldout_loss")
-                self.evaluations.add(self._place(record), {"heldout_loss": loss})
-                if loss is not None and math.isfinite(loss):
-                    self.best = loss if self.best is None else min(loss, self.best)
-            case "RoundCommitted":
-                self._committed(record)
-            case "SampleGenerated":
-                self.evaluated_at = int(record["step"])
-                self.samples.append(record)
-            case "CheckpointSaved":
-                self.checkpoint = record
-            case "Interrupted":
-                self.interrupted = text(record, "signal") or "a signal"
-            case "Note":
-                self.notes.append((int(record["step"]), text(record, "text")))
-            case "RunFinished":
-                summary = record.get("summary")
-                self.finished = summary if isinstance(summary, dict) and summary else {"finished": True}
+        """Process a record."""
+        event, time_s, before = record.event, record.time_s, self.step
+        is_start = isinstance(event, events.RunStarted)
+        self.step, self.reported = event.step if is_start else max(event.step, self.step), True
+        if time_s is not None:
+            if is_start or self._began_s is None:  # the pause before a start is not time of the run
+                self._began_s, self.newest_s = time_s - self.elapsed_s, time_s
+            self.newest_s = max(time_s, self.newest_s or time_s)
+        match event:
+            case events.RunStarted():
+                self.started, self.fetched, self.finished, self.interrupted = event, None, None, ""
+                if event.step < before:
+                    self._forget_after(event.step)
+            case events.StepFinished():
+                self._stepped(event, record)
+            case events.StateFetched():
+                self.fetched = event
+            case events.Evaluated():
+                self.evaluated_at = event.step
+                self.evaluations.add(self._place(event.step), [event.heldout_loss])
+            case events.RoundCommitted():
+                self._committed(event)
+            case events.SampleGenerated():
+                self.evaluated_at = event.step
+                self.samples.append(event)
+            case events.CheckpointSaved():
+                self.checkpoint = event
+            case events.Interrupted():
+                self.interrupted = event.signal or "a signal"
+            case events.Note():
+                self.notes.append(event)
+            case events.RunFinished():
+                self.finished = event
 
-    def _place(self, record: Record) -> dict[str, float]:
-        tokens = number(record, "tokens")
-        if tokens is None:
-            tokens = number(self.last, "tokens") or 0.0
-        return {"step": record["step"], "tokens": tokens, "time_s": self.elapsed_s}
+    def _forget_after(self, step: int) -> None:
+        """Forget what a run that resumed from an earlier step has superseded."""
+        for series in (self.steps, self.evaluations, self.outer):
+            series.cut(step)
+        for told in (self.samples, self.notes):
+            while told and told[-1].step > step:
+                told.pop()
+        self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
+        self.norms.clear()
+        self._rounds.clear()
 
-    def _committed(self, record: Record) -> None:
-        fragment, mine = whole(record, "fragment"), next(iter(self._rounds.values()), record)
-        if fragment is None or record.get("replica") != mine.get("replica"):
+    def _place(self, step: int) -> tuple[float, float, float]:
+        return step, (self.last.tokens or 0) if self.last else 0, self.elapsed_s
+
+    def _committed(self, event: events.RoundCommitted) -> None:
+        first = next(iter(self._rounds.values()), event)
+        if event.replica != first.replica:
             return
-        if fragment in self._rounds:  # this is its next outer step, so the current one is complete
-            reported = [[number(each, name) for each in self._rounds.values()] for name in OF_OUTER_STEPS]
-            finite = [[value for value in values if value is not None and math.isfinite(value)] for values in reported]
-            means = [sum(values) / len(values) if values else None for values in finite]
-            if any(value is not None for value in means):
-                self.outer.add(self._place(mine), dict(zip(OF_OUTER_STEPS, means, strict=True)))
+        if event.fragment in self._rounds:  # this is its next outer step, so the current one is complete
+            values = [[getattr(each, name) for each in self._rounds.values()] for name in _TELEMETRY]
+            known = [[each for each in of_name if each is not None and math.isfinite(each)] for of_name in values]
+            if any(known):
+                self.outer.add(self._place(first.step), [sum(each) / len(each) if each else None for each in known])
             self._rounds = {}
-        if len(self._rounds) < MOST_FRAGMENTS:
-            self._rounds[fragment] = record
+        if len(self._rounds) < MAX_FRAGMENTS:
+            self._rounds[event.fragment] = event
 
-    def _stepped(self, record: Record) -> None:
-        self.last, self.fetched = record, {}
-        values = {name: number(record, name) for name in ("loss", "gradient_norm", "learning_rate", "step_s")}
-        norm, step_s = values["gradient_norm"], values["step_s"]
-        if any(
-            values[name] is not None and not math.isfinite(values[name] or 0.0) for name in ("loss", "gradient_norm")
-        ):
-            self.not_finite.append((int(record["step"]), self.newest_s))
+    def _stepped(self, event: events.StepFinished, record: Record) -> None:
+        before, norm = self.last, event.gradient_norm
+        tokens = event.tokens - before.tokens if before and event.tokens and before.tokens else 0
+        seconds = (event.step - before.step) * event.step_s if before else 0.0
+        tokens_per_s = tokens / seconds if tokens > 0 and seconds > 0 else None
+        self.last, self.fetched = event, None
+        if not math.isfinite(event.loss) or not (norm is None or math.isfinite(norm)):
+            self.diverged = record
         if norm is not None and math.isfinite(norm):
-            median = self._norms.value
-            if median is not None and norm > _SPIKE * median > 0:
-                self.spikes.append(Spike(int(record["step"]), norm, median, self.newest_s))
-            self._norms.add(norm)
-        if step_s is not None and step_s > 0:
-            self._step_s.add(step_s)
-        values["mfu"] = number(record, "model_flops_utilization")
-        values["compute"] = number(record, "compute_utilization")
-        values["sent_bytes"] = number(record, "sent_bytes")
-        self.steps.add(self._place(record), values)
+            self.norms.append(norm)
+        if event.step_s > 0:
+            self._step_times.append(event.step_s)
+        means = (event.learning_rate, event.model_flops_utilization, event.compute_utilization, event.sent_bytes)
+        self.steps.add(self._place(event.step), (event.loss, norm, *means, tokens_per_s))
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -188,20 +231,19 @@ def _order(name: str) -> tuple[int, str]:
 
 @dataclass
 class RunHistory:
-    """The history of a run, with all its processes.
+    """The history of a run.
 
     Args:
-        trusted: whether the newest report of a view counts, and the greatest step. Otherwise the view counts that most
-            processes report as their newest one, and the median step.
+        trusted: whether the processes are our own. If not, a single one can't set the members or the step of the run.
     """
 
     trusted: bool = True
-    # name, such as "replica 3", -> process; "" if one process is the whole run
-    processes: dict[str, ProcessHistory] = field(default_factory=dict)
-    grid: Grid = field(default_factory=Grid)  # the rounds
-    views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest ``ViewChanged`` records
+    processes: dict[str, ProcessHistory] = field(default_factory=dict)  # "replica 3", or "" if it is the whole run
+    grid: Grid = field(default_factory=Grid)
+    # the newest views, and when they were reported
+    views: deque[tuple[events.ViewChanged, float | None]] = field(default_factory=lambda: deque(maxlen=100))
     expected: tuple[int, ...] = ()  # members of the newest view, or all initial replicas before the first view change
-    _reporting: set[int] = field(default_factory=set)  # replicas with a record of a round
+    _reporters: dict[int, str] = field(default_factory=dict)  # replica with a reported round -> its process
     _newest_view: tuple[int, tuple[int, ...]] = (-1, ())  # its number and members
     _views: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # process -> the newest of its views
 
@@ -214,49 +256,71 @@ class RunHistory:
     @property
     def first(self) -> ProcessHistory:
         """The process that represents the run: the one of the lowest replica that is not far behind."""
-        newest = self.step
-        near = [name for name, each in self.processes.items() if each.step >= newest - max(20, newest // 20)]
+        step = self.step
+        near = [name for name, each in self.processes.items() if each.step >= step - max(20, step // 20)]
         return self.processes[min(near, key=_order)] if near else ProcessHistory()
 
     @property
     def evaluated(self) -> list[ProcessHistory]:
         """The processes with an evaluation or a sample, those with the newest one first. Not every process has one."""
-        found = [each for each in self.processes.values() if len(each.evaluations) or each.samples]
-        return sorted(found, key=lambda each: each.evaluated_at, reverse=True)
+        some = [each for each in self.processes.values() if each.evaluated_at >= 0]
+        return sorted(some, key=lambda each: each.evaluated_at, reverse=True)
 
     @property
     def names(self) -> list[str]:
         """The names of the processes, in the order of their replicas."""
         return sorted(self.processes, key=_order)
 
-    def take(self, process: str, record: Record) -> None:
-        """Process a record of the process called ``process``."""
-        self.processes.setdefault(process, ProcessHistory()).take(record)
-        match record["event"]:
-            case "RoundSent" | "RoundCommitted" | "RoundVoid":
-                replica = whole(record, "replica")
-                if replica is not None and replica not in self._reporting:
-                    self._reporting.add(replica)
+    def take(self, name: str, record: Record) -> None:
+        """Process a record of the process called ``name``."""
+        process = self.processes.setdefault(name, ProcessHistory())
+        before = process.step
+        process.take(record)
+        match record.event:
+            case events.RoundSent() | events.RoundCommitted() | events.RoundVoid() as event:
+                if event.replica not in self._reporters and len(self._reporters) < _MAX_REPLICAS:
+                    self._reporters[event.replica] = name
                     self._expect()
-                self.grid.take(record, self.expected)
-            case "ViewChanged" if (number := whole(record, "view")) is not None:
-                self._views[process] = view = number, numbers(record, "members")
+                self.grid.take(event, self.expected)
+            case events.ViewChanged() as event:
+                self._views[name] = view = event.view, event.members
                 reported = [view] if self.trusted else list(self._views.values())
                 newest = max(reported, key=lambda each: (reported.count(each), each[0]))
-                if newest == view and (not self.trusted or number > self._newest_view[0]) and view != self._newest_view:
-                    self._newest_view, self.expected = view, view[1]
-                    self.views.append(record)
-            case "RunStarted":
+                if newest == view != self._newest_view and (not self.trusted or view[0] > self._newest_view[0]):
+                    self._newest_view, self.expected = view, event.members
+                    self.views.append((event, record.time_s))
+            case events.RunStarted() as event:
+                if event.step < before:
+                    self.grid.forget({each for each, of in self._reporters.items() if of == name}, event.step)
                 self._expect()
 
     def _expect(self) -> None:
         """Set `expected` before the first view change: replicas 0 to M - 1, or those that report rounds if one of
         their numbers is outside this range."""
         if self._newest_view[0] < 0:
-            numbered = range(min(whole(self.first.started, "num_replicas") or 0, 1_024))
-            counted = all(replica in numbered for replica in self._reporting)
-            self.expected = tuple(numbered) if counted else tuple(sorted(self._reporting))
+            started = self.first.started
+            numbered = tuple(range(min(started.num_replicas if started else 0, _MAX_REPLICAS)))
+            self.expected = numbered if {*self._reporters} <= {*numbered} else tuple(sorted(self._reporters))
 
-    def newest_cells(self) -> list[ReportedRound]:
-        """Return the newest round of every fragment."""
-        return [self.grid.cells[key] for key in self.grid.newest.items() if key in self.grid.cells]
+
+@dataclass(frozen=True)
+class Seen:
+    """A peer of a swarm, as last seen."""
+
+    process: str  # its name in `RunHistory.processes`
+    state: str  # the state that it reports, or "no answer", "gone" or "finished"
+    report: PeerReport  # its last report, whose status is untrusted
+    heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
+
+
+@dataclass
+class Watched:
+    """One run on the page."""
+
+    name: str  # the name of the run
+    where: str  # its folder, or how its swarm is reached
+    history: RunHistory = field(default_factory=RunHistory)
+    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value as text
+    seen: Sequence[Seen] = ()  # the peers of a swarm; empty for a folder
+    problems: Sequence[str] = ()  # messages about data that could not be read
+    behind_bytes: int = 0  # bytes of records that are still to be read

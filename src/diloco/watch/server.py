@@ -1,197 +1,196 @@
-"""The HTTP server of the page: read-only, with live updates as server-sent events."""
+"""The page as one self-contained file, and a read-only HTTP server, which every open page asks again and again."""
 
 from __future__ import annotations
 
-import asyncio
+import base64
+import gzip
+import hashlib
 import hmac
-import json
+import importlib.util
+import re
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from importlib.resources import files
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any, Self
+from urllib.parse import parse_qs
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from diloco.errors import ConfigurationError
 
-from diloco.watch.page import live_page, part, plotly_script
-from diloco.watch.page_data import difference
+__all__ = ["LOOPBACK", "PageServer", "export_page", "plotly_script"]
 
-__all__ = ["LOOPBACK", "Board", "make_app"]
-
-_MOST_COOKIES = 256
-_ALIVE_S = 15.0  # a comment is sent after this much silence, to notice readers that have disconnected
-
-_MOST_READERS = 32
+MAX_THREADS = 64
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 
 # plotly.js adds inline styles to the page, and exports images of curves through blob: and data: URLs
+POLICY = (
+    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'"
+)
 HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # names of the loopback interface
 
-Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
+def plotly_script() -> Path:
+    """Return the path of plotly.js in the Python package plotly, which is not imported.
 
-
-class Board:
-    """The current content of the page, and its readers. Everything runs in one event loop."""
-
-    def __init__(self) -> None:
-        self.data: Mapping[str, Any] = {}  # the last result of `diloco.watch.page_data.page_data`
-        self._readers: set[asyncio.Queue[str]] = set()
-
-    def show(self, data: Mapping[str, Any]) -> None:
-        """Replace the content by ``data``, and send the changes to all readers."""
-        patch, self.data = difference(self.data, data), data
-        if patch:
-            message = _message("patch", patch)
-            for reader in self._readers:
-                if reader.full():  # the reader is too slow for the patches, so it gets the whole content instead
-                    while not reader.empty():
-                        reader.get_nowait()
-                    reader.put_nowait(_message("all", data))
-                else:
-                    reader.put_nowait(message)
-
-    @property
-    def full(self) -> bool:
-        """Whether the largest allowed number of readers is connected."""
-        return len(self._readers) >= _MOST_READERS
-
-    async def messages(self) -> AsyncIterator[str]:
-        """Yield server-sent events for one reader: the whole content, then the changes."""
-        reader: asyncio.Queue[str] = asyncio.Queue(maxsize=16)
-        self._readers.add(reader)
-        try:
-            yield _message("all", self.data)
-            while True:
-                try:
-                    yield await asyncio.wait_for(reader.get(), _ALIVE_S)
-                except TimeoutError:
-                    yield ": still here\n\n"
-        finally:
-            self._readers.discard(reader)
+    Raises:
+        ConfigurationError: if plotly is not installed.
+    """
+    package = importlib.util.find_spec("plotly")
+    script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
+    if not script.is_file():
+        raise ConfigurationError("`diloco watch` needs plotly. Install it with: pip install 'diloco[watch]'.")
+    return script
 
 
-def make_app(
-    board: Board,
-    *,
-    hosts: tuple[str, ...] = LOOPBACK,
-    token: str = "",
-    port: int = 0,
-    on_used: Callable[[str], None] = lambda token: None,
-) -> Starlette:
-    """Create the web application.
+def export_page(data: bytes) -> str:
+    """Return the page with ``data`` in it, a result of `diloco.watch.page_data`, as one HTML file that loads nothing.
+
+    Without data, the page asks the server that has sent it.
+
+    >>> page = export_page(b'{"runs": [{"name": "</script><script>alert(1)</script>"}]}')
+    >>> "</script><script>alert" in page
+    False
+    """
+    html, style, script = (
+        (files("diloco.watch") / "page" / f"watch.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
+    )
+    scripts = [script, plotly_script().read_text("utf-8").replace("</script", "<\\/script")]
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
+    policy = POLICY.format(hashes=" ".join(f"'sha256-{each}'" for each in hashes))
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>'
+    # without "<", no text in the data, such as a sample, can end the element that holds it
+    text = data.decode().replace("<", "\\u003c")
+    body = f'<script type="application/json" id="data">{text}</script>\n' if data else ""
+    body += "".join(f"<script>{each}</script>\n" for each in scripts)
+    return html.replace("<!-- head -->", head).replace("<!-- scripts -->", body)
+
+
+class PageServer(ThreadingTCPServer):
+    """Serves the page in threads within a ``with`` block.
 
     Args:
-        board: the content to serve.
-        hosts: the accepted host names, or ``("*",)`` for any. The check prevents DNS rebinding: a page of another site
-            can't read this one through a host name that resolves to this address.
-        token: the first visitor's token, which counts once: it is exchanged for a cookie. "" accepts all requests.
-        port: the port of the page, which is part of the cookie's name, since browsers send cookies to all ports.
-        on_used: called with the next visitor's token when a token has been used.
+        host: the address to listen at. At a loopback address, only requests for its names are answered: a page of
+            another site can't read this one through a host name that resolves to this address (DNS rebinding).
+        port: the port to listen at; 0 for any.
+        on_used: called when a token has been used, and another one is needed for the next visitor.
+
+    Raises:
+        OSError: if it can't listen there.
     """
-    html, script, style, plotly_path = live_page(), part("watch.js"), part("watch.css"), plotly_script()
 
-    def fixed(content: str, media_type: str) -> Answer:
-        body = content.encode()
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = MAX_THREADS
 
-        async def answer(request: Request) -> Response:
-            return Response(body, media_type=media_type)
-
-        return answer
-
-    async def plotly(request: Request) -> Response:  # 5 MB, so it is not kept in memory
-        return FileResponse(plotly_path, media_type="text/javascript")
-
-    async def data(request: Request) -> Response:
-        return Response(json.dumps(board.data, allow_nan=False), media_type="application/json")
-
-    async def stream(request: Request) -> Response:
-        if board.full:
-            return PlainTextResponse(f"{_MOST_READERS} pages are already open. Close one of them.", 503)
-        return StreamingResponse(board.messages(), media_type="text/event-stream")
-
-    routes = [
-        Route("/", fixed(html, "text/html")),
-        Route("/watch.js", fixed(script, "text/javascript")),
-        Route("/watch.css", fixed(style, "text/css")),
-        Route("/plotly.js", plotly),
-        Route("/data.json", data),
-        Route("/events", stream),
-    ]
-    middleware = [
-        Middleware(_WithHeaders),
-        Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
-        Middleware(_WithToken, token=token, cookie=f"diloco-watch-{port}", on_used=on_used),
-    ]
-    return Starlette(routes=routes, middleware=middleware)
-
-
-def _message(kind: str, data: Mapping[str, Any]) -> str:
-    return f"event: {kind}\ndata: {json.dumps(data, allow_nan=False)}\n\n"
-
-
-class _WithHeaders:
-    """Adds `HEADERS` to every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message.get("headers", []),
-                    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
-                ]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-
-class _WithToken:
-    """Accepts only requests with the token, once, as ``?token=``, and then with the cookie that it is exchanged for."""
-
-    def __init__(self, app: ASGIApp, token: str, cookie: str, on_used: Callable[[str], None]) -> None:
-        self._app = app
-        self._token = token
-        self._cookie = cookie
+    def __init__(self, host: str, port: int, on_used: Callable[[PageServer], None] = lambda server: None) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+        self.host, self.port = host, int(self.server_address[1])
+        self.is_local = host in LOOPBACK
+        self.token = secrets.token_urlsafe(16)
+        """The token of the next visitor, which counts once: it is exchanged for a cookie."""
+        # the name of the cookie has the port, since browsers send cookies to all ports
+        self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
+        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its digest
+        self._put("/", "text/html; charset=utf-8", export_page(b"").encode())
         self._on_used = on_used
-        self._given: deque[str] = deque(maxlen=_MOST_COOKIES)  # the values of the cookies
+        self._lock = threading.Lock()
+        self.show(b"{}")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._token:
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
-        answer: ASGIApp
-        if any([_same(request.cookies.get(self._cookie, ""), each) for each in self._given]):
-            answer = self._app
-            if "token" in request.query_params:  # the address was opened again
-                answer = RedirectResponse("/", 303)
-        elif _same(request.query_params.get("token", ""), self._token):
-            self._given.append(secrets.token_urlsafe(16))
-            self._token = secrets.token_urlsafe(16)
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(self._cookie, self._given[-1], httponly=True, samesite="strict")
-            self._on_used(self._token)
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="diloco-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def show(self, data: bytes) -> None:
+        """Replace the content of the page by ``data``, a result of `diloco.watch.page_data`."""
+        self._put("/data.json", "application/json", data)
+
+    def _put(self, path: str, kind: str, content: bytes) -> None:
+        self.content[path] = kind, gzip.compress(content, 1, mtime=0), hashlib.sha256(content).hexdigest()
+
+    def use(self, token: str) -> bool:
+        """Return whether a visitor has the right token, which is then replaced."""
+        with self._lock:
+            if not _equal(token, self.token):
+                return False
+            self.token = secrets.token_urlsafe(16)
+        self._on_used(self)
+        return True
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a new thread, or hang up if there are too many."""
+        if threading.active_count() < MAX_THREADS:
+            super().process_request(request, client_address)
         else:
-            answer = PlainTextResponse("This page needs the address that `diloco watch` printed last: /?token=...", 403)
-        await answer(scope, receive, send)
+            self.shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore that a reader has gone; print the traceback of any other error."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
-def _same(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode(), expected.encode())
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "diloco", ""
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
+        cookies = dict(each.strip().partition("=")[::2] for each in self.headers.get("Cookie", "").split(";"))
+        token = parse_qs(query).get("token", [""])[0]
+        if server.is_local and re.sub(r":\d*$", "", self.headers.get("Host", "")) not in LOOPBACK:
+            self._send(400, b"This host name is not known here.")
+        elif _equal(cookies.get(name, ""), secret):
+            if token:  # the address was opened again
+                self._send(303, Location="/")
+            else:
+                self._show(path)
+        elif server.use(token):
+            self._send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=strict")
+        else:
+            self._send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
+
+    def _show(self, path: str) -> None:
+        kind, content, digest = self.server.content.get(path, ("", b"", ""))
+        if not kind:
+            self._send(404, b"There is no such page.")
+        elif self.headers.get("If-None-Match") == digest:
+            self._send(304)
+        else:
+            self._send(200, content, Content_Type=kind, Content_Encoding="gzip", ETag=digest)
+
+    def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content_Type": "text/plain", "Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():  # also of errors
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing about requests."""

@@ -1,6 +1,6 @@
 /* Codecs for tensors in host memory, in one pass over the data and without temporaries.
  *
- * The results equal those of the torch operations in integers.py, fp4.py and topk2.py bit for bit: float32 arithmetic,
+ * The results equal those of the torch operations in blockwise.py and topk2.py bit for bit: float32 arithmetic,
  * no fused multiply-add (the build passes -ffp-contract=off), no fast-math. Compilers vectorise the loops, which are
  * plain C. If the platform can select a version at load time, the same loops are also compiled for AVX2.
  *

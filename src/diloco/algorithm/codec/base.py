@@ -140,7 +140,7 @@ class Codec(abc.ABC):
         Raises:
             CodecError: if the payload has the wrong length or type, or ``start`` or ``stop`` is not between blocks.
 
-        >>> from diloco.algorithm.codec.integers import Int8
+        >>> from diloco.algorithm.codec.blockwise import Int8
         >>> codec, values = Int8(block_size=4), torch.arange(10.0)
         >>> torch.equal(codec.cut(codec.encode(values), 10, 4, 10), codec.encode(values[4:]))
         True

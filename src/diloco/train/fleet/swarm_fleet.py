@@ -71,7 +71,7 @@ class SwarmFleet(PeerFleet):
     def _connect(self, connected: Connected) -> None:
         super()._connect(connected)
         self._listened = self.addresses()
-        self.note(state="joining")
+        self.note(state="joining", name=self._place.name)
         if not self.joining:
             self.shares = Shares.of(self.local)
             self._assignments = self.shares.of_member(self.transport.replica)

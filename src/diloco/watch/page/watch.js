@@ -2,7 +2,7 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const state = { data: null, run: "0", axis: "step", log: false, exported: false, cell: null };
+const state = { data: null, tag: "", run: 0, axis: "step", log: false, cell: null };
 const NO_DATA = "No data";
 
 function make(tag, attributes = {}, ...children) {
@@ -44,21 +44,7 @@ const fetched = (of) => `${part(of.received_bytes, of.expected_bytes)} of ${byte
   + `fragment ${of.fragment}: ${part(of.fragment_received_bytes, of.fragment_expected_bytes)}`;
 const shown = (value, format = String) => (known(value) ? format(value) : NO_DATA);
 
-// Updates from the server.
-
-function merge(target, patch) {  // RFC 7396
-  for (const [key, value] of Object.entries(patch)) {
-    if (key === "__proto__") continue;
-    if (value === null) delete target[key];
-    else if (isMap(value) && isMap(target[key])) merge(target[key], value);
-    else target[key] = value;
-  }
-  return target;
-}
-const isMap = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const rows = (chunks) => Object.keys(chunks).sort((a, b) => a - b).flatMap((key) => chunks[key]);
-
-const current = () => state.data.runs[state.run] || Object.values(state.data.runs)[0];
+const current = () => state.data.runs[state.run] || state.data.runs[0];
 
 let waiting = false;
 function changed() {
@@ -93,15 +79,15 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 function curves() {
   const found = [];
-  const runs = Object.values(state.data.runs);
+  const runs = state.data.runs;
   runs.forEach((run, runNumber) => {
     Object.entries(run.lines).forEach(([process, line], number) => {
       const name = [runs.length > 1 || !process ? run.name : "", process].filter(Boolean).join(", ");
       const index = runs.length > 1 ? runNumber : number;
       found.push({
-        name, line, colour: `--c${index % 8}`, dash: runs.length > 1 && number ? "dot" : "solid",
-        columns: line.columns, table: withGaps(rows(line.chunks)), heldout: rows(line.heldout),
-        outer: { columns: line.outer_columns, table: withGaps(rows(line.outer)), heldout: [] },
+        name, stride: line.steps.stride, colour: `--c${index % 8}`, dash: runs.length > 1 && number ? "dot" : "solid",
+        columns: line.steps.columns, table: withGaps(line.steps.rows), heldout: line.heldout.rows,
+        outer: { columns: line.outer.columns, table: withGaps(line.outer.rows), heldout: [] },
       });
     });
   });
@@ -140,7 +126,7 @@ function traces(figure, all, divisor) {
     const y = each.table.map((row) => (row[column] === null ? null : row[column] * factor));
     const line = { color: colour(each.colour), width: 1.6, dash: each.dash };
     if (y.some((value) => value !== null)) {
-      if (figure.band && each.line.stride > 1) {
+      if (figure.band && each.stride > 1) {
         for (const segment of segments(each.table, column)) {
           const side = (offset) => ({
             x: segment.map((row) => row[place] / divisor), y: segment.map((row) => row[column + offset]),
@@ -181,13 +167,9 @@ function draw(holder, figures, tracesOf, unit) {
       holder.append(box);
     }
     const plot = box.querySelector(".plot"), drawn = tracesOf(figure);
+    box.hidden = !drawn.length;
     plot.setAttribute("aria-label", describe(figure, drawn, unit));
-    if (!drawn.length) {
-      if (window.Plotly && plot.data) window.Plotly.purge(plot);
-      fill(plot, make("p", { class: "none" }, NO_DATA));
-      continue;
-    }
-    if (!window.Plotly) continue;
+    if (!drawn.length || !window.Plotly) continue;
     if (!plot.data) fill(plot);
     const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line") };
     const layout = {
@@ -210,12 +192,13 @@ function renderCurves() {
     mark.style.borderTopStyle = each.dash === "dot" ? "dotted" : "solid";
     return make("li", {}, mark, each.name);
   }));
-  const undrawn = Object.values(state.data.runs).reduce((sum, run) => sum + run.undrawn, 0);
+  $("curves-section").hidden = !all.some((each) => each.table.length || each.heldout.length);
+  const undrawn = state.data.runs.reduce((sum, run) => sum + run.undrawn, 0);
   fill($("undrawn"), undrawn ? `The curves of ${undrawn} more processes are not drawn; the table of peers lists them.` : "");
   draw($("curves"), FIGURES, (figure) => traces(figure, all, divisor), unit);
   const outer = all.map((each) => ({ ...each, ...each.outer }));
   $("outer-section").hidden = !outer.some((each) => each.table.length);
-  if (!$("outer-section").hidden) draw($("outer"), OUTER_FIGURES, (figure) => traces(figure, outer, divisor), unit);
+  if ($("outer-details").open) draw($("outer"), OUTER_FIGURES, (figure) => traces(figure, outer, divisor), unit);
 }
 
 // The other sections, which show one run.
@@ -239,19 +222,18 @@ function renderNow(run) {
     ["Tokens", shown(head.tokens, count), known(head.tokens_per_s) ? `${count(head.tokens_per_s)} per second` : ""],
     ["Loss", shown(head.loss, loss), "training"],
     ["Held-out loss", shown(head.heldout_loss, loss), known(head.best_heldout_loss) ? `best ${loss(head.best_heldout_loss)}` : ""],
-    ["Compute utilisation", shown(head.compute_utilization, percent), known(head.mfu) ? `MFU ${percent(head.mfu)}` : "MFU: no data"],
+    ["Compute utilisation", shown(head.compute_utilization, percent), known(head.mfu) ? `MFU ${percent(head.mfu)}` : ""],
     ["Sent by one replica", shown(head.sent_bytes, bytes), known(saved)
-      ? `data-parallel: ${bytes(head.data_parallel_bytes)}, ${saved >= 1 ? `${short(saved)}x as much` : `${short(1 / saved)}x less`}`
-      : "data-parallel: no data"],
+      ? `data-parallel: ${bytes(head.data_parallel_bytes)}, ${saved >= 1 ? `${short(saved)}x as much` : `${short(1 / saved)}x less`}` : ""],
     ["Rounds", shown(head.merged, (n) => `${whole(n)} merged`), known(head.void) ? `${whole(head.void)} void` : ""],
   ];
-  fill($("numbers"), ...tiles.map(([name, value, small]) =>
-    make("div", {}, make("dt", {}, name), make("dd", { class: value === NO_DATA ? "none" : null }, value, small ? make("small", {}, small) : null))));
+  fill($("numbers"), ...tiles.filter(([, value]) => value !== NO_DATA).map(([name, value, small]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, small ? make("small", {}, small) : null))));
   document.title = `${head.state === "running" ? "" : `${head.state}: `}${run.name}${known(head.step) ? `, step ${head.step}` : ""} - diloco watch`;
 }
 
 function renderAlerts() {
-  const runs = Object.values(state.data.runs);
+  const runs = state.data.runs;
   const found = runs.flatMap((run) => run.alerts.map((alert) => [run, alert]));
   const items = found.map(([run, alert]) => make("li", { class: alert.level },
     make("strong", {}, alert.level === "error" ? "Error" : "Warning"), runs.length > 1 ? `${run.name}: ` : "",
@@ -264,6 +246,7 @@ function renderAlerts() {
 
 const COLUMNS = [
   ["replica", "replica", String],
+  ["name", "name", String],
   ["state", "state", String],
   ["fetched", "state fetched", fetched],
   ["step", "step", whole],
@@ -278,9 +261,8 @@ const COLUMNS = [
   ["weight", "weight", short],
   ["late_s", "late by", duration],
   ["wait_s", "waited", duration],
-  ["counted_rounds", "rounds counted", whole],
+  ["counted", "in the mean", String],
   ["missed", "missed in a row", whole],
-  ["faults", "faults", String],
   ["digest", "digest", String],
   ["codec", "codec", String],
   ["peer", "peer", String],
@@ -288,16 +270,16 @@ const COLUMNS = [
 const BAD = { state: ["no answer", "interrupted"], digest: ["differs"] }, SOME = { state: ["gone", "joining", "it is starting"] };
 
 function renderPeers(run) {
-  const peers = Object.values(run.peers).sort((a, b) => a.replica - b.replica);
-  // a folder never has data for some columns, which are hidden; a swarm shows "No data" in them
-  const used = COLUMNS.filter(([key]) => (run.swarm && key !== "fetched") || peers.some((peer) => known(peer[key])));
+  const peers = run.peers, missed = run.alerts.filter((alert) => alert.kind === "missed").map((alert) => alert.who);
+  const used = COLUMNS.filter(([key]) => peers.some((peer) => known(peer[key])));
+  $("peers-section").hidden = !peers.length;
   const head = make("tr", {}, ...used.map(([, title]) => make("th", { scope: "col" }, title)));
   const body = peers.map((peer) => make("tr", {}, ...used.map(([key, , format], index) => {
-    const value = peer[key], late = key === "missed" && value >= state.data.thresholds.missed_rounds;
+    const value = peer[key], late = key === "missed" && missed.includes(`replica ${peer.replica}`);
     const kind = !known(value) ? "none" : (BAD[key] || []).includes(value) ? "bad" : late || (SOME[key] || []).includes(value) ? "some" : null;
     return make(index ? "td" : "th", { class: kind, scope: index ? null : "row" }, shown(value, format));
   })));
-  fill($("peers"), ...(peers.length ? [make("thead", {}, head), make("tbody", {}, ...body)] : [make("caption", { class: "none" }, NO_DATA)]));
+  fill($("peers"), make("thead", {}, head), make("tbody", {}, ...body));
 }
 
 const listed = (replicas) => (replicas.length > 12 ? `${replicas.slice(0, 12).join(", ")} and ${replicas.length - 12} more` : replicas.join(", ") || "none");
@@ -307,7 +289,7 @@ function roundWords(fragment, outerStep, cell) {
   return [
     `Fragment ${fragment}, outer step ${outerStep}, at step ${whole(cell.step)}: ${cell.state}.`,
     `Sent by: ${listed(cell.sent)}.`,
-    cell.state === "merged" ? `In the mean: ${listed(cell.by)}. Applied by: ${listed(cell.merged)}.` : "",
+    cell.state === "merged" ? `In the mean: ${listed(cell.contributors)}. Applied by: ${listed(cell.merged)}.` : "",
     cell.absent.length ? `Not in the mean: ${listed(cell.absent)}.` : "",
     cell.clipped.length ? `Clipped: ${listed(cell.clipped)}.` : "",
     cell.differ.length ? `Different digest: ${listed(cell.differ)}.` : "",
@@ -319,7 +301,8 @@ function roundWords(fragment, outerStep, cell) {
 
 function renderGrid(run) {
   const { fragments, cells } = run.grid;
-  if (!fragments.length) { fill($("grid"), make("caption", { class: "none" }, NO_DATA)); return; }
+  $("grid-section").hidden = !fragments.length;
+  if (!fragments.length) return;
   const steps = [...new Set(Object.keys(cells).map((key) => Number(key.split(":")[1])))].sort((a, b) => a - b).slice(-64);
   const kept = state.cell && cells[state.cell] ? state.cell : `${fragments[0]}:${steps[steps.length - 1]}`;
   fill($("grid"), ...fragments.map((fragment) => make("tr", {}, make("th", { scope: "row" }, `fragment ${fragment}`), ...steps.map((outerStep) => {
@@ -349,7 +332,8 @@ function moveInGrid(event) {
 }
 
 function renderViews(run) {
-  if (!run.views.length) { fill($("views"), make("p", { class: "quiet" }, "The view has not changed.")); return; }
+  $("views-section").hidden = !run.views.length;
+  if (!run.views.length) return;
   const last = Math.max(run.header.step || 0, ...run.views.map((view) => view.step)) || 1;
   const lanes = new Map();
   const first = run.views[0], before = first.members.filter((m) => !first.joined.includes(m)).concat(first.left);
@@ -376,28 +360,35 @@ function renderViews(run) {
 function renderWords(run) {
   const samples = [...run.samples].reverse().map((sample) => make("article", {},
     make("h3", {}, `Step ${whole(sample.step)}`), make("pre", {}, make("b", {}, sample.prompt), sample.text)));
-  fill($("samples"), ...(samples.length ? samples : [make("p", { class: "quiet" }, NO_DATA)]));
-  const notes = [...run.notes].reverse().map(([step, words]) => make("li", {}, `Step ${whole(step)}: ${words}`));
+  $("samples-section").hidden = !samples.length;
+  fill($("samples"), ...samples);
+  const notes = [...run.notes].reverse().map((note) => make("li", {}, `Step ${whole(note.step)}: ${note.text}`));
   fill($("notes"), ...(notes.length ? [make("ul", { class: "views-list", tabindex: "0" }, ...notes)] : []));
   $("facts").parentNode.hidden = !Object.keys(run.facts).length;
+  $("facts-section").hidden = $("facts").parentNode.hidden && !notes.length;
   fill($("facts"), ...Object.entries(run.facts).flatMap(([name, words]) => [make("dt", {}, name), make("dd", {}, words)]));
 }
 
+const LOCAL = /^(out$|monitor\.|(network|swarm)\.(identity|listen|announce|name))/;  // settings that don't affect training
+
 function renderSettings() {
-  const { settings, runs } = state.data;
-  $("settings-section").hidden = Object.keys(runs).length < 2;
-  const head = make("tr", {}, make("th", { scope: "col" }, "setting"), ...Object.values(runs).map((run) => make("th", { scope: "col" }, run.name)));
+  const { runs } = state.data, filled = runs.filter((run) => Object.keys(run.settings).length);
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) => !LOCAL.test(key)).sort();
+  const settings = keys.filter((key) => new Set(filled.map((run) => run.settings[key])).size > 1)
+    .map((key) => [key, runs.map((run) => run.settings[key])]);
+  $("settings-section").hidden = runs.length < 2;
+  const head = make("tr", {}, make("th", { scope: "col" }, "setting"), ...runs.map((run) => make("th", { scope: "col" }, run.name)));
   const body = settings.map(([key, values]) => make("tr", {}, make("th", { scope: "row" }, key), ...values.map((value) => make("td", {}, value || NO_DATA))));
   fill($("settings"), make("thead", {}, head), make("tbody", {}, ...body));
 }
 
 function renderPicker() {
-  const runs = Object.entries(state.data.runs), select = $("run");
+  const { runs } = state.data, select = $("run");
   $("picker").hidden = runs.length < 2;
-  const key = JSON.stringify(runs.map(([number, run]) => [number, run.name]));
+  const key = JSON.stringify(runs.map((run) => run.name));
   if (select.dataset.key === key) return;
   select.dataset.key = key;
-  fill(select, ...runs.map(([number, run]) => make("option", { value: number, selected: number === state.run }, run.name)));
+  fill(select, ...runs.map((run, number) => make("option", { value: number, selected: number === state.run }, run.name)));
 }
 
 function render() {
@@ -412,18 +403,27 @@ function render() {
   renderViews(run);
   renderWords(run);
   renderCurves();
+  for (const box of document.querySelectorAll(".wide")) box.previousElementSibling.hidden = box.scrollWidth <= box.clientWidth;
 }
 
-function follow() {
-  const source = new EventSource("events");
-  source.addEventListener("all", (event) => { state.data = JSON.parse(event.data); fill($("live"), "live"); changed(); });
-  source.addEventListener("patch", (event) => { merge(state.data, JSON.parse(event.data)); changed(); });
-  source.onerror = async () => {
-    fill($("live"), "Connection lost; reconnecting.");
-    const answer = await fetch("data.json").catch(() => null);  // a started server does not know the cookie of the last
-    if (answer && answer.status === 403) fill($("live"), "Connection lost. Open the address that diloco watch has printed; this page then continues.");
-    if (source.readyState === EventSource.CLOSED) setTimeout(follow, 2000);  // it does not try again after a refusal
-  };
+function say(words) {  // a text that stays must not be announced again
+  if ($("live").textContent !== words) fill($("live"), words);
+}
+
+async function follow() {
+  try {
+    const answer = await fetch("data.json", { headers: { "If-None-Match": state.tag } });
+    if (answer.status === 200) {
+      state.tag = answer.headers.get("ETag");
+      state.data = await answer.json();
+      changed();
+    }
+    // a started server does not know the cookie of the last one
+    say(answer.status === 403 ? "Connection lost. Open the address that diloco watch has printed; this page then continues." : "live");
+  } catch {
+    say("Connection lost; reconnecting.");
+  }
+  setTimeout(follow, 1000);
 }
 
 const darkSystem = window.matchMedia("(prefers-color-scheme: dark)");
@@ -435,19 +435,20 @@ function applyTheme() {
 function start() {
   darkSystem.addEventListener("change", applyTheme);
   $("theme").addEventListener("change", applyTheme);
-  $("run").addEventListener("change", (event) => { state.run = event.target.value; state.cell = null; render(); });
+  $("run").addEventListener("change", (event) => { state.run = Number(event.target.value); state.cell = null; render(); });
   $("controls").addEventListener("change", (event) => {
     if (event.target.name === "axis") state.axis = event.target.value;
     else state.log = event.target.checked;
     renderCurves();
   });
+  $("outer-details").addEventListener("toggle", renderCurves);
   $("grid").addEventListener("mouseover", (event) => pointAt(event.target));
   $("grid").addEventListener("focusin", (event) => pointAt(event.target));
   $("grid").addEventListener("keydown", moveInGrid);
   document.addEventListener("DOMContentLoaded", changed);  // plotly is loaded by then
-  const held = $("data");
-  if (held) {
-    state.data = JSON.parse(held.textContent);
+  const exported = $("data");
+  if (exported) {
+    state.data = JSON.parse(exported.textContent);
     fill($("live"), `as of ${new Date(1000 * state.data.made_s).toLocaleString()}`);
   } else follow();
   applyTheme();

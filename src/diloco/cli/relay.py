@@ -1,4 +1,4 @@
-"""``diloco dht``: run a peer that trains nothing, through which other peers find each other."""
+"""``diloco relay``: run a bootstrap node for a swarm."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from diloco.config import parse_options
 
 __all__ = ["run"]
 
-DESCRIPTION = """Run a peer through which other peers find each other. It trains nothing and holds no model.
+DESCRIPTION = """Run a bootstrap node, through which the peers of any run find each other. It trains nothing.
 
 Examples:
-  diloco dht --listen /ip4/0.0.0.0/tcp/31330
-  diloco dht --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..."""
+  diloco relay --listen /ip4/0.0.0.0/tcp/31330
+  diloco relay --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DhtOptions:
-    """The options of `diloco dht`."""
+class RelayOptions:
+    """The options of `diloco relay`."""
 
     listen: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddresses to listen at."""
@@ -34,7 +34,7 @@ class DhtOptions:
     join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of peers that are already running, if there are any."""
     identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """Private key file, created if missing; it fixes this peer's identity. Default: dht.key in your data folder."""
+    """Private key file, created if missing; it fixes the node's identity. Default: dht.key in your data folder."""
     relay: bool = True
     """Relay the streams of peers that can't reach each other directly."""
     map_ports: bool = True
@@ -42,17 +42,16 @@ class DhtOptions:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the peer until it is interrupted; return 0."""
-    options = parse_options(DhtOptions, "dht", DESCRIPTION, arguments)
-    asyncio.run(_serve(options))
+    """Run the node until it is interrupted; return 0."""
+    asyncio.run(_serve(parse_options(RelayOptions, "relay", DESCRIPTION, arguments)))
     return 0
 
 
-async def _serve(options: DhtOptions) -> None:
+async def _serve(options: RelayOptions) -> None:
     from diloco.transport import NodePlace, run_peer
 
     def ready(addresses: tuple[str, ...]) -> None:
-        print("diloco: peers of any run can find each other through this peer with")
+        print("diloco: peers of any run can find each other through this node with")
         for address in addresses:
             print(f"  --join {address}", flush=True)
 
@@ -63,17 +62,11 @@ async def _serve(options: DhtOptions) -> None:
         map_ports=options.map_ports,
         relay=options.relay,
     )
-    identity = options.identity or _data_folder() / "dht.key"
-    serving = asyncio.ensure_future(run_peer(identity, place, ready))
+    home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    serving = asyncio.ensure_future(run_peer(options.identity or home / "diloco" / "dht.key", place, ready))
     for ending in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
     try:
         await serving
     except asyncio.CancelledError:
         print("diloco: stopped.", flush=True)
-
-
-def _data_folder() -> Path:
-    """Return the folder for this user's diloco data."""
-    home = os.environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "diloco"

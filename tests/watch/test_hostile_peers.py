@@ -1,0 +1,141 @@
+"""What strangers write neither ends nor stalls the page, nor shows one peer's figures as another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import events
+from diloco.events import Event, to_record
+from diloco.transport import PeerReport, PeerStatus, status_of
+from diloco.watch import FollowedSwarm
+from tests.monitor import made_events as made
+from tests.watch.runs import NOW_S, shown, write
+
+HOSTILE = ("Infinity", "-Infinity", "NaN", float("inf"), 1e308, -1e308, 2**53, -1, 10**400, True, None, "x" * 9_000,
+           "</script>", [], [[[]]], [2**53] * 2_000, {"a": {"b": 1}}, {"a": float("nan")}, ["NaN"])  # fmt: skip
+
+
+def view(number: int, members: tuple[int, ...], *, replica: int = 0) -> Event:
+    fields: Any = {"step": 1, "joined": (), "left": (), "reason": "somebody left"}
+    return events.ViewChanged(replica=replica, view=number, members=members, **fields)
+
+
+EVENTS: tuple[Event, ...] = (
+    made.started(), made.step(3), made.sent(0, 0, 0), made.committed(0, 0, 0), made.void(0, 0, 1),
+    made.evaluated(3, 2.0), view(1, (0, 1)), made.fetched(0, 5, 5),
+    events.CheckpointSaved(step=1, path="", size_bytes=1, save_s=1.0),
+    events.RunFinished(step=4, summary={"heldout_loss": 1.0}), events.SampleGenerated(step=3, prompt="a", text="b"),
+)  # fmt: skip
+
+
+def report(number: int, *told: Event, peer: str = "", **status: Any) -> PeerReport:
+    """Return the report of a peer of its own events, as a client receives it."""
+    records = [{**to_record(event), "time_s": NOW_S} for event in told]
+    answer = {"state": "training", "events": records, "next_event": len(records), **status}
+    return PeerReport(peer or f"Qm{number}", number, status_of(answer))
+
+
+def swarm_of(*reports: PeerReport) -> FollowedSwarm:
+    swarm = FollowedSwarm("mine", ["/ip4/1"])
+    swarm.take(reports, NOW_S)
+    return swarm
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> None:
+    for name in [*(field.name for field in dataclasses.fields(event)), "time_s", "schema", "unknown"]:
+        for value in HOSTILE:
+            forged = {**to_record(event), "time_s": NOW_S, name: value}
+            records = [forged, forged, *map(to_record, EVENTS), forged]
+            shown(swarm_of(report(0, events=records, next_event=9, **{name: value})))
+        write(tmp_path, [event], **{name: "Infinity"})
+    shown(tmp_path)
+
+
+def test_peer_with_the_number_of_another_has_its_own_row() -> None:
+    honest = report(0, made.started(), made.step(5), made.sent(0, 0, 0, digest="a"))
+    told = made.step(2**40), made.evaluated(2**40, 0.001), made.sent(0, 0, 0, digest="b")
+    liar = report(0, *told, events.RunFinished(step=1, summary={"heldout_loss": 0.001}), peer="QmLiar")
+    for order in ([honest, liar], [liar, honest]):
+        swarm = swarm_of(honest)
+        swarm.take(order, NOW_S)
+        (run,) = shown(swarm)
+        rows = [
+            [row.get(name) for name in ("peer", "step", "digest", "counted")] for row in run["peers"] if row["peer"]
+        ]
+        assert rows == [["Qm0", 5, "agrees", None], ["QmLiar", 2**40, None, None]]
+        assert run["lines"]["replica 0"]["heldout"]["rows"] == []
+        assert set(run["lines"]) == {"replica 0", "replica 0 (QmLiar)"}
+
+
+def test_one_peer_can_not_set_the_members_or_the_step_of_all() -> None:
+    liar = report(2, view(2**53, (9, 10), replica=2), made.step(2**53), made.sent(0, 0, 0))
+    swarm = swarm_of(liar, *(report(m, view(4, (0, 1, 2), replica=m), made.step(7)) for m in (0, 1)))
+    (run,) = shown(swarm)
+    assert ([row["replica"] for row in run["peers"]], run["header"]["step"]) == ([0, 1, 2], 7)
+    assert run["grid"]["cells"] == {}, "it reports about itself alone"
+    swarm.take([report(m, view(5, (0, 1), replica=m), next_event=3) for m in (0, 1)], NOW_S)
+    assert [row["replica"] for row in shown(swarm)[0]["peers"]] == [0, 1]
+
+
+def test_peers_that_change_their_numbers_or_identities_fill_no_memory() -> None:
+    swarm = FollowedSwarm("mine", ["/ip4/1"])
+    for number in range(1_500):
+        swarm.take([report(number, made.step(1), next_event=number + 1, peer=peer) for peer in ("QmLiar", "")], NOW_S)
+    assert len(swarm.run.history.processes) <= 1_024
+    rounds = [made.sent(0, number, 0) for number in range(3_000)]
+    assert len(shown(swarm_of(report(0, *rounds)))[0]["grid"]["cells"]) <= 256
+
+
+def test_events_are_asked_for_once_and_again_after_a_restart() -> None:
+    swarm, recent = FollowedSwarm("mine", ["/ip4/1"]), PeerStatus()
+    for event in (made.started(facts={"run folder": "/home/me"}, resumed_from="/home/me"), made.step(1), made.step(2)):
+        recent.add(event)
+        status = recent.since(swarm.since.get("Qm7", 0))
+        assert "/home" not in str(status)
+        swarm.take([report(7, **status)], NOW_S)
+    assert [row[0] for row in shown(swarm)[0]["lines"]["replica 7"]["steps"]["rows"]] == [1, 2]
+    swarm.take([report(7, next_event=1)], NOW_S)
+    assert swarm.since == {"Qm7": 0}
+
+
+@pytest.mark.parametrize(("members", "state", "alerts"), [([0], "gone", 0), ([0, 1], "no answer", 1)])
+def test_peer_that_does_not_answer_stays_in_the_table(members: list[int], state: str, alerts: int) -> None:
+    swarm = swarm_of(report(0, made.step(1)), report(1, made.step(1)))
+    swarm.take([report(0, members=members), PeerReport("Qm1", 1, problem="lost")], NOW_S + 61)
+    (run,) = shown(swarm, now_s=NOW_S + 61)
+    assert [(row["state"], row["heard_s"]) for row in run["peers"]] == [("training", 0), (state, 61)]
+    assert len([alert for alert in run["alerts"] if alert["kind"] == "silent"]) == alerts
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "replica-1/metrics.jsonl"])
+def test_what_is_no_file_is_not_read(kind: str, name: str, tmp_path: Path) -> None:
+    write(tmp_path, [made.step(1)])
+    (tmp_path / "replica-1").mkdir()
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    {"fifo": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    words = " ".join(shown(tmp_path)[0]["problems"])
+    assert name.endswith(".jsonl") == (f"{path} cannot be read" in words)
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
+    forged = [json.dumps(to_record(made.step(9)) | {"schema": schema}).encode() for schema in (2, True, "1")]
+    lines = [
+        b"[" * 100_000,
+        b"9" * 100_000,
+        b"\xff\xfe",
+        b"null",
+        *forged,
+        json.dumps(to_record(made.step(2))).encode(),
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (run,) = shown(tmp_path)
+    assert (run["header"]["step"], "skipped 7 line(s)" in run["problems"][0]) == (2, True)
