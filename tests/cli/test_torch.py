@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -38,11 +39,15 @@ class Replicas:
     def of_two_ranks(self, arguments: str) -> list[Command]:
         """Start two replicas of two ranks each; the ranks of a replica rendezvous at a store of this process."""
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        size = f"--replica-size 2 --transport.inner-store 127.0.0.1:{self.store.port}"
-        ranks = (
-            f"--replica {replica} --transport.position {position}" for replica in range(2) for position in range(2)
-        )
-        return self.by_hand(f"{size} {arguments}", *ranks)
+        meet = f"--replica-size 2 {arguments} --join 127.0.0.1:{free_port()}"
+        ranks = []
+        for number in range(4):
+            replica, position = divmod(number, 2)
+            place = {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{self.store.port}"}
+            words = f"{self.words} {meet} --replica {replica}".split()
+            with mock.patch.dict(os.environ, place):  # as the launcher does
+                ranks.append(Command(self.processes, words, self.out.with_suffix(f".{number}.txt")))
+        return ranks
 
     @property
     def folders(self) -> tuple[Path, Path]:

@@ -172,7 +172,7 @@ def test_what_cannot_be_shared_out_anew_is_refused(tmp_path: Path, arguments: st
         train(data, run, f"{arguments} --resume {run} --replicas 3")
 
 
-STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0.2 --data-parallel-steps 3"
+STREAMING = "--data.streaming --data.heldout-fraction 0.2 --data-parallel-steps 3"
 
 
 def rank(replica: int, arguments: str, port: int) -> int:
