@@ -62,7 +62,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _train(settings: Configuration) -> dict[str, float]:
-    transport = make_transport(settings.transport)
+    transport = make_transport(settings)
     fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
     session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):
