@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.sizes import Job
-from diloco.algorithm import ScheduleSettings
+from diloco.algorithm import SyncSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
 from diloco.train import InProcessFleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
-from diloco.transport import TransportSettings
+from diloco.transport import NetworkSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
 
@@ -86,9 +86,9 @@ def make_session(
             precision=precision,  # type: ignore[arg-type]  # a valid name
             **(train or {}),
         ),
-        inner=inner,
-        schedule=ScheduleSettings(inner_steps=NO_ROUNDS),
-        transport=TransportSettings(replicas=replicas),
+        optimizer=inner,
+        sync=SyncSettings(inner_steps=NO_ROUNDS),
+        network=NetworkSettings(replicas=replicas),
         model=job.model,
     )
     settings = resolve(settings, num_layers=job.model.layers)

@@ -28,8 +28,8 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.layers 4 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 16 "
-    "--train.batch-size 1 --data-parallel-steps 0 --inner.warmup-steps 2 --train.device cpu"
+    "--model.arguments {layers=4,width=32,ffn_width=64,heads=2} --sequence-length 16 "
+    "--batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --device cpu"
 )
 
 RUNS = (
@@ -43,9 +43,9 @@ RUNS = (
 """The methods; each runs on each of the links."""
 
 LINKS = (
-    "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
-    "--transport.bandwidth-bits-per-s 1e6 --transport.latency-s 0.3 --transport.step-time-s 0.1",
-    "--transport.bandwidth-bits-per-s 2e7 --transport.latency-s 0.01 --transport.step-time-s 0.1",
+    "--emulate.bandwidth 2e5 --emulate.latency 0.05 --emulate.step-time 0.1",
+    "--emulate.bandwidth 1e6 --emulate.latency 0.3 --emulate.step-time 0.1",
+    "--emulate.bandwidth 2e7 --emulate.latency 0.01 --emulate.step-time 0.1",
 )
 
 STEPS = 95
@@ -59,12 +59,12 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
     for run in (f"{method} {link}" for method in RUNS for link in LINKS):
         given = load_configuration([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)])
         given = replace(given, model=replace(given.model, vocab_size=257))
-        settings = resolve(given, num_layers=given.model.layers)
+        settings = resolve(given, num_layers=given.model.settings.layers)
         yield {"kind": "virtual", "run": run, "measured": _train(settings), "predicted": _predict(settings)}
 
 
 def _train(settings: Configuration) -> dict[str, float]:
-    transport = make_transport(settings.transport)
+    transport = make_transport(settings)
     fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
     session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):
@@ -76,9 +76,9 @@ def _train(settings: Configuration) -> dict[str, float]:
 
 
 def _predict(settings: Configuration) -> dict[str, float]:
-    model, transport = build_model(settings.model, seed=0, device="meta"), settings.transport
-    sizes = [fragment.numel for fragment in make_fragments(settings.fragments, model)]
-    codec = make_configured_codec(settings.codec)
+    model, transport = build_model(settings.model.settings, seed=0, device="meta"), settings.transport
+    sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
+    codec = make_configured_codec(settings.sync)
     traffic = outer_traffic(make_schedule(settings), sizes, codec, transport.replicas)
     result = simulate(traffic, Cluster.of(make_links(transport), transport.step_time_s[0]), steps=STEPS, drain=True)
     return {"compute_utilization": float(result.compute_utilization), "wall_s": float(result.wall_s)}

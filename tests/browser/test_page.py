@@ -287,7 +287,7 @@ def test_two_runs_are_compared_also_on_a_narrow_screen(tmp_path: Path, opened: O
     assert page.locator("#peers-section").get_by_text("This table scrolls sideways.").is_visible()
     names = page.evaluate(f"{LOSS}.data.map((trace) => trace.name)")
     assert names == [f"{run} {kind}" for run in (long_name, "b") for kind in ("training", "held-out")]
-    assert page.locator("#settings").inner_text().split() == ["setting", long_name, "b", "codec.name", "fp4", "int8"]
+    assert page.locator("#settings").inner_text().split() == ["setting", long_name, "b", "sync.codec", "fp4", "int8"]
     assert number(page, "Step") == "40"
     page.locator("#run").select_option("1")
     assert number(page, "Step") == "30"

@@ -191,7 +191,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "sweep lama.toml --out x",
         "train --model hf:lama --data x",
         "train --tokenizer lama",
-        "peers --run a --join /ip4/1/p2p/Q --secret-file lama",
+        "status --run a --join /ip4/1/p2p/Q --secret-file lama",
         "train --transport hivemind --run a --secret-file lama",
     ],
 )

@@ -17,7 +17,6 @@ from diloco.model import ModelSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
     InnerLoop,
-    InnerStep,
     OptimizerSettings,
     ReplicaState,
     Strategy,

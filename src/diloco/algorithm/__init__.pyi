@@ -75,7 +75,6 @@ from .numbers import check_choice as check_choice
 from .numbers import check_replica as check_replica
 from .numbers import check_type as check_type
 from .numbers import check_whole as check_whole
-from .numbers import learning_rate_of_gain as learning_rate_of_gain
 from .outer_loop import OuterLoop as OuterLoop
 from .outer_optimizer import Adam as Adam
 from .outer_optimizer import Nesterov as Nesterov
