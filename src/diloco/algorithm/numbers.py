@@ -100,6 +100,9 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
     raise ConfigurationError(f"{name} must be {wanted}, got {value!r}.")
 
 
+_Kind = Literal["constant", "linear", "cosine", "wsd"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValueSchedule:
     """A linear warm-up to ``peak``, followed by a decay to ``final_ratio * peak`` at ``total_steps``.

@@ -30,10 +30,8 @@ from .presets import Preset as Preset
 from .presets import count_parameters as count_parameters
 from .presets import get_preset as get_preset
 from .presets import preset_names as preset_names
-from .settings import NATIVE_ONLY as NATIVE_ONLY
 from .settings import ModelSection as ModelSection
 from .settings import ModelSettings as ModelSettings
-from .settings import native_keys as native_keys
 from .settings import parse_source as parse_source
 from .transformer import Transformer as Transformer
 from .transformer import build_model as build_model
