@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from diloco.errors import ConfigurationError, nearest
 
