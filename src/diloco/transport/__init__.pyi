@@ -24,7 +24,6 @@ from .hivemind.peer_config import NodePlace as NodePlace
 from .hivemind.peer_config import SwarmPlace as SwarmPlace
 from .hivemind.peer_config import same_port as same_port
 from .hivemind.peer_streams import PeerStreams as PeerStreams
-from .hivemind.search import Search as Search
 from .hivemind.status import PeerStatus as PeerStatus
 from .hivemind.status_client import PeerReport as PeerReport
 from .hivemind.status_client import StatusClient as StatusClient
