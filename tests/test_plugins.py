@@ -26,6 +26,7 @@ from diloco import (
     make_codec,
     testing,
 )
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS
 from diloco.cli import main
 from diloco.config import load_configuration, plan_run
 from diloco.errors import ConfigurationError

@@ -90,7 +90,7 @@ def make_session(
         optimizer=inner,
         sync=SyncSettings(inner_steps=NO_ROUNDS),
         network=NetworkSettings(replicas=replicas),
-        model=job.model,
+        model=ModelSection.of(job.model),
     )
     settings = resolve(settings, num_layers=job.model.layers)
     fleet = InProcessFleet(make_transport(settings))

@@ -43,25 +43,25 @@ IN_FLIGHT = 9
 
 OLD_COMMON: Settings = {"train.threads": 1}
 OLD: Mapping[str, str | Settings] = {
-    "sync.inner_steps": "sync.inner_steps",
-    "sync.overlap_steps": "sync.overlap_steps",
-    "sync.num_fragments": "sync.num_fragments",
-    "sync.fragment_strategy": "sync.fragment_strategy",
-    "sync.codec": "sync.codec",
-    "sync.error_feedback": {"sync.error_feedback": True},
-    "sync.merge_alpha": "sync.merge_alpha",
-    "sync.outer": "sync.outer",
-    "sync.arguments.outer.schedule": "sync.arguments.outer.schedule",
-    "sync.arguments.outer.momentum_warmup": "sync.arguments.outer.momentum_warmup",
-    "sync.arguments.average.max_norm": "sync.arguments.average.max_norm",
-    "network.transport": "network.transport",
-    "network.replicas": "network.replicas",
-    "network.replica_size": "network.replica_size",
-    "network.run": "network.run",
-    "network.listen": {"network.listen": ["/ip4/127.0.0.1/tcp/0"], "swarm.map_ports": False},
-    "emulate.bandwidth": {"emulate.bandwidth": [1e6]},
-    "emulate.latency": {"emulate.latency": [0.05]},
-    "emulate.step_time": {"emulate.step_time": [0.1]},
+    "sync.inner_steps": "schedule.inner_steps",
+    "sync.overlap_steps": "schedule.overlap_steps",
+    "sync.num_fragments": "fragments.num_fragments",
+    "sync.fragment_strategy": "fragments.strategy",
+    "sync.codec": "codec.name",
+    "sync.error_feedback": {"codec.error_feedback": True},
+    "sync.merge_alpha": "merge.alpha",
+    "sync.outer": "outer.name",
+    "sync.arguments.outer.schedule": "outer.learning_rate_schedule",
+    "sync.arguments.outer.momentum_warmup": "outer.momentum_warmup_outer_steps",
+    "sync.arguments.average.max_norm": "outer.max_norm",
+    "network.transport": "transport.name",
+    "network.replicas": "transport.replicas",
+    "network.replica_size": "transport.replica_size",
+    "network.run": "swarm.run",
+    "network.listen": {"swarm.listen": ["/ip4/127.0.0.1/tcp/0"], "swarm.map_ports": False},
+    "emulate.bandwidth": {"transport.bandwidth_bits_per_s": [1e6]},
+    "emulate.latency": {"transport.latency_s": [0.05]},
+    "emulate.step_time": {"transport.step_time_s": [0.1]},
     "data.packing": {"train.document_masks": True},
     "data.tokenizer": {"data.tokenizer": "bpe", "data.bpe_vocab_size": 270},
     "evaluation.sample_prompts": {"evaluation.sample_tokens": 0},
@@ -105,7 +105,7 @@ class Case:
 def _before(key: str, value: Any, transport: str) -> Iterator[tuple[str, Any]]:
     section, _, name = key.partition(".")
     if key == "network.replicas" and transport == "hivemind":
-        yield "network.replicas", value
+        yield "swarm.start_replicas", value
     elif isinstance(other := OLD.get(key), Mapping):
         yield from other.items()
     elif section == "model":

@@ -27,7 +27,7 @@ from diloco.train import (
 __all__ = ["compare"]
 
 MODEL = (
-    "--model.arguments {layers=4,width=32,ffn_width=64,heads=2} --sequence-length 16 "
+    "--model.arguments {layers=4,width=32,ffn_width=64,heads=2,vocab_size=257} --sequence-length 16 "
     "--batch-size 1 --data-parallel-steps 0 --optimizer.warmup-steps 2 --device cpu"
 )
 
@@ -42,9 +42,9 @@ RUNS = (
 """The methods; each runs on each of the links."""
 
 LINKS = (
-    "--emulate.bandwidth 2e5 --emulate.latency 0.05 --emulate.step-time 0.1",
-    "--emulate.bandwidth 1e6 --emulate.latency 0.3 --emulate.step-time 0.1",
-    "--emulate.bandwidth 2e7 --emulate.latency 0.01 --emulate.step-time 0.1",
+    "--emulate.bandwidth 200kbit --emulate.latency 50ms --emulate.step-time 100ms",
+    "--emulate.bandwidth 1Mbit --emulate.latency 300ms --emulate.step-time 100ms",
+    "--emulate.bandwidth 20Mbit --emulate.latency 10ms --emulate.step-time 100ms",
 )
 
 STEPS = 95
@@ -57,7 +57,6 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
     for run in (f"{method} {link}" for method in RUNS for link in LINKS):
         given = load_configuration([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)])
-        given = replace(given, model=replace(given.model, vocab_size=257))
         settings = resolve(given, num_layers=given.model.settings.layers)
         yield {"kind": "virtual", "run": run, "measured": _train(settings), "predicted": _predict(settings)}
 
@@ -75,9 +74,9 @@ def _train(settings: Configuration) -> dict[str, float]:
 
 
 def _predict(settings: Configuration) -> dict[str, float]:
-    model, transport = build_model(settings.model.settings, seed=0, device="meta"), settings.transport
+    model, replicas = build_model(settings.model.settings, seed=0, device="meta"), settings.network.replicas
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     codec = make_configured_codec(settings.sync)
-    traffic = outer_traffic(make_schedule(settings), sizes, codec, transport.replicas)
-    result = simulate(traffic, Cluster.of(make_links(transport), transport.step_time_s[0]), steps=STEPS, drain=True)
+    traffic = outer_traffic(make_schedule(settings), sizes, codec, replicas)
+    result = simulate(traffic, Cluster.of(make_links(settings), settings.emulate.step_time[0]), steps=STEPS, drain=True)
     return {"compute_utilization": float(result.compute_utilization), "wall_s": float(result.wall_s)}

@@ -123,7 +123,7 @@ def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None
     assert torch.equal(fresh.wrapped.lm_head.weight, built(tmp_path, weights="fresh").wrapped.lm_head.weight)
     with pytest.raises(ConfigurationError, match=r"vocab_size=300.*have 272.*weights fresh"):
         built(tmp_path, vocab_size=300)
-    with pytest.raises(ConfigurationError, match=r"lack model\.arguments\.layers\.3.*weights fresh"):
+    with pytest.raises(ConfigurationError, match=r"lack model\.layers\.3.*weights fresh"):
         built(tmp_path, arguments={"num_hidden_layers": 4})
     larger = built(tmp_path, vocab_size=300, weights="fresh", arguments={"num_hidden_layers": 4})
     assert (larger.vocab_size, larger.num_layers) == (300, 4)
