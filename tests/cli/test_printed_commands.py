@@ -46,7 +46,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.toml").write_text(SMALL)
     (tmp_path / "study.toml").write_text("[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [1, 2]\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "runs/streaming-tiny", "exported"]) == 0
+    assert main(["export", "runs/streaming-tiny", "--out", "exported"]) == 0
     return tmp_path
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -201,16 +201,18 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
     if not status:
         return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
-    speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
+    units: list[tuple[str, Callable[[float], str]]] = [
+        ("tokens_per_s", "{:,.0f}".format),
+        ("pace", "{:.0%}".format),
+        ("link_bits_per_s", format_rate),
+    ]
     return [
         peer.peer_id,
         str(status.get("name") or status.get("replica", peer.number)),
         _state(status),
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
-        "-" if speed is None else f"{float(speed):,.0f}",
-        "-" if pace is None else f"{100 * float(pace):.0f} %",
-        "-" if rate is None else format_rate(float(rate)),
+        *("-" if status.get(key) is None else form(float(status[key])) for key, form in units),
         format_bytes(int(status.get("sent_bytes") or 0) + int(status.get("received_bytes") or 0)),
         str(status.get("digest", "-"))[:8],
     ]

@@ -240,7 +240,8 @@ class _Words:
                 values[key.name] = self._value(key, _named(key), words[:1])
                 words = words[1:]
         if words:
-            raise _MisuseError(f"too many arguments: {' '.join(words)}.")
+            hint = replacement("--", self._command)
+            raise _MisuseError(f"too many arguments: {' '.join(words)}{f'; {hint}' if hint else '.'}")
         return values
 
 

@@ -114,7 +114,7 @@ _COMMANDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("num-samples", "stop", "min-p", "repetition-penalty"), _OTHER_PROGRAMS),
         **{"prompt-file": '--prompt "$(cat FILE)"', "batch-size": ""},
     },
-    "export": {"max-length": "", "max-shard-size": ""},
+    "export": {"": "--out PLACE", "max-length": "", "max-shard-size": ""},
     "plan": {
         **dict.fromkeys(("target-utilization", "plot", "timeline", "table"), "the table that plan prints"),
         **{
@@ -125,7 +125,7 @@ _COMMANDS: dict[str, dict[str, str]] = {
         },
     },
 }
-"""Command -> old flag, without dashes and what follows a dot -> what replaces it."""
+"""Command -> old flag, without dashes and what follows a dot, or "" for an argument -> what replaces it."""
 
 
 def replacement(name: str, command: str = "") -> str | None:
