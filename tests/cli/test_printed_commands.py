@@ -55,7 +55,9 @@ def test_an_example_of_the_help_runs(command: str, place: Path, monkeypatch: pyt
     piped = command.rpartition("| ")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"document ")))
     words = shlex.split(piped[2])
-    words += ["--overwrite"] if "export runs/streaming-tiny exported" in command and "--overwrite" not in words else []
+    words += (
+        ["--overwrite"] if "export runs/streaming-tiny --out exported" in command and "--overwrite" not in words else []
+    )
     assert main(words[1:]) == 0
 
 

@@ -205,16 +205,22 @@ def _report(record: dict[str, Any]) -> str:
     """Return the plan as text."""
     own, model, site = record["prediction"], record["model"], record["site"]
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
-    rates = sorted({link["bandwidth_bits_per_s"] for link in site["links"]})
-    latencies = sorted({link["latency_s"] for link in site["links"]})
+    rates, latencies, times = (
+        ", ".join(map(form, sorted(set(values))))
+        for form, values in (
+            (format_rate, [link["bandwidth_bits_per_s"] for link in site["links"]]),
+            (format_duration, [link["latency_s"] for link in site["links"]]),
+            (format_duration, site["step_time_s"]),
+        )
+    )
     typical, p90, ideal = (f"{own[f'{name}_utilization']:.1%}" for name in ("compute", "p90", "ideal"))
     work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
     facts = {
         "model": f"{format_count(model['parameters'])} parameters"
         + (f", {model['layers']} layers, vocabulary of {model['vocabulary']:,}" if "layers" in model else ""),
         "memory": f"{format_bytes(model['memory_bytes'])} per replica, plus activations",
-        "replicas": f"{len(site['links'])}, steps of {_list(format_duration, sorted(set(site['step_time_s'])))}",
-        "links": f"{_list(format_rate, rates)}, {_list(format_duration, latencies)} one way, "
+        "replicas": f"{len(site['links'])}, steps of {times}",
+        "links": f"{rates}, {latencies} one way, "
         f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}",
         "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
         f"tau = {own['overlap_steps']}, {own['codec']}",
@@ -247,10 +253,6 @@ def _report(record: dict[str, Any]) -> str:
             "A smaller H synchronises more often. The loss is not predicted.",
         ]
     )
-
-
-def _list(form: Any, values: Sequence[float]) -> str:
-    return ", ".join(map(form, values))
 
 
 def _row(name: str, row: dict[str, Any], own: bool) -> list[str]:
