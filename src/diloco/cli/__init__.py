@@ -57,30 +57,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted. Messages go to stderr. A
-        `DiLoCoError` is shown without a traceback unless ``--debug`` is given.
+        `DiLoCoError` is shown without a traceback unless ``--debug`` is words.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:  # the process runs nothing but this command, so its environment may be changed
         set_wait_policy(os.environ)
         make_streams_safe()
     streams = sys.stdout, sys.stderr
     show_visibly()
-    leading = [*itertools.takewhile(lambda word: word == "--debug", given)]
-    given = given[len(leading) :]
-    if given[1:2] == ["--debug"]:
-        leading.append(given.pop(1))
+    leading = [*itertools.takewhile(lambda word: word == "--debug", words)]
+    words = words[len(leading) :]
+    if words[1:2] == ["--debug"]:
+        leading.append(words.pop(1))
     DEBUG.set(bool(leading))  # in any other place it may be the value of an option, which only the parser knows
     try:
-        code = _dispatch(given)
+        code = _dispatch(words)
         sys.stdout.flush()  # raise BrokenPipeError here, not at exit, if the reader has closed the pipe
         return code
     except DiLoCoError as error:
         if DEBUG.get():
             traceback.print_exc()
         else:
-            trains = isinstance(error, ConfigurationError) and given[:1] in (["train"], ["finetune"])
+            trains = isinstance(error, ConfigurationError) and words[:1] in (["train"], ["finetune"])
             nothing = " Nothing was started." if trains else ""
-            print(f"diloco: {error}{_near_paths(str(error), given)}{nothing}", file=sys.stderr)
+            print(f"diloco: {error}{_near_paths(str(error), words)}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)
@@ -96,12 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout, sys.stderr = streams
 
 
-def _near_paths(message: str, given: Sequence[str]) -> str:
-    """Return a hint with the nearest name for each path in a message that was given and does not exist."""
+def _near_paths(message: str, words: Sequence[str]) -> str:
+    """Return a hint with the nearest name for each path in a message that was words and does not exist."""
+    if not re.search("not exist|No such file|there is no f|not a local|nor an existing", message):
+        return ""
     hints: list[str] = []
-    for word in (
-        given[1:] if re.search("not exist|No such file|there is no f|not a local|nor an existing", message) else ()
-    ):
+    for word in words[1:]:
         place = (word.partition("=")[2] if word.startswith("-") else word).removeprefix("hf:").rstrip("/")
         path = Path(place).expanduser()
         with contextlib.suppress(OSError, ValueError):  # a text that can't be a path
@@ -111,11 +111,11 @@ def _near_paths(message: str, given: Sequence[str]) -> str:
     return "".join(dict.fromkeys(hints))
 
 
-def _dispatch(given: Sequence[str]) -> int:
-    if not given:
+def _dispatch(words: Sequence[str]) -> int:
+    if not words:
         print(_help(), end="", file=sys.stderr)
         return MISUSED
-    command, rest = given[0], given[1:]
+    command, rest = words[0], words[1:]
     if command in ("-h", "--help"):
         print(_help(), end="")
         return DONE

@@ -229,15 +229,14 @@ def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     """Explain why peers do not answer, why digests differ, or why there are no peers."""
     from diloco.transport import absence
 
-    reasons = {
-        "finished": "replica {number} has finished the run and exited",
-        "gone": "replica {number} is no longer a member: it left or was lost, and the others continued",
-        "no answer": "{problem}",
-    }
     for each in reports:
         if each.problem:
-            reason = reasons[absence(each, reports)]
-            yield f"{each.peer_id}: {reason.format(number=each.number, problem=each.problem.partition(chr(10))[0])}"
+            reason = {
+                "finished": f"replica {each.number} has finished the run and exited",
+                "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
+                "no answer": each.problem.partition("\n")[0],
+            }[absence(each, reports)]
+            yield f"{each.peer_id}: {reason}"
     statuses = [each.status for each in reports if each.status.get("digest", "-") != "-"]
     states = {(status.get("step"), status["digest"]) for status in statuses}
     if len(states) > len({step for step, _ in states}):
