@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -45,8 +44,8 @@ class Replicas:
             replica, position = divmod(number, 2)
             place = {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{self.store.port}"}
             words = f"{self.words} {meet} --replica {replica}".split()
-            with mock.patch.dict(os.environ, place):  # as the launcher does
-                ranks.append(Command(self.processes, words, self.out.with_suffix(f".{number}.txt")))
+            output = self.out.with_suffix(f".{number}.txt")
+            ranks.append(Command(self.processes, words, output, environment=place))  # as the launcher does
         return ranks
 
     @property
