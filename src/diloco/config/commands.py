@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config.configuration import Configuration, compose, parse_arguments
-from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.finetune import finetune_line, usual_values, with_steps
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import flatten, keys_of
 from diloco.config.presets import preset_values
@@ -63,6 +63,8 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
     place = None if source is None or command != "finetune" else parse_source(source).place
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
     usual = flatten(Configuration()) | preset_values(configuration.preset) | {"preset": Configuration.preset}
+    if place is not None:
+        usual |= usual_values(full=False) | {"train.sequence_length": goal["train.sequence_length"]}
     values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] or name == "train.steps" and place}
     limits = model_limits(configuration)
     with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes

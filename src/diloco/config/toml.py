@@ -13,7 +13,7 @@ import msgspec
 
 from diloco.config.keys import Key, Values, flatten, keys_of, leaf_type
 from diloco.config.names import nearest_key
-from diloco.config.renamed import replacement
+from diloco.config.renamed import OldKeyError, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
 
@@ -83,8 +83,10 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             if isinstance(value, dict) and value and not replacement(name):
                 name = next((f"{name}.{leaf}" for leaf in value if replacement(f"{name}.{leaf}")), name)
             gone = replacement(name)
-            hint = gone or nearest_key(name, known, is_section=isinstance(value, dict))
-            raise ConfigurationError(f"{where}: {'key' if gone else 'unknown key'} {name!r}; {hint}")
+            if gone:
+                raise OldKeyError(f"{where}: key {name!r}; {gone}")
+            hint = nearest_key(name, known, is_section=isinstance(value, dict))
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
         elif isinstance(value, dict):
             values |= _read_table(value, f"{name}.", known, where)
         else:
