@@ -82,6 +82,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             "--transport foo is not valid; expected one of in-process, torch, hivemind.",
         ),
         (["train", "--steps"], "diloco: --steps needs a value."),
+        (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],
 )

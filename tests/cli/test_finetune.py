@@ -58,7 +58,9 @@ def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
     flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    began = planned(f"finetune base --data data.jsonl --transport hivemind --run 'a b' --batch-size 2 {flags}", monkeypatch)
+    began = planned(
+        f"finetune base --data data.jsonl --transport hivemind --run 'a b' --batch-size 2 {flags}", monkeypatch
+    )
     (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
     resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
     for settings in (began, resumed):

@@ -65,7 +65,7 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
     usual = flatten(Configuration()) | preset_values(configuration.preset) | {"preset": Configuration.preset}
     if place is not None:
         usual |= usual_values(full=False) | {"train.sequence_length": goal["train.sequence_length"]}
-    values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] or name == "train.steps" and place}
+    values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] or (name == "train.steps" and place)}
     limits = model_limits(configuration)
     with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
         for _ in range(3):  # what was set may change what follows

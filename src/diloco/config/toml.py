@@ -17,7 +17,17 @@ from diloco.config.renamed import OldKeyError, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
 
-__all__ = ["MAY_BE_EMPTY", "convert", "in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
+__all__ = [
+    "MAY_BE_EMPTY",
+    "convert",
+    "freeze",
+    "in_toml",
+    "parse_toml",
+    "read_tables",
+    "read_toml",
+    "to_toml",
+    "write_values",
+]
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
 """Settings and options to which an empty text has a meaning."""
@@ -113,9 +123,11 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
         if key.is_optional and leaf not in (str, Path) and isinstance(value, str) and value.lower() == UNSET:
             return None
         if key.is_table and typed:
-            value = _tables(f"table = {value}", key.flag)["table"]
+            value, *rest = _tables(f"table = {value}", key.flag).values()
+            if rest:
+                raise msgspec.ValidationError("Expected one table")
         strict = not typed or leaf in (str, Path)
-        return _freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
+        return freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
     except msgspec.ValidationError as error:
         words = str(error).partition(" - at ")[0]
         works = _expected(key.annotation) if words.startswith(("Expected", "Invalid", "unit")) else words
@@ -125,6 +137,8 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
 def _decode(kind: type, value: Any) -> Any:
     """Convert a value of TOML to a type that msgspec does not know."""
     if kind is Path and isinstance(value, str):
+        if "\0" in value:
+            raise msgspec.ValidationError("a path without null characters")
         return Path(value)
     if kind in (Duration, Rate):
         try:
@@ -134,12 +148,12 @@ def _decode(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError("Expected another type")
 
 
-def _freeze(value: Any) -> Any:
+def freeze(value: Any) -> Any:
     """Return a value with tuples instead of lists."""
     if isinstance(value, list | tuple):
-        return tuple(_freeze(item) for item in value)
+        return tuple(freeze(item) for item in value)
     if isinstance(value, dict):
-        return {key: _freeze(item) for key, item in value.items()}
+        return {key: freeze(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str | Path):
         return value
     raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
@@ -167,7 +181,7 @@ def _expected(annotation: Any) -> str:
 
 def _show(value: Any) -> str:
     try:
-        return in_toml(_freeze(value))
+        return in_toml(freeze(value))
     except (msgspec.ValidationError, ConfigurationError):
         return str(value)
 
