@@ -15,7 +15,7 @@ import torch
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import CONFIG_FILE, Configuration, flatten, join_command, plan_run, to_toml
+from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, parse_toml, to_toml
 from diloco.trained import load_trained
 from tests.finetuning import asked, write_base, write_records
 
@@ -42,34 +42,27 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-def planned(words: str, monkeypatch: pytest.MonkeyPatch) -> Configuration:
+def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
     """Return the resolved settings of `diloco finetune`, which does not train."""
-    plans: list[Configuration] = []
-    monkeypatch.setattr(
-        "diloco.cli.finetune.run_line",
-        lambda line, typed, notes=(): plans.append(plan_run(line).configuration) or 0,
-    )
-    assert main(shlex.split(words)) == 0
-    return plans[0]
+    text = output_of(capsys, *shlex.split(words), "--print-config")
+    return build(Configuration, parse_toml(text, Configuration, where="stdout"))
 
 
 @pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
-    flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    began = planned(
-        f"finetune base --data data.jsonl --transport hivemind --run 'a b' --batch-size 2 {flags}", monkeypatch
-    )
+    began = planned(f"finetune base --data data.jsonl --transport hivemind --run 'a b' --batch-size 2 {flags}", capsys)
     (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
-    resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
+    resumed = planned(f"finetune --resume {tmp_path}", capsys)
     for settings in (began, resumed):
         told = join_command("finetune", settings, tmp_path)
         assert told.startswith("diloco finetune base ")
         assert "--data data.jsonl" in told
         assert "--run 'a b'" in told
         assert len(told) < 140
-        joining = flatten(planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
+        joining = flatten(planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), capsys))
         own = {"checkpoint.resume", "network.join", "out", "checkpoint.every_steps"}
         assert {name: value for name, value in joining.items() if name not in own} == {
             name: value for name, value in flatten(began).items() if name not in own
@@ -110,7 +103,8 @@ def test_an_adapter_of_a_tied_projection_is_merged(
 
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     data = write_records(tmp_path / "data.jsonl", [asked(question, answer) for question, answer in ANSWERS.items()] * 9)
-    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2 --model.arguments.lora-targets ["lm_head","q_proj"]
+    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2
+        --model.arguments.lora-targets ["lm_head","q_proj"]
         --steps 4 --inner-steps 2 --learning-rate 3e-2 --data.heldout-fraction 0.2
         --sequence-length 64 --batch-size 1
         --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
