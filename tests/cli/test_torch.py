@@ -97,7 +97,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
 
 def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replicas) -> None:
     """One of two replicas has another codec. It is refused, and the other waits in vain. Neither leaves any files."""
-    common = ""
+    common = "--network.round-timeout 16s"  # a replica waits half as long for the others
     for command in replicas.by_hand(common, "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
         assert "has codec = fp4 (block_size 256) and replica 1" in command.output
