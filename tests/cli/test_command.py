@@ -47,7 +47,19 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
         (["inspect", "a"], "`diloco inspect` is now `diloco status RUN`"),
-        (["watch", "a", "--export=b"], "`diloco watch --export` is now `diloco watch --out`"),
+        (["watch", "a", "--export=b"], "there is no flag --export any more: it is now --out."),
+        (["watch", "a", "--alert.silent-s", "3"], "--alert.silent-s any more: it is gone"),
+        (["generate", "a", "--stop", "x"], "it is gone: transformers or lm-eval, after `diloco export`."),
+        (["status", "--run", "a", "--watch"], "it is now --every 2s."),
+        (["status", "--run", "a"], "--join, the address of a peer, is missing"),
+        (["watch", "a", "--secret-file", "b"], "--secret-file is the secret of a swarm"),
+        (["sweep", "a.toml"], "missing argument --out DIR: Folder for the runs"),
+        (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 203.0.113.7:31330, got '31330'"),
+        (
+            ["doctor", "a:1", "--timeout", "5"],
+            "--timeout 5 is not valid; expected a number with a unit, such as '15s'.",
+        ),
+        (["doctor", "a:1", "--timeout", "0s"], "--timeout must be above 0s."),
         ([], "usage: diloco"),
         (["evaluate"], "RUN"),
         (["generate", "a", "surplus"], "surplus"),
@@ -76,7 +88,8 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         ),
         (["train", "--resume", "."], "there is no config.toml in it"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
-        (["export", "a"], "diloco: missing argument PLACE: Folder (hf, adapter) or file"),
+        (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
+        (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
         (
             ["train", "--steps", "many"],
             "diloco: --steps many is not valid; expected a whole number. See `diloco train --help`.",
@@ -187,7 +200,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "train --init-from=lama",
         "evaluate lama",
         "generate ./lama --prompt x",
-        "export lama out",
+        "export lama --out out",
         "status lama",
         "watch lama",
         "tokenize --data lama --out x",
@@ -235,6 +248,7 @@ class Options:
         ("--prompt x --debug", "x"),
         ("--prompt -1", "-1"),
         ("--prompt --system-like", "--system-like"),
+        ("--prompt --stop", "--stop"),
         ("--prompt=--json", "--json"),
         ("--prompt=", ""),
         ("--prompt --", "--"),
@@ -289,6 +303,16 @@ def test_help_of_finetune_shows_what_finetune_does(
     ):
         described = re.split(r" --[a-z.-]+ [A-Z{]", shown.rpartition(f" {flag} ")[2])[0]
         assert f"(default: {default})" in described, flag
-    assert shown.count(" --") < 40
+    assert shown.count(" --") <= 40
     assert main(["finetune", "--help-all"]) == 0
     assert "(default: that of the model)" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_tokenize_prints_its_settings_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    assert main(["tokenize", "--data", "a.txt", "--out", "tokens", "--print-config"]) == 0
+    assert 'paths = ["a.txt"]' in capsys.readouterr().out
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]

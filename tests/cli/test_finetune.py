@@ -78,7 +78,7 @@ def test_a_conversation_line_by_line(
 
 
 def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output_of(capsys, "export", place / "run", place / "merged", "--merge")
+    output_of(capsys, "export", place / "run", "--out", place / "merged", "--merge")
     told = output_of(capsys, "generate", place / "merged", "--chat", "--prompt", "red?", "--temperature", "0")
     assert told == "rot\n"
     generation = json.loads((place / "merged" / "generation_config.json").read_text())
@@ -87,7 +87,7 @@ def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: py
         tokens = torch.arange(20).unsqueeze(0) + 60
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    output_of(capsys, "export", place / "run", place / "exported", "--to", "adapter")
+    output_of(capsys, "export", place / "run", "--out", place / "exported", "--to", "adapter")
     left = place / "run" / "adapter" / "adapter_model.safetensors"
     assert (place / "exported" / "adapter_model.safetensors").read_bytes() == left.read_bytes()
     assert (place / "exported" / "chat_template.jinja").is_file()
@@ -118,7 +118,7 @@ def test_an_adapter_of_a_tied_projection_is_merged(
             about = manifest.about | {"model": manifest.about["model"] | {"quantization": "nf4"}}
             (checkpoint.path / "manifest.json").unlink()
             write_manifest(checkpoint.path, dataclasses.replace(manifest, about=about))
-        said = output_of(capsys, "export", tmp_path / "run", tmp_path / "merged", "--merge")
+        said = output_of(capsys, "export", tmp_path / "run", "--out", tmp_path / "merged", "--merge")
         assert ("trained beside nf4 weights and merged into the original ones" in said) == quantized
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         plain = AutoModelForCausalLM.from_pretrained(base).eval()

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, ge
 
 import msgspec
 import tyro
-from tyro.conf import Positional, UseCounterAction, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, build, keys_of, layered, leaf_type
 from diloco.config.names import nearest_flags
@@ -109,8 +109,9 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
     keys = keys_of(kind)
     values = _parse(keys, command, arguments)
     for key in keys.values():
-        if key.positional and key.default is dataclasses.MISSING and key.name not in values:
-            raise ConfigurationError(f"missing argument {_named(key)}: {key.help} See `diloco {command} --help`.")
+        if key.default is dataclasses.MISSING and key.name not in values:
+            name = _named(key) if key.positional else f"{key.flag} {_metavar(key)}"
+            raise ConfigurationError(f"missing argument {name}: {key.help} See `diloco {command} --help`.")
     return build(kind, values)
 
 
@@ -135,7 +136,7 @@ def _tyro(kind: Any, command: str, description: str, words: Sequence[str]) -> No
 def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
     """Return the value of each key that was typed."""
     try:
-        return _Words(keys, arguments).values()
+        return _Words(keys, arguments, command).values()
     except _MisuseError as misuse:
         raise ConfigurationError(f"{misuse} See `diloco {command} --help`.") from None
 
@@ -147,8 +148,8 @@ class _MisuseError(Exception):
 class _Words:
     """The words of a command line, by the key that they belong to."""
 
-    def __init__(self, keys: Mapping[str, Key], arguments: Sequence[str]) -> None:
-        self._keys = keys
+    def __init__(self, keys: Mapping[str, Key], arguments: Sequence[str], command: str) -> None:
+        self._keys, self._command = keys, command
         self._flags = {flag: key for key in keys.values() if not key.positional for flag in (key.flag, *key.aliases)}
         switches = [key for key in keys.values() if key.is_switch and key.negatable]
         self._negations = {_negation(flag): key for key in switches for flag in (key.flag, *key.aliases)}
@@ -200,7 +201,7 @@ class _Words:
         return None if "" in flag.split(".") else next(tables, None)
 
     def _unknown(self, word: str) -> _MisuseError:
-        if gone := replacement(word.replace("_", "-")):
+        if gone := replacement(word.replace("_", "-"), self._command):
             return _MisuseError(f"there is no flag {word} any more: {gone}")
         near = " or ".join(nearest_flags(word, sorted({*self._flags, *self._negations, "--help"})))
         return _MisuseError(f"there is no flag {word}{f'; did you mean {near}?' if near else '.'}")
@@ -246,7 +247,8 @@ class _Words:
                 values[key.name] = self._value(key, _named(key), words[:1])
                 words = words[1:]
         if words:
-            raise _MisuseError(f"too many arguments: {' '.join(words)}.")
+            hint = replacement("--", self._command)
+            raise _MisuseError(f"too many arguments: {' '.join(words)}{f'; {hint}' if hint else '.'}")
         return values
 
 
@@ -295,6 +297,8 @@ def _kind(
         annotation = key.annotation
         if key.is_table or leaf_type(annotation) in (Duration, Rate):  # tyro prints the metavar, and needs no more
             annotation = tuple[str, ...] if key.is_list else str
+        if key.is_switch and not key.negatable:
+            annotation = FlagCreatePairsOff[bool]
         target[key.leaf if whole else key.name] = NotRequired[
             Annotated[annotation, _argument(key, shown.get(key.name), helps.get(key.name, key.help), whole=bool(whole))]
         ]
@@ -310,7 +314,8 @@ def _kind(
 
 def _argument(key: Key, default: Any, text: str, *, whole: bool) -> Any:
     """Return the flag of one key: short alias first, no type, and the default unless the help text states it."""
-    silent = default is None or default == () or default == {} or "efault:" in text
+    unset = default is None or default == () or default == {} or (default is False and not key.negatable)
+    silent = unset or "efault:" in text
     hint = "" if silent else f"(default: {_show(default)})"
     long = [alias for alias in key.aliases if alias.startswith("--")]
     if whole or not long:
