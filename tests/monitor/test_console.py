@@ -99,7 +99,7 @@ finished
 def test_plain_output_of_a_whole_run() -> None:
     assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
     stream, clock = io.StringIO(), Clock()
-    tell(PlainConsole(stream, every_steps=8, clock=clock, hint=True), clock)
+    tell(PlainConsole(stream, every_steps=8, clock=clock), clock)
     assert stream.getvalue() == PLAIN
     tell(PlainConsole(stream, clock=clock, verbose=True), clock, until=0)
     assert "  codec   fp4\n" in stream.getvalue(), "a detail"
