@@ -74,9 +74,9 @@ class _Console:
                 self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
                 self._print(_table(_summary(event.summary)))
             case _ if news:
-                done = _done(event.step, progress)
-                text = line(event, progress).replace("\n", "\n" + " " * (len(done) + 2))
-                self._print(f"{done}  {text}", _STYLES.get(type(event), ""))
+                at = f"{_done(event.step, progress)}  "
+                text = line(event, progress).replace("\n", "\n" + " " * len(at))
+                self._print(at + text, _STYLES.get(type(event), ""))
         return now_s
 
     def _shown(self, text: str) -> str:
@@ -138,10 +138,10 @@ class PlainConsole(_Console):
         self._rows += 1
         used = f" {_known(_percent, progress.utilization):>6}" if progress.peak_known else ""
         speed = f"{_known(format_count, progress.tokens_per_s):>8}{used}"
-        left = _known(format_duration, progress.left_s)
+        compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
         self._print(
             f"{_done(last.step, progress)}  {progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} "
-            f"{last.epoch:5} {speed} {format_bytes(last.sent_bytes):>8} {_percent(last.compute_utilization):>7} {left:>6}"
+            f"{last.epoch:5} {speed} {format_bytes(last.sent_bytes):>8} {compute:>7} {left:>6}"
         )
 
 
@@ -380,7 +380,7 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
         "digest": [part("global_params_digest", "{}")],
         "run folder": [part("out", "{}")],
         "curves": [part("out", "diloco watch {}", shlex.quote)],
-        "TensorBoard": ["--sinks tensorboard (pip install 'diloco[monitor]')"],
+        "TensorBoard": [part("out", "--sinks tensorboard (pip install 'diloco[monitor]')")],
     }
     return {name: ", ".join(filter(None, parts)) for name, parts in rows.items() if any(parts)}
 

@@ -145,7 +145,8 @@ class Reconnection:
 
     def _awaited(self) -> str:
         members = () if self._election.views is None else self._election.views.last.members
-        return f"enough of the {len(members) or 'other'} replicas to continue ({1 + len(self._looking)} of them are searching)"
+        looking = f"{1 + len(self._looking)} of them are searching"
+        return f"enough of the {len(members) or 'other'} replicas to continue ({looking})"
 
     async def _find(self) -> tuple[View, int | None]:
         """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""
