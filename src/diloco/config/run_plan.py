@@ -23,8 +23,8 @@ __all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_l
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce", "network.name")
-"""Settings that identify one process of a run. Only the name is written to ``config.toml``."""
+PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
+"""Settings that identify one process of a run. They are not written to ``config.toml``."""
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
 
@@ -160,7 +160,7 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """Return the text of ``config.toml``, with which `diloco train config.toml` repeats the run."""
     keys = keys_of(Configuration)
-    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *_PER_CALL_KEYS) if name != "network.name"}
+    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *_PER_CALL_KEYS)}
     lasting = build(Configuration, flatten(configuration) | left_out)
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# Settings as resolved by diloco {__version__}; `diloco train config.toml` repeats this run."

@@ -59,18 +59,13 @@ class TensorBoardSink:
 
     `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
     the step that the run resumed from.
-
-    Raises:
-        ConfigurationError: if TensorBoard can't be imported.
     """
 
     def __init__(self, folder: Path) -> None:
         with from_extra("monitor", "monitor.sinks='tensorboard' needs tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._make_writer = SummaryWriter
-        self._writer: Any = None
-        self._folder = folder / "tensorboard"
-        self._curves = Curves()
+        self._make_writer, self._writer = SummaryWriter, None
+        self._folder, self._curves = folder / "tensorboard", Curves()
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``. TensorBoard's own thread writes the file."""
