@@ -64,8 +64,10 @@ class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
         with from_extra("monitor", "monitor.sinks='tensorboard' needs tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self._make_writer, self._writer = SummaryWriter, None
-        self._folder, self._curves = folder / "tensorboard", Curves()
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+        self._folder = folder / "tensorboard"
+        self._curves = Curves()
 
     def handle(self, event: events.Event) -> None:
         """Process ``event``. TensorBoard's own thread writes the file."""
