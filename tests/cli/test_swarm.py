@@ -258,7 +258,7 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
 
 
 def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
-    first = new_peer("a", f"{ENDLESS} --replicas 2 --replica 0")
+    first = new_peer("a", f"{ENDLESS} --replicas 2 --network.listen 127.0.0.1:0 --replica 0")
     join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
     assert not {"--network.listen", "--replica", "--out"} & {*join.split()}
     own = f"--out {tmp_path / 'b'} --monitor.console quiet --device cpu {LOOPBACK}"
