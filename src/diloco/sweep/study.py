@@ -29,7 +29,6 @@ from diloco.config import (
     CommandLine,
     Configuration,
     RunPlan,
-    build,
     flatten,
     in_toml,
     parse_toml,
@@ -96,8 +95,7 @@ class Run:
 
     def _is_in(self, home: Path) -> bool:
         """Return whether a folder was made with these settings; somebody may have continued it with others."""
-        saved, own = read_toml(home / CONFIG_FILE, Configuration), parse_toml(self.plan.record, Configuration, where="")
-        return build(Configuration, saved) == build(Configuration, own)
+        return read_toml(home / CONFIG_FILE, Configuration) == parse_toml(self.plan.record, Configuration, where="")
 
 
 def read_study(path: Path) -> list[Run]:
@@ -224,8 +222,8 @@ def _error(run: Run, home: Path, code: int) -> str:
         return "a file that its settings name was changed while it ran"
     if code == 0:
         return ""
-    lines = Path(f"{home}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"exit code {code}: {lines[-1].removeprefix('diloco: ')[:300] if lines else 'no output'}"
+    *_, last = ["no output", *Path(f"{home}.log").read_text("utf-8", "replace").strip().splitlines()]
+    return f"exit code {code}: {last.removeprefix('diloco: ')[:300]}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -241,8 +239,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     points: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         points.setdefault(tuple(str(row["varied"].get(key, "")) for key in keys), []).append(row)
-    lines: list[Sequence[str]] = [[*keys, "held-out loss", "lowest, highest", "runs", "failed"]]
-    lines.append(["---"] * len(lines[0]))
+    header = [*keys, "held-out loss", "lowest, highest", "runs", "failed"]
+    lines = [header, ["---"] * len(header)]
     for point, alike in points.items():
         losses = [row["heldout_loss"] for row in alike if not row["error"] and row["heldout_loss"] is not None]
         shown = [f"{statistics.fmean(losses):.4f}", f"{min(losses):.4f}, {max(losses):.4f}"] if losses else ["", ""]
