@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import FlagCreatePairsOff, arg
 
 from diloco.cli.trained_model import TrainedOptions
-from diloco.config import CONFIG_FILE, Configuration, build, parse_options, read_toml
+from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.waiting import waiting_for
@@ -91,7 +91,7 @@ def _evaluate(trained: Trained, given: EvaluateOptions, length: int) -> Evaluati
 
     settings = Configuration()
     if trained.step is not None:
-        settings = build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
+        settings = read_record(trained.run / CONFIG_FILE)
     elif not given.data:
         raise ConfigurationError(f"{given.path} is not a run, so it has no held-out text: give --data PATH.")
     tokenizer: Tokenizer = trained.tokenizer
