@@ -77,6 +77,13 @@ def test_every_kind_of_value_reads_back(flags: dict[str, object], values: dict[s
     assert (line.file, line.values) == (Path("-run.toml"), values)
 
 
+def test_folder_of_a_run_keeps_the_name_of_its_replica() -> None:
+    swarm = ["--transport", "hivemind", "--run", "a", "--name", "anna", "--join", "/ip4/10.0.0.1/tcp/1/p2p/QmOld"]
+    record = plan_run(parse_arguments(swarm)).record
+    assert 'name = "anna"' in record
+    assert "QmOld" not in record
+
+
 def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--join", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --replica 1 --join 10.0.0.1:29400"

@@ -23,7 +23,8 @@ __all__ = ["join_command", "resume_command"]
 
 _PRIVATE = (
     *("out", "checkpoint", "monitor", "emulate", *PROCESS_KEYS),
-    *("train.device", "train.global_device", "train.stop_after", "network.behind_nat", "network.secret_file"),
+    *("train.device", "train.global_device", "train.stop_after"),
+    *("network.name", "network.behind_nat", "network.secret_file"),
 )
 """Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
 

@@ -24,7 +24,7 @@ __all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_l
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce", "network.name")
+PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
