@@ -106,7 +106,7 @@ def _missed(watched: Watched, now_s: float) -> Iterator[Alert]:
 def _void(watched: Watched, now_s: float) -> Iterator[Alert]:
     grid = watched.history.grid
     for fragment in sorted(grid.newest):
-        void = [*takewhile(lambda cell: not cell.merged, grid.of_fragment(fragment))]
+        void = [*takewhile(lambda cell: not cell.waits_s, grid.of_fragment(fragment))]
         times = sum(cell.times_void for cell in void)
         if times >= VOID_ROUNDS:
             last = next(cell for cell in void if cell.times_void)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,8 +284,8 @@ class RunHistory:
                 self.grid.take(event, self.expected)
             case events.ViewChanged() as event:
                 self._views[name] = view = event.view, event.members
-                reported = [view] if self.trusted else list(self._views.values())
-                newest = max(reported, key=lambda each: (reported.count(each), each[0]))
+                reported = Counter([view] if self.trusted else self._views.values())
+                newest = max(reported, key=lambda each: (reported[each], each[0]))
                 if newest == view != self._newest_view and (not self.trusted or view[0] > self._newest_view[0]):
                     self._newest_view, self.expected = view, event.members
                     self.views.append((event, record.time_s))

@@ -9,6 +9,7 @@ import msgspec
 
 from diloco import __version__
 from diloco.transport import PeerReport
+from diloco.units import visible
 from diloco.watch.alerts import find_alerts
 from diloco.watch.history import ProcessHistory, RunHistory, Seen, Watched
 
@@ -28,7 +29,8 @@ def _shown(run: Watched, now_s: float) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
     except Exception as error:
         problem = f"This run can't be shown: {type(error).__name__}: {error}"
-        return _shown(Watched(run.name, run.where, problems=[*run.problems, problem]), now_s)
+        run = Watched(run.name, run.where, problems=[*run.problems, problem])
+        return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
 
 
 def _run(run: Watched, now_s: float) -> dict[str, Any]:
@@ -36,10 +38,10 @@ def _run(run: Watched, now_s: float) -> dict[str, Any]:
     history, alerts = run.history, find_alerts(run, now_s)
     lines = {name: history.processes[name] for name in history.names[:MAX_LINES]}
     return {
-        "name": run.name,
-        "where": run.where,
+        "name": visible(run.name),
+        "where": visible(run.where, 1_000),
         "settings": run.settings,
-        "problems": run.problems,
+        "problems": [visible(words, 1_000) for words in run.problems],
         "behind_bytes": run.behind_bytes,
         "header": _header(history, is_silent=any(alert.kind == "silent" for alert in alerts)),
         "lines": {
@@ -92,8 +94,8 @@ def _header(history: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     }
 
 
-def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) and abs(value) < 2**53 else None
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and abs(value) < 2**53 else None
 
 
 def _state(process: ProcessHistory, *, is_silent: bool = False) -> str:
@@ -116,10 +118,10 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
     for cell in reversed(newest_first):
         for replica, sent in cell.sent.items():
             of_rounds.setdefault(replica, {}).update(weight=sent.weight, digest="agrees" if sent.digest else "")
-        for replica, report in cell.merged.items():
-            of_rounds.setdefault(replica, {}).update(wait_s=report.wait_s)
-        for replica in of_rounds.keys() & (late_s := cell.late_s()).keys():
-            of_rounds[replica].update(late_s=late_s[replica])
+        for replica, wait_s in cell.waits_s.items():
+            of_rounds.setdefault(replica, {}).update(wait_s=wait_s)
+        for replica in of_rounds.keys() & cell.late_s.keys():
+            of_rounds[replica].update(late_s=cell.late_s[replica])
     for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
         of_rounds[replica]["digest"] = "differs"
     members = run.expected if run.views or not watched.seen else ()  # the peers of a swarm have other numbers at first
