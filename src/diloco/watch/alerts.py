@@ -52,7 +52,7 @@ def _is_recent(run: RunHistory, step: int, time_s: float | None) -> bool:
 
 
 def _training(watched: Watched) -> list[str]:
-    """Return the processes that should report: those that have not ended and are still members."""
+    """Return the processes that should report: members that have not ended."""
     run = watched.history
     members = {"", *(f"replica {replica}" for replica in run.expected)} if run.views else {*run.processes}
     gone = {peer.process for peer in watched.seen if peer.state in _GONE}

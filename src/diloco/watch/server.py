@@ -106,7 +106,7 @@ class PageServer(ThreadingTCPServer):
         self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
         self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
         self._open: dict[socket.socket, None] = {}  # connections, the oldest first
-        self._put("/", "text/html; charset=utf-8", export_page(b"").encode())
+        self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
         self._on_used = on_used
         self._lock = threading.Lock()
         self.show(b"{}")
@@ -119,11 +119,8 @@ class PageServer(ThreadingTCPServer):
         self.shutdown()
         self.server_close()
 
-    def show(self, data: bytes) -> None:
-        """Replace the content of the page by ``data``, a result of `diloco.watch.page_data`."""
-        self._put("/data.json", "application/json", data)
-
-    def _put(self, path: str, kind: str, content: bytes) -> None:
+    def show(self, content: bytes, path: str = "/data.json", kind: str = "application/json") -> None:
+        """Replace the content at a path, by default a result of `diloco.watch.page_data`."""
         self.content[path] = kind, gzip.compress(content, 1, mtime=0), f'"{hashlib.sha256(content).hexdigest()}"'
 
     def use(self, token: str) -> bool:
