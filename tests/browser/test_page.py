@@ -149,9 +149,9 @@ def test_run_is_shown_live_until_it_ends(tmp_path: Path, pages: Pages, opened: O
     def lose(route: Any) -> None:
         """Let the connection end in the middle of the next data, which are asked for again."""
         answer = route.fetch()
+        route.fulfill(response=answer, body="{")
         if answer.status == 200:
             page.unroute("**/data.json")
-        route.fulfill(response=answer, body="{")
 
     page.route("**/data.json", lose)
     recent(folder, [events.RunFinished(step=50, summary={"steps": 50})])
