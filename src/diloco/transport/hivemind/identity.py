@@ -51,16 +51,19 @@ def load_identity(path: Path) -> Identity:
     """Load the key at ``path``; if there is none, create one that only its owner can read.
 
     Raises:
-        ConfigurationError: if other users can read the file, or it is not a key.
+        ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
     """
     engine = load_engine()
     if not path.exists():
-        make_private_folder(path.parent)
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
-        create_private(half, data)
-        os.replace(half, path)
+        try:
+            make_private_folder(path.parent)
+            create_private(half, data)
+            os.replace(half, path)
+        except OSError as error:
+            raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
     data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
