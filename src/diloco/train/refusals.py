@@ -126,7 +126,7 @@ def _check_swarm(settings: RunSettings) -> None:
         ("network.replica_size", network.replica_size, 1),
         ("emulate.bandwidth", emulate.bandwidth, ()),
         ("emulate.latency", emulate.latency, ()),
-        ("data.sharding", settings.data.sharding, "shuffled"),
+        ("sharding", settings.data.sharding, "shuffled"),
     ):
         refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")
     refuse_if(

@@ -61,15 +61,15 @@ def load_identity(path: Path) -> Identity:
         half = path.with_name(f".{path.name}.{os.getpid()}")
         create_private(half, data)
         os.replace(half, path)
-    data = read_private(path, f"The private key swarm.identity={path}")
+    data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
-            f"{path} holds no usable private key ({error}). Choose another swarm.identity, or remove the file to have "
-            "a new key created."
+            f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
+            "key created."
         ) from error
     return Identity(path, peer_id, key)
 
