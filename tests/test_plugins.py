@@ -26,6 +26,7 @@ from diloco import (
     make_codec,
     testing,
 )
+from diloco.algorithm import AVERAGES, CODECS, MERGE_RULES, OUTER_OPTIMIZERS
 from diloco.cli import main
 from diloco.config import load_configuration, plan_run
 from diloco.errors import ConfigurationError
@@ -146,6 +147,25 @@ def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
     assert part["global_params_digest"] == whole["global_params_digest"]
 
 
+def test_registered_components_train_by_their_names_as_by_their_files(own: Path) -> None:
+    """A codec, an outer optimizer, an average and a merge rule: one line in the registry is all that names one."""
+    for registry, key, name in (
+        (CODECS, "sync.codec", "largest"),
+        (OUTER_OPTIMIZERS, "sync.outer", "signs"),
+        (AVERAGES, "sync.average", "median"),
+        (MERGE_RULES, "sync.merge", "share"),
+    ):
+        registry.register(name, find(key, f"{name}.py:{name.capitalize()}", KINDS[key]))
+    run = ["train", "run.toml", "--data", "text.jsonl", "--out"]
+    named = [re.sub(r"^(largest|signs|median|share)\.py:\w+$", r"\1", word) for word in OWN]
+    assert named != OWN
+    assert main([*run, str(own / "files"), *OWN]) == 0
+    assert main([*run, str(own / "names"), *named]) == 0
+    files, names = (read_json(own / name / "summary.json") for name in ("files", "names"))
+    assert names["global_params_digest"] == files["global_params_digest"]
+    assert names["rounds_committed"] > 0
+
+
 def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.toml", "--data", "text.jsonl", *OWN, "--print-config"]) == 0
     said = capsys.readouterr().out
@@ -257,10 +277,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"sync__outer": "wrong.py:broken"}, "raised KeyError: 'width'"),
         ({"sync__outer": "signs.py:Signs", "sync__arguments__outer": {"momentun": 0.5}}, "did you mean 'momentum'"),
         ({"sync__outer": "nestorov"}, "did you mean 'nesterov'.* Name your own as module:Class"),
-        (
-            {"sync__arguments__outer": {"x": 1}},
-            "outer optimizer 'nesterov' has no parameter 'x'; use one of: learning_rate",
-        ),
+        ({"sync__arguments__outer": {"x": 1}}, r"has no parameter 'x'"),
         (
             {"sync__codec": "wrong.py:Nothing"},
             r"sync\.codec=.*wrong\.py:Nothing can't be used: Nothing is no Codec of diloco",
@@ -272,7 +289,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ({"sync__codec": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
         (
             {"sync__codec": "fp4", "sync__arguments__codec": {"x": 1}},
-            "codec 'fp4' has no parameter 'x'; use one of: block",
+            r"has no parameter 'x'",
         ),
         (
             {"sync__codec": "largest.py:Largest", "algorithm": "data-parallel"},

@@ -88,17 +88,6 @@ def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     assert resume_command("finetune", peer, Path("my run"), ["/p2p/QmNew"]) == f"{alone} --join /p2p/QmNew"
 
 
-def test_torchrun_defaults_lie_below_a_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco.cli.train import torchrun_values
-
-    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"),
-                        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    assert torchrun_values({"train.steps": 5}) == {"network.transport": "torch", "network.replicas": 6}
-    assert torchrun_values({"network.replica_size": 2})["network.replicas"] == 3
-    assert torchrun_values({"network.transport": "in-process"}) == {}
-
-
 @pytest.mark.parametrize(
     "words",
     [

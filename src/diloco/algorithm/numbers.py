@@ -19,7 +19,6 @@ __all__ = [
     "check_replica",
     "check_type",
     "check_whole",
-    "learning_rate_of_gain",
 ]
 
 
@@ -99,15 +98,6 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
     else:
         wanted = "a finite number"
     raise ConfigurationError(f"{name} must be {wanted}, got {value!r}.")
-
-
-def learning_rate_of_gain(gain: float, momentum: float) -> float:
-    """Return ``gain (1 - mu)``: then each of many equal means moves parameters by ``gain`` times that mean.
-
-    >>> learning_rate_of_gain(4.0, 0.9), learning_rate_of_gain(1.75, 0.6), learning_rate_of_gain(1.0, 0.0)
-    (0.4, 0.7, 1.0)
-    """
-    return round(gain * (1 - momentum), 12)  # 0.4 instead of 0.3999999999999999
 
 
 _Kind = Literal["constant", "linear", "cosine", "wsd"]

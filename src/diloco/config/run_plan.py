@@ -88,7 +88,7 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
 def _resolved(asked: Configuration) -> Configuration:
     """Return ``asked`` resolved for its model."""
     resolved = resolve(asked, **model_limits(asked))
-    if resolved.sync.arguments or any(map(is_own, _named(resolved).values())):
+    if any(map(is_own, _named(resolved).values())) or resolved.sync.arguments:
         from diloco.train import check_own_code
 
         check_own_code(resolved)
