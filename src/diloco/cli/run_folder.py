@@ -128,7 +128,7 @@ def _create(folder: Path) -> Path:
         make_private_folder(writable(folder))
     except OSError as error:  # for example in /proc, where even root can't create a folder
         raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: it can't be created ({error.strerror}). Choose another --out."
+            f"cannot create the run folder {folder}: {error.strerror}. Choose another --out."
         ) from error
     return folder
 
