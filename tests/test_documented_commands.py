@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "diloco"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOW = [page for page in PAGES if page.name != "log.md"]  # the log tells what was
+BENCHMARKS = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.parent.name != "same_bits"]  # with old names
 OTHERS = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
 MODULES = [
     path for path in SOURCE.rglob("*.py") if path.name not in ("renamed.py", "names.py", "toml.py", "units.py")
@@ -165,6 +166,11 @@ def test_settings_and_flags_named_on_a_page_exist(path: Path) -> None:
     assert unknown_settings(prose) == set()
     if "add_argument" not in path.read_text("utf-8"):  # an example with flags of its own
         assert set(FLAG.findall(prose)) - known_flags() - foreign_flags() == set()
+
+
+def test_settings_named_in_benchmarks_exist() -> None:
+    named = {(path.name, name) for path in BENCHMARKS for text in strings(path) for name in unknown_settings(text)}
+    assert named == set()
 
 
 def test_settings_and_flags_named_in_messages_and_docstrings_exist() -> None:
