@@ -148,9 +148,7 @@ def connect(
     """
     if options.replicas == 1:
         return nullcontext()
-    return connect_replica(
-        replica=options.replica, num_replicas=options.replicas, rendezvous=options.rendezvous, ranks=ranks
-    )
+    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks=ranks)
 
 
 def main() -> None:

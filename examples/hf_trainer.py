@@ -124,7 +124,7 @@ def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | N
     if options.replicas == 1:
         return nullcontext()
     return connect_replica(
-        replica=options.replica, num_replicas=options.replicas, rendezvous=options.rendezvous, ranks="whole"
+        replica=options.replica, num_replicas=options.replicas, rendezvous=options.join, ranks="whole"
     )
 
 

@@ -161,7 +161,7 @@ def main() -> None:
         connect_replica,
         replica=options.replica,
         num_replicas=options.replicas,
-        rendezvous=options.rendezvous,
+        rendezvous=options.join,
         ranks="whole",
     )
     # connects when training starts, because with DDP Lightning starts the other processes of the replica first

@@ -97,7 +97,7 @@ def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | N
     """Connect to the other replicas, if there are any."""
     if options.replicas == 1:
         return nullcontext()
-    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.rendezvous)
+    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.join)
 
 
 def train(options: argparse.Namespace, transport: Transport | None) -> nn.Module:

@@ -45,10 +45,10 @@ def test_kubernetes_job_gets_settings_and_arguments_that_it_understands(tmp_path
     ]
     assert words[0] == START.name
     plan = plan_run(parse_arguments(started([str(tmp_path / "run"), *words[2:]], tmp_path)[1:]))
-    transport = plan.configuration.transport
-    assert (transport.replicas, transport.replica) == (job["spec"]["completions"], 3)
+    network = plan.configuration.network
+    assert (network.replicas, network.replica) == (job["spec"]["completions"], 3)
     host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert transport.rendezvous == f"{host}:{container['ports'][0]['containerPort']}"
+    assert network.rendezvous == f"{host}:{container['ports'][0]['containerPort']}"
 
 
 def test_container_copies_files_that_exist_and_installs_extras_that_exist() -> None:

@@ -95,7 +95,7 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
 
 def test_dynamic_steps_leave_no_replica_out_and_all_agree(new_peer: MakePeer) -> None:
     """The speeds depend on the machine, but the final parameters are always the same."""
-    arguments = "--replicas 2 --steps 40 --swarm.dynamic-steps"
+    arguments = "--replicas 2 --steps 40 --network.straggler dynamic"
     first = new_peer("a", f"{arguments} --replica 0")
     peers = (first, new_peer("b", f"{arguments} --replica 1", first))
     summaries = [peer.summary() for peer in peers]
@@ -258,7 +258,7 @@ def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: P
 
 
 def test_the_commands_that_peers_print_join_and_resume_as_they_stand(tmp_path: Path, new_peer: MakePeer) -> None:
-    first = new_peer("a", f"{ENDLESS} --replicas 2 --swarm.direct-port 0 --replica 0")
+    first = new_peer("a", f"{ENDLESS} --replicas 2 --network.listen 127.0.0.1:0 --replica 0")
     join = first.until(lambda: re.search(r"^  (diloco train .*/127\.0\.0\.1/.*)", first.output, re.M), "a command")[1]
     assert not {"--network.listen", "--replica", "--out"} & {*join.split()}
     own = f"--out {tmp_path / 'b'} --monitor.console quiet --device cpu {LOOPBACK}"

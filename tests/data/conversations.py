@@ -22,7 +22,7 @@ JOINED_ARGUMENTS = TEMPLATE.replace("c.function.arguments | tojson", "'=' + c.fu
 
 def rows_of(tokenizer: ChatTokenizer, data: Path, **changes: Any) -> list[str]:
     """Return each conversation of a file as text: what is learned in «», and < and > around a message."""
-    settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing=False, **changes)
+    settings = DataSettings(format="chat", paths=(data,), tokenizer="unused", packing="single", **changes)
     length = 1024
     rows = heldout_rows(settings, tokenizer, length, [data])
     tokens = rows[0 : len(rows)].astype("int64")

@@ -145,7 +145,7 @@ def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.2\.input_layernorm\.weight, .* and others"):
         native_weights(stock, deeper)
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
-    with pytest.raises(CheckpointError, match=r"unknown to .* decoder: model\.arguments\.layers\.1\.input_layernorm"):
+    with pytest.raises(CheckpointError, match=r"unknown to .* decoder: model\.layers\.1\.input_layernorm"):
         native_weights(stock, shallower)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,9 @@ def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) 
     """One of two replicas has longer answers; a checkpoint holds the weights of their contributions."""
     records = [asked(f"q{number}", "7" * (3 if number < 20 else 15)) for number in range(40)]
     data = write_records(tmp_path / "data.jsonl", records)
-    plan = plan_of(base, data, data__packing=False, data__sharding="contiguous", train__stop_after=3)
+    plan = plan_of(base, data, data__packing="single", train__stop_after=3)
+    settings = replace(plan.configuration, data=replace(plan.configuration.data, sharding="contiguous"))
+    plan = replace(plan, configuration=settings)
     trained(tmp_path / "run", plan)
     checkpoint = open_checkpoint(tmp_path / "run")
     corpus = build_chat_corpus(plan.configuration.data, 48)

@@ -84,7 +84,7 @@ RESUMABLE = [
     "--codec int8 --error-feedback 1 --merge-alpha 0.5",
     "--algorithm diloco --fragments 1 --overlap-steps 0 --precision bfloat16 --optimizer.name SGD --sync.outer adam",
     "--precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
-    "--emulate.bandwidth 1e5 --emulate.latency 0.05 --emulate.step-time 0.1",
+    "--emulate.bandwidth 100kbit --emulate.latency 50ms --emulate.step-time 100ms",
     "--algorithm data-parallel --fragments 1 --overlap-steps 0",
 ]
 
@@ -160,7 +160,7 @@ def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_l
 
 
 def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_path: Path) -> None:
-    link = "--emulate.bandwidth 2e5 --emulate.latency 0.02 --emulate.step-time 0.1 --steps 24"
+    link = "--emulate.bandwidth 200kbit --emulate.latency 20ms --emulate.step-time 100ms --steps 24"
     names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32"}
     runs = {name: train(data, tmp_path / name, f"{link} {more}") for name, more in names.items()}
     utilization = {name: run["compute_utilization"] for name, run in runs.items()}
@@ -206,11 +206,7 @@ def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_for_speed_train_the_same_model(data: Path, tmp_path: Path) -> None:
-    """Recomputation gives the same bits, and chunks the same loss."""
+def test_recomputation_gives_the_same_bits(data: Path, tmp_path: Path) -> None:
     plain = train(data, tmp_path / "plain", "--codec float32")
     recomputed = train(data, tmp_path / "recomputed", "--codec float32 --train.activation-checkpointing selective")
     assert recomputed["global_params_digest"] == plain["global_params_digest"]
-    chunked = train(data, tmp_path / "chunked", "--codec float32 --train.loss-chunk-tokens 5")
-    assert chunked["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
-    assert chunked["global_params_digest"] != plain["global_params_digest"], "sums in another order"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,8 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
     from diloco.trained import model_settings
 
     section = ModelSection.of(model_settings(checkpoint, named))
-    return {f"model.{name}": value for name, value in vars(section).items() if value not in (None, {}, 0)}
+    values = {f"model.{each.name}": getattr(section, each.name) for each in fields(section)}
+    return {name: value for name, value in values.items() if value not in (None, {}, 0)}
 
 
 def _model_of_folder(init_from: Path | None) -> Values:
