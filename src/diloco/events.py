@@ -248,7 +248,7 @@ def to_record(event: Event) -> dict[str, Any]:
     """Return the event as a flat dictionary. `json_ready` makes its values fit for JSON.
 
     >>> to_record(Note(step=3, text="hello"))
-    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello'}
+    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello', 'detail': False}
     """
     return {"schema": SCHEMA_VERSION, "event": type(event).__name__, **dataclasses.asdict(event)}
 

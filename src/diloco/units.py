@@ -189,7 +189,7 @@ else:
         """Seconds, in settings. It is written, and has to be typed, with a unit.
 
         >>> str(Duration(0.02)), str(Duration(90)), str(Duration(600)), Duration(1.5) + 1
-        ('20ms', '90s', '10min', 2.5)
+        ('20ms', '1.5min', '10min', 2.5)
         """
 
         def __str__(self) -> str:
