@@ -145,6 +145,15 @@ def test_run_is_shown_live_until_it_ends(tmp_path: Path, pages: Pages, opened: O
     assert (page.locator("#live").inner_text(), number(page, "Step")) == ("live", "40")
     recent(folder, [step(number, 1.0) for number in range(41, 51)])
     until(page, f"{LOSS}.data[0].x.length === 50")
+
+    def lose(route: Any) -> None:
+        """Let the connection end in the middle of the next data, which are asked for again."""
+        answer = route.fetch()
+        route.fulfill(response=answer, body="{")
+        if answer.status == 200:
+            page.unroute("**/data.json")
+
+    page.route("**/data.json", lose)
     recent(folder, [events.RunFinished(step=50, summary={"steps": 50})])
     until(page, "document.title.startsWith('finished: mine')")
     sites = {urlsplit(address).netloc for address in pages.requests if address.startswith("http")}

@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tyro.conf import Positional
 
 from diloco import __version__
 from diloco.cli import COMMANDS, main
+from diloco.config import parse_arguments, parse_options
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
 from diloco.model import get_preset, preset_names
 from tests.cli.runs import refused
@@ -95,6 +99,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             "--transport foo is not valid; expected one of in-process, torch, hivemind.",
         ),
         (["train", "--steps"], "diloco: --steps needs a value."),
+        (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],
 )
@@ -122,9 +127,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Replace `diloco presets` by ``run``."""
-    import diloco.cli.presets
-
-    monkeypatch.setattr(diloco.cli.presets, "run", run)
+    monkeypatch.setitem(sys.modules, "diloco.cli.presets", types.SimpleNamespace(run=run))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,13 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
     assert "Did you mean" not in refused(["train", "--transport", "torch", "--replica", "1"], capsys)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: Positional[str]
+    prompt: str = ""
+    json: bool = False
+
+
 @pytest.mark.parametrize(
     ("words", "prompt"),
     [
@@ -246,19 +256,14 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
         ("--json --prompt x --", "x"),
     ],
 )
-def test_a_prompt_is_taken_as_it_is(words: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco.cli.generate import GenerateOptions
-    from diloco.config import parse_options
-
-    given = parse_options(GenerateOptions, "generate", "", ["run", *words.split()])
+def test_a_prompt_is_taken_as_it_is(words: str, prompt: str) -> None:
+    given = parse_options(Options, "generate", "", ["run", *words.split()])
     assert given.prompt == prompt
     assert DEBUG.get() == ("--debug" in words and prompt == "x")
     DEBUG.set(False)
 
 
 def test_words_after_two_dashes_are_positional() -> None:
-    from diloco.config import parse_arguments
-
     line = parse_arguments(["--steps", "5", "--", "-run.toml"])
     assert (line.file, line.values) == (Path("-run.toml"), {"train.steps": 5})
 

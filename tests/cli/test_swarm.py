@@ -117,9 +117,9 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
     At the end these receive a signal that also goes to all processes that they have started, as from Ctrl-C in a
     terminal, `timeout` or batch systems, and they end as the first did.
     """
-    first = new_peer("a", f"{ENDLESS} --replica 0")
+    first = new_peer("a", f"{ENDLESS} --replicas 1 --replica 0")
     first.wait_for("RoundCommitted")
-    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replica {m}", first) for m in (1, 2)]
+    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replicas 1 --replica {m}", first) for m in (1, 2)]
     for peer in others:
         peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
     os.kill(first.pid, signal.SIGINT)
@@ -171,6 +171,11 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Ask:
         monkeypatch.setattr(diloco.transport, "open_status_client", open_status_client)
 
     return replace
+
+
+def test_relay_without_a_place_for_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["relay", "--identity", "/proc/absent/relay.key"]) == 2
+    assert "the private key /proc/absent/relay.key can't be created" in capsys.readouterr().err
 
 
 STATUS = ["status", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]

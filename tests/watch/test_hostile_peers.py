@@ -18,7 +18,8 @@ from tests.monitor import made_events as made
 from tests.watch.runs import NOW_S, shown, write
 
 HOSTILE = ("Infinity", "-Infinity", "NaN", float("inf"), 1e308, -1e308, 2**53, -1, 10**400, True, None, "x" * 9_000,
-           "</script>", [], [[[]]], [2**53] * 2_000, {"a": {"b": 1}}, {"a": float("nan")}, ["NaN"])  # fmt: skip
+           "</script>", [], [[[]]], [2**53] * 2_000, {"a": {"b": 1}}, {"a": float("nan")}, ["NaN"], "\ud800",
+           {"\ud800": "\ud800"}, {"0": "x" * 200_000}, {"heldout_loss": True}, ["\ud800"])  # fmt: skip
 
 
 def view(number: int, members: tuple[int, ...], *, replica: int = 0) -> Event:
@@ -53,9 +54,12 @@ def test_no_value_of_any_field_ends_the_page(event: Event, tmp_path: Path) -> No
         for value in HOSTILE:
             forged = {**to_record(event), "time_s": NOW_S, name: value}
             records = [forged, forged, *map(to_record, EVENTS), forged]
-            shown(swarm_of(report(0, events=records, next_event=9, **{name: value})))
+            (run,) = shown(swarm_of(report(0, events=records, next_event=9, **{name: value})))
+            assert len(str(run)) < 100_000
         write(tmp_path, [event], **{name: "Infinity"})
     shown(tmp_path)
+    (run,) = shown(swarm_of(report(0, events.RunFinished(step=1, summary={"heldout_loss": True}))))
+    assert run["header"]["heldout_loss"] is None, "the page formats numbers"
 
 
 def test_peer_with_the_number_of_another_has_its_own_row() -> None:
@@ -84,12 +88,22 @@ def test_one_peer_can_not_set_the_members_or_the_step_of_all() -> None:
     assert [row["replica"] for row in shown(swarm)[0]["peers"]] == [0, 1]
 
 
+@pytest.mark.parametrize("forged", [made.sent(2, 0, 2**50), made.committed(2, 0, 2**50), made.void(2, 0, 2**50)])
+@pytest.mark.parametrize("first", [True, False])
+def test_one_peer_can_not_set_the_newest_rounds_of_all(forged: Event, first: bool) -> None:
+    honest = [report(m, *(made.sent(m, 0, k) for k in range(70))) for m in (0, 1)]
+    liar = report(2, forged, *(made.sent(2, fragment, 0) for fragment in range(1_000, 1_300)))
+    (run,) = shown(swarm_of(*([liar, *honest] if first else [*honest, liar])))
+    assert [*run["grid"]["cells"]] == [f"0:{k}" for k in range(6, 70)]
+    assert {tuple(cell["sent"]) for cell in run["grid"]["cells"].values()} == {(0, 1)}
+
+
 def test_peers_that_change_their_numbers_or_identities_fill_no_memory() -> None:
     swarm = FollowedSwarm("mine", ["/ip4/1"])
     for number in range(1_500):
         swarm.take([report(number, made.step(1), next_event=number + 1, peer=peer) for peer in ("QmLiar", "")], NOW_S)
     assert len(swarm.run.history.processes) <= 1_024
-    rounds = [made.sent(0, number, 0) for number in range(3_000)]
+    rounds = [made.sent(0, number, number) for number in range(3_000)]
     assert len(shown(swarm_of(report(0, *rounds)))[0]["grid"]["cells"]) <= 256
 
 
@@ -128,14 +142,13 @@ def test_what_is_no_file_is_not_read(kind: str, name: str, tmp_path: Path) -> No
 
 def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
     forged = [json.dumps(to_record(made.step(9)) | {"schema": schema}).encode() for schema in (2, True, "1")]
-    lines = [
-        b"[" * 100_000,
-        b"9" * 100_000,
-        b"\xff\xfe",
-        b"null",
-        *forged,
-        json.dumps(to_record(made.step(2))).encode(),
-    ]
+    forged += [b"[" * 100_000, b"9" * 100_000, b"\xff\xfe", b"null"]
+    lines = [*forged, json.dumps(to_record(made.step(2))).encode()]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     (run,) = shown(tmp_path)
     assert (run["header"]["step"], "skipped 7 line(s)" in run["problems"][0]) == (2, True)
+
+
+def test_member_list_of_a_status_is_bounded() -> None:
+    assert [*status_of({"members": [*range(4_096)]})] == ["members"]
+    assert status_of({"members": [*range(4_097)]}) == {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco import events
+from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.monitor import read_metrics
 from diloco.watch import FollowedFolder
@@ -111,9 +114,38 @@ def test_replica_that_goes_back_leaves_the_others_as_they_were(tmp_path: Path) -
     run = shown(followed)[0]
     assert sorted(run["grid"]["cells"]) == ["0:1", "0:2", "0:3"]
     assert run["header"]["merged"] == 3
-    (tmp_path / "metrics.jsonl").unlink()  # the folder is used for another run
-    write(tmp_path, [step(7)])
-    assert curve(shown(followed)[0], "loss", "replica 0") == [[7, 1.0]]
+
+
+def test_folder_that_is_used_for_another_run(tmp_path: Path) -> None:
+    write(tmp_path, [started(), step(1), step(2)])
+    (tmp_path / "config.toml").write_text("seed = 1")
+    for name in ("replica-1", "replica-2"):
+        write(tmp_path / name, [step(1)])
+    followed = FollowedFolder(tmp_path)
+    shown(followed)
+    (tmp_path / "replica-2" / "metrics.jsonl").unlink()  # its replica has been removed, the others continue
+    assert [*shown(followed)[0]["lines"]] == ["replica 0", "replica 1", "replica 2"]
+    shutil.rmtree(tmp_path / "replica-1")
+    assert [*shown(followed)[0]["lines"]] == [""], "now there is one process"
+    (tmp_path / "config.toml").write_text("seed = 2")
+    (tmp_path / "metrics.jsonl").write_bytes(b"")  # the same file, which is longer again before it is read
+    write(tmp_path, [step(number, 5.0) for number in range(3, 9)])
+    (run,) = shown(followed)
+    assert (curve(run, "loss"), run["settings"]) == ([[number, 5.0] for number in range(3, 9)], {"seed": "2"})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "old")
+    assert curve(shown(followed)[0], "loss")[-1] == [8, 5.0], "what was read stays while there is none"
+    shutil.copy(tmp_path / "old", tmp_path / "metrics.jsonl")  # synchronised from another machine
+    write(tmp_path, [step(9, 5.0)])
+    assert curve(shown(followed)[0], "loss")[-2:] == [[8, 5.0], [9, 5.0]]
+
+
+def test_names_that_are_not_utf8_and_replicas_that_can_not_be_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / os.fsdecode(b"run\xff\x1b"), [step(1)])
+    (folder / "replica-1").symlink_to("x" * 300)
+    (run,) = shown(folder)
+    assert (run["name"], run["header"]["step"], run["problems"]) == (r"run\udcff\x1b", 1, [])
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        FollowedFolder(tmp_path / ("x" * 300))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

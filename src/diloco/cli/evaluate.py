@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from diloco.cli.tables import facts_table
 from diloco.cli.trained_model import AppliedOptions
-from diloco.config import CONFIG_FILE, Configuration, build, parse_options, read_toml
+from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
 from diloco.errors import ConfigurationError
 from diloco.waiting import waiting_for
 
@@ -95,7 +95,7 @@ def _evaluate(trained: Trained, options: EvaluateOptions, length: int) -> Evalua
 
     settings = Configuration()
     if trained.step is not None:
-        settings = build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
+        settings = read_record(trained.run / CONFIG_FILE)
     elif not options.data:
         raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
     data, tokenizer = settings.data, trained.tokenizer

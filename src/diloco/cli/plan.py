@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import FlagCreatePairsOff
 
 from diloco.cli.tables import columns, facts_table
-from diloco.config import Configuration, compose, flatten, parse_flags, preset_values
+from diloco.config import Configuration, compose, flatten, parse_flags, preset_values, to_toml
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSection, with_vocabulary
@@ -93,10 +93,11 @@ def run(arguments: Sequence[str]) -> int:
     shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
     common = [*(name for name in shown if name in OWN), *SHOWN]
     line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
-    if line.print_config:
-        raise ConfigurationError("--print-config belongs to `diloco train`, which prints these settings.")
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     asked = compose(replace(line, values={name: value for name, value in line.values.items() if name not in OWN}))
+    if line.print_config:
+        print(to_toml(_model(options, asked)[0]))
+        return 0
     record = _record(options, asked)
     print(json.dumps(record, indent=2) if options.json else _report(record))
     return 0

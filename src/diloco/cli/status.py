@@ -191,10 +191,10 @@ async def _watch(options: StatusOptions, every_s: float) -> None:
 
 
 def _table(reports: Sequence[PeerReport]) -> str:
-    from diloco.transport import absence
+    from diloco.transport import absences
 
     names = ["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"]
-    return columns(names, [_row(each, absence(each, reports)) for each in reports])
+    return columns(names, [_row(*each) for each in zip(reports, absences(reports), strict=True)])
 
 
 def _row(peer: PeerReport, absent: str) -> list[str]:
@@ -227,16 +227,17 @@ def _state(status: Mapping[str, Any]) -> str:
 
 def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     """Explain why peers do not answer, why digests differ, or why there are no peers."""
-    from diloco.transport import absence
+    from diloco.transport import absences
 
-    for each in reports:
-        if each.problem:
-            reason = {
-                "finished": f"replica {each.number} has finished the run and exited",
-                "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
-                "no answer": each.problem.partition("\n")[0],
-            }[absence(each, reports)]
-            yield f"{each.peer_id}: {reason}"
+    reasons = {
+        "finished": "replica {number} has finished the run and exited",
+        "gone": "replica {number} is no longer a member: it left or was lost, and the others continued",
+        "no answer": "{problem}",
+    }
+    for each, absent in zip(reports, absences(reports), strict=True):
+        if absent and each.problem:
+            reason = reasons[absent]
+            yield f"{each.peer_id}: {reason.format(number=each.number, problem=each.problem.partition(chr(10))[0])}"
     statuses = [each.status for each in reports if each.status.get("digest", "-") != "-"]
     states = {(status.get("step"), status["digest"]) for status in statuses}
     if len(states) > len({step for step, _ in states}):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["RENAMED", "replacement"]
+from diloco.errors import ConfigurationError
+
+__all__ = ["RENAMED", "OldKeyError", "replacement"]
+
+
+class OldKeyError(ConfigurationError):
+    """A key of a version before 0.6."""
+
 
 _ARGUMENTS = ("vocab_size", "max_sequence_length", "rope_theta", "norm_epsilon", "qk_norm", "z_loss", "tie_embeddings")
 _TUNED = ("streams", "pace", "piece_bytes", "heartbeat_s", "interface", "position", "inner_store")

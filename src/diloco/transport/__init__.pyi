@@ -27,7 +27,7 @@ from .hivemind.peer_streams import PeerStreams as PeerStreams
 from .hivemind.status import PeerStatus as PeerStatus
 from .hivemind.status_client import PeerReport as PeerReport
 from .hivemind.status_client import StatusClient as StatusClient
-from .hivemind.status_client import absence as absence
+from .hivemind.status_client import absences as absences
 from .hivemind.status_client import open_status_client as open_status_client
 from .hivemind.status_client import status_of as status_of
 from .hivemind.swarm import SwarmTable as SwarmTable

@@ -52,7 +52,7 @@ def _is_recent(run: RunHistory, step: int, time_s: float | None) -> bool:
 
 
 def _training(watched: Watched) -> list[str]:
-    """Return the processes that should report: those that have not ended and are still members."""
+    """Return the processes that should report: members that have not ended."""
     run = watched.history
     members = {"", *(f"replica {replica}" for replica in run.expected)} if run.views else {*run.processes}
     gone = {peer.process for peer in watched.seen if peer.state in _GONE}
@@ -106,7 +106,7 @@ def _missed(watched: Watched, now_s: float) -> Iterator[Alert]:
 def _void(watched: Watched, now_s: float) -> Iterator[Alert]:
     grid = watched.history.grid
     for fragment in sorted(grid.newest):
-        void = [*takewhile(lambda cell: not cell.merged, grid.of_fragment(fragment))]
+        void = [*takewhile(lambda cell: not cell.waits_s, grid.of_fragment(fragment))]
         times = sum(cell.times_void for cell in void)
         if times >= VOID_ROUNDS:
             last = next(cell for cell in void if cell.times_void)

@@ -6,10 +6,11 @@ Neither is trusted: a record that does not fit the declaration of its event in `
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from diloco.errors import ConfigurationError
 from diloco.events import SCHEMA_VERSION, Event
-from diloco.transport import PeerReport, absence
+from diloco.transport import PeerReport, absences
 from diloco.watch.history import Record, RunHistory, Seen, Watched
 
 __all__ = ["FollowedFolder", "FollowedSwarm", "parse"]
@@ -26,11 +27,14 @@ _METRICS = "metrics.jsonl"
 _MAX_VALUE = 200  # characters of a setting
 _MAX_SETTINGS = 1 << 20  # bytes of config.toml
 _MAX_PEERS = 1_024
+_MAX_EVENTS = 600  # of one answer
 _MAX_TEXT = 4_000
 _MAX_ITEMS = 1_024
 _MAX_FLOAT = 1e30  # sums and ratios of such numbers are finite
 _MAX_INT = 2**53  # JavaScript represents integers exactly up to here
-_MAX_LINE = 1 << 19  # bytes that are read between two updates of the page, and of the longest line
+_MAX_PIECE = 1 << 19  # bytes that are read of a file between two updates of the page
+_MAX_RECORD = 1 << 17  # bytes of JSON
+_MARK = 256  # bytes before the position in a file, by which it is known again
 _MAY_DIVERGE = {
     *("loss", "gradient_norm", "heldout_loss", "perplexity", "bits_per_byte"),
     *("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread"),
@@ -53,16 +57,20 @@ def parse(value: object) -> Record | None:
     (True, True)
     """
     try:
-        record: Any = msgspec.json.decode(value) if isinstance(value, bytes) else value
-        head = msgspec.convert(record, _Head)
-        short = {name: entry[:_MAX_TEXT] for name, entry in record.items() if isinstance(entry, str)}
+        line = value if isinstance(value, bytes) else json.dumps(value).encode()
+        head = msgspec.json.decode(line, type=_Head)
         kind = _KINDS.get(head.event, Event)  # an unknown event has only its step
-        event = msgspec.convert(record | short, kind, strict=False)  # not strict, since a number may be "NaN"
+        event = msgspec.json.decode(line, type=kind, strict=False)  # not strict, since a number may be "NaN"
     except (ValueError, RecursionError):
         return None
-    values = [(each.name, getattr(event, each.name)) for each in fields(event)]
-    is_valid = head.schema == SCHEMA_VERSION and all(_is_bounded(*each) for each in [*values, ("", head.time_s)])
-    return Record(event, head.time_s) if is_valid else None
+    values: dict[str, Any] = vars(event)
+    is_valid = head.schema == SCHEMA_VERSION and all(
+        _is_bounded(*each) for each in [*values.items(), ("", head.time_s)]
+    )
+    if not is_valid or len(line) > _MAX_RECORD:
+        return None
+    cut: dict[str, Any] = {name: text[:_MAX_TEXT] for name, text in values.items() if isinstance(text, str)}
+    return Record(replace(event, **cut) if cut else event, head.time_s)
 
 
 def _is_bounded(name: str, value: Any) -> bool:
@@ -88,32 +96,32 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[str] = []
-        self.behind_bytes = 0
-        self._file_id = self._offset = self._num_invalid = 0
+        self.behind_bytes = self._offset = self._num_invalid = 0
+        self._mark = b""  # what the file had before the offset
 
-    def read(self, max_bytes: int = _MAX_LINE) -> list[Record] | None:
-        """Return the next records, from at most ``max_bytes``; None if the file has been replaced by another one.
+    def read(self) -> list[Record] | None:
+        """Return the next records; None if the file is another one than before, or was written anew.
 
-        An incomplete line at the end is left for the next `read`, unless it is longer than ``max_bytes``.
+        An incomplete line at the end is left for the next `read`, unless it is too long.
         """
         try:
             if self.path.exists() and not self.path.is_file():  # such as a pipe, from which reading may never end
                 raise OSError("it is not a regular file")
             with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if self._offset and (status.st_ino != self._file_id or status.st_size < self._offset):
+                file.seek(self._offset - len(self._mark))
+                if file.read(len(self._mark)) != self._mark:
                     return None
-                file.seek(self._offset)
-                piece = file.read(max_bytes)
+                piece = file.read(_MAX_PIECE)
+                left = file.seek(0, 2) - self._offset
         except FileNotFoundError:
             return []
         except OSError as error:
             self.problems = [f"{self.path} cannot be read: {error}."]
             return []
-        end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) == max_bytes else 0)
+        end = piece.rfind(b"\n") + 1 or (len(piece) if len(piece) == _MAX_PIECE else 0)
         records = [parse(line) for line in piece[:end].removesuffix(b"\n").split(b"\n")] if end else []
-        self._file_id, self._offset = status.st_ino, self._offset + end
-        self.behind_bytes = max(0, status.st_size - self._offset) if end else 0
+        self._offset, self._mark = self._offset + end, (self._mark + piece[:end])[-_MARK:]
+        self.behind_bytes = max(0, left - end) if end else 0
         self._num_invalid += records.count(None)
         words = f"{self.path}: skipped {self._num_invalid} line(s) that are no valid event records."
         self.problems = [words] if self._num_invalid else []
@@ -128,10 +136,10 @@ class FollowedFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "does not exist"
+        if not os.path.isdir(folder):
+            what = "is not a folder" if os.path.exists(folder) else "does not exist"
             raise ConfigurationError(f"{folder} {what}. Give the folder of a run.")
-        if not any((folder / name).exists() for name in (_METRICS, "config.toml")):
+        if not any(os.path.exists(folder / name) for name in (_METRICS, "config.toml")):
             raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
         self._tails: dict[str, Tail] = {}
@@ -147,11 +155,12 @@ class FollowedFolder:
             self._find_replicas()
             for name, tail in self._tails.items():
                 records = tail.read()
-                if records is None:  # it was replaced; all processes share one grid of rounds, so all are read anew
-                    self._tails, run.history = {}, RunHistory()
+                if records is None:  # all processes share one grid of rounds, so all are read anew
+                    self._forget()
                     return True
                 for record in records:
                     run.history.take(name, record)
+            run.history.grid.prune()
         except Exception as error:
             run.problems = [f"{run.where} can't be read: {type(error).__name__}: {error}"]
             return False
@@ -160,15 +169,18 @@ class FollowedFolder:
         run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
         return run.behind_bytes > 0
 
+    def _forget(self) -> None:
+        self._tails, self.run.history, self.run.settings = {}, RunHistory(), {}
+
     def _find_replicas(self) -> None:
         others = sorted(
             (int(number), path)
             for path in self._folder.glob("replica-*")
-            if (number := path.name.removeprefix("replica-")).isdecimal() and (path / _METRICS).exists()
+            if (number := path.name.removeprefix("replica-")).isdecimal() and os.path.exists(path / _METRICS)
         )
-        if others and "" in self._tails:  # until now there was only one process
-            self._tails, self.run.history = {}, RunHistory()
         first = "replica 0" if others else ""
+        if self._tails and first not in self._tails:  # there was only one process until now, or there is only one now
+            self._forget()
         for name, path in ((first, self._folder), *((f"replica {number}", path) for number, path in others)):
             self._tails.setdefault(name, Tail(path / _METRICS))
 
@@ -203,7 +215,7 @@ class FollowedSwarm:
     def take(self, reports: Sequence[PeerReport], now_s: float) -> None:
         """Process the reports of the peers, received at ``now_s`` in seconds since 1970."""
         seen = []
-        for report in reports[:_MAX_PEERS]:
+        for report, absent in zip(reports[:_MAX_PEERS], absences(reports), strict=False):
             is_new = report.peer_id not in self._names
             if report.number < 0 or (is_new and len(self._names) >= _MAX_PEERS):  # it is no replica, or one too many
                 continue
@@ -213,8 +225,9 @@ class FollowedSwarm:
             if report.status:
                 self._heard_s[report.peer_id] = now_s
                 self._take_events(name, report)
-            state = str(report.status.get("state", "")) if report.status else absence(report, reports)
+            state = absent or str(report.status.get("state", ""))
             seen.append(Seen(name, state, report, self._heard_s.get(report.peer_id)))
+        self.run.history.grid.prune(self.run.history.expected)
         self.run.seen = seen
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
@@ -223,7 +236,7 @@ class FollowedSwarm:
         asked_from = self.since.get(report.peer_id, 0)
         # a process that has been restarted counts from 0
         self.since[report.peer_id] = following if following >= asked_from else 0
-        for record in filter(None, map(parse, records if following > asked_from else ())):
+        for record in filter(None, map(parse, records[-_MAX_EVENTS:] if following > asked_from else ())):
             subject = getattr(record.event, "replica", None)  # a peer may report only about itself
             if subject is None or (subject == report.number and name == f"replica {subject}"):
                 self.run.history.take(name, record)

@@ -23,7 +23,11 @@ class Round:
     step: int = 0  # the step of its newest record
     expected: tuple[int, ...] = ()  # replicas that should take part in it
     sent: dict[int, RoundSent] = field(default_factory=dict)  # replica -> its contribution
-    merged: dict[int, RoundCommitted] = field(default_factory=dict)  # replica that applied the mean -> its report
+    contributors: tuple[int, ...] = ()  # replicas whose contributions are in the mean
+    clipped: tuple[int, ...] = ()  # those whose contributions were scaled down
+    waits_s: dict[int, float] = field(default_factory=dict)  # replica that applied the mean -> how long it waited
+    late_s: dict[int, float] = field(default_factory=dict)
+    """Contributor -> seconds after the first one, as seen by the replica that saw the longest such time."""
     void: bool = False  # whether a replica has reported that it did not apply it
     times_void: int = 0  # a void round may be repeated under its outer step
     why: str = ""  # why it is void, or why replicas are not in the mean
@@ -31,17 +35,12 @@ class Round:
     @property
     def state(self) -> str:
         """The state of the round: "sent", "merged" if at least one replica merged it, or "void"."""
-        return "merged" if self.merged else "void" if self.void else "sent"
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """The replicas whose contributions are in the mean."""
-        return next((report.contributors for report in self.merged.values()), ())
+        return "merged" if self.waits_s else "void" if self.void else "sent"
 
     @property
     def absent(self) -> list[int]:
         """The expected replicas whose contributions are not in the mean."""
-        return sorted({*self.expected} - {*self.contributors}) if self.merged else []
+        return sorted({*self.expected} - {*self.contributors}) if self.waits_s else []
 
     def minority(self) -> list[int]:
         """Return the replicas whose digests differ from the most frequent one; on a tie, the lowest replica's wins."""
@@ -49,27 +48,21 @@ class Round:
         most = Counter(digests.values()).most_common(1)
         return [replica for replica, digest in digests.items() if digest != most[0][0]]
 
-    def late_s(self) -> dict[int, float]:
-        """Return contributor -> seconds after the first one, as seen by the replica that waited longest."""
-        latest = max(self.merged.values(), key=lambda report: max(report.late_s, default=0.0), default=None)
-        return dict(zip(latest.contributors, latest.late_s, strict=False)) if latest else {}
-
     def shown(self) -> dict[str, Any]:
         """Return the round for the page."""
-        late_s, reports = self.late_s(), self.merged.values()
-        last = max(late_s, key=lambda replica: late_s[replica], default=None)
+        last = max(self.late_s, key=lambda replica: self.late_s[replica], default=None)
         return {
             "state": self.state,
             "step": self.step,
             "sent": sorted(self.sent),
-            "merged": sorted(self.merged),
+            "merged": sorted(self.waits_s),
             "contributors": self.contributors,
             "absent": self.absent,
             "why": self.why,
-            "clipped": next((report.clipped for report in reports if report.clipped), ()),
-            "wait_s": max((report.wait_s for report in reports), default=None),
+            "clipped": self.clipped,
+            "wait_s": max(self.waits_s.values(), default=None),
             "last": last,
-            "last_after_s": None if last is None else late_s[last],
+            "last_after_s": None if last is None else self.late_s[last],
             "differ": self.minority(),
         }
 
@@ -78,10 +71,10 @@ class Grid:
     """The newest rounds of every fragment, built from the events of all replicas in any order among replicas."""
 
     def __init__(self) -> None:
-        # (fragment, outer step) -> round, for the newest `OUTER_STEPS` of every fragment
-        self.cells: dict[tuple[int, int], Round] = {}
+        self.cells: dict[tuple[int, int], Round] = {}  # (fragment, outer step) -> round
         self.merged = self.void = 0  # numbers of rounds so far that a replica merged, and that were void
-        self.newest: dict[int, int] = {}  # fragment -> its newest outer step
+        self.newest: dict[int, int] = {}  # fragment -> its newest outer step, as the following are set by `prune`
+        self._reached: dict[int, dict[int, int]] = {}  # fragment -> replica -> its newest outer step
 
     def recent(self) -> list[Round]:
         """Return the newest rounds of all fragments, the newest first."""
@@ -91,7 +84,7 @@ class Grid:
     def of_fragment(self, fragment: int) -> list[Round]:
         """Return the rounds of a fragment that are kept, the newest first."""
         newest = self.newest[fragment]
-        keys = [(fragment, newest - age) for age in range(OUTER_STEPS)]
+        keys = [(fragment, newest - age) for age in range(1 - OUTER_STEPS, OUTER_STEPS)]
         return [self.cells[key] for key in keys if key in self.cells]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
@@ -105,9 +98,12 @@ class Grid:
 
     def take(self, event: RoundSent | RoundCommitted | RoundVoid, expected: tuple[int, ...]) -> None:
         """Process an event of a round; ``expected`` are the replicas that should take part in it."""
-        cell = self._cell(event.fragment, event.outer_step)
-        if cell is None:
+        fragment, outer_step = key = event.fragment, event.outer_step
+        if fragment >= MAX_FRAGMENTS or outer_step <= self.newest.get(fragment, 0) - OUTER_STEPS:
             return
+        reached = self._reached.setdefault(fragment, {})
+        reached[event.replica] = max(outer_step, reached.get(event.replica, 0))
+        cell = self.cells.setdefault(key, Round())
         cell.step = max(cell.step, event.step)
         match event:
             case RoundSent():
@@ -115,13 +111,16 @@ class Grid:
                     cell.sent, cell.void = {}, False
                 cell.sent[event.replica] = event
             case RoundCommitted():
-                if not cell.merged:
+                if not cell.waits_s:
                     self.merged += 1
                     self.void -= cell.void  # replicas that missed the commit have reported it as void
-                    cell.expected = expected
-                cell.merged[event.replica], cell.why = event, event.note or cell.why
+                    cell.expected, cell.contributors = expected, event.contributors
+                cell.waits_s[event.replica] = event.wait_s
+                cell.clipped, cell.why = cell.clipped or event.clipped, event.note or cell.why
+                if max(event.late_s, default=-1.0) > max(cell.late_s.values(), default=-1.0):
+                    cell.late_s = dict(zip(event.contributors, event.late_s, strict=False))
             case RoundVoid():
-                if not cell.void and not cell.merged:
+                if not cell.void and not cell.waits_s:
                     self.void += 1
                     cell.times_void += 1
                 cell.void, cell.why = True, cell.why or event.reason or "no reason was given"
@@ -132,24 +131,22 @@ class Grid:
             if cell.step > step:
                 state = cell.state
                 cell.sent = {replica: report for replica, report in cell.sent.items() if replica not in replicas}
-                cell.merged = {replica: report for replica, report in cell.merged.items() if replica not in replicas}
-                if not cell.sent and not cell.merged:
+                cell.waits_s = {replica: wait for replica, wait in cell.waits_s.items() if replica not in replicas}
+                if not cell.sent and not cell.waits_s:
                     self.merged -= state == "merged"
                     self.void -= state == "void"
                     del self.cells[key]
+        for reached in self._reached.values():
+            for replica in replicas:
+                reached.pop(replica, None)
         self.newest = {}
-        for fragment, outer_step in self.cells:
-            self.newest[fragment] = max(outer_step, self.newest.get(fragment, 0))
 
-    def _cell(self, fragment: int, outer_step: int) -> Round | None:
-        """Return the cell of a round, which may be new, or None if the round is too old to be kept."""
-        if fragment not in self.newest and len(self.newest) >= MAX_FRAGMENTS:
-            return None
-        newest = self.newest[fragment] = max(outer_step, self.newest.get(fragment, 0))
-        if outer_step <= newest - OUTER_STEPS:
-            return None
-        if (fragment, outer_step) not in self.cells:
-            self.cells[fragment, outer_step] = Round()
-            for old in [key for key in self.cells if key[0] == fragment and key[1] <= newest - OUTER_STEPS]:
-                del self.cells[old]
-        return self.cells[fragment, outer_step]
+    def prune(self, members: Collection[int] | None = None) -> None:
+        """Forget all but the newest rounds. If ``members`` are given, no single one can set the newest outer step."""
+        for fragment, reached in self._reached.items():
+            known = sorted([reached[each] for each in members or () if each in reached] or reached.values())
+            if known:
+                self.newest[fragment] = known[-1] if members is None else known[-2:][0]
+        self.cells = {
+            key: cell for key, cell in self.cells.items() if abs(key[1] - self.newest.get(key[0], 0)) < OUTER_STEPS
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from diloco import events
 from diloco.transport import PeerReport
 from diloco.watch.grid import MAX_FRAGMENTS, Grid
 
-__all__ = ["ProcessHistory", "Record", "RunHistory", "Seen", "Series", "Watched"]
+__all__ = ["ProcessHistory", "Record", "RunHistory", "Seen", "Series", "Watched", "replica_order"]
 
 _MAX_REPLICAS = 1_024
 _RECENT = 101  # steps
@@ -49,30 +49,25 @@ class Series:
     When all buckets are full, neighbouring ones are merged in pairs, which halves the resolution.
 
     Args:
-        places: the names of a point's coordinates, the step first. A bucket has the coordinates of its last point.
         bands: the names of values of which a bucket has the mean, the minimum and the maximum.
         means: the names of values of which it has only the mean.
         max_buckets: an even number.
 
-    >>> losses = Series(["step"], bands=["loss"], max_buckets=2)
+    >>> losses = Series(bands=["loss"], max_buckets=2)
     >>> for step, loss in enumerate([4.0, 2.0, float("nan"), 9.0, 1.0]):
-    ...     losses.add([step], [loss])
-    >>> losses.columns, losses.rows()
-    (['step', 'loss', 'loss_low', 'loss_high'], [[3, 5.0, 2.0, 9.0], [4, 1.0, 1.0, 1.0]])
+    ...     losses.add([step, 8 * step, 0.5 * step], [loss])
+    >>> losses.columns[3:], losses.rows()
+    (['loss', 'loss_low', 'loss_high'], [[3, 24, 1.5, 5.0, 2.0, 9.0], [4, 32, 2.0, 1.0, 1.0, 1.0]])
     """
 
-    def __init__(
-        self, places: Sequence[str], bands: Sequence[str] = (), means: Sequence[str] = (), max_buckets: int = 512
-    ) -> None:
-        self.columns = [*places, *(f"{name}{end}" for name in bands for end in ("", "_low", "_high")), *means]
-        self.stride = 1
-        """The number of points in a full bucket."""
-        self._num_bands = len(bands)
-        self._max_buckets = max_buckets
+    def __init__(self, bands: Sequence[str] = (), means: Sequence[str] = (), max_buckets: int = 512) -> None:
+        self.columns = [*_PLACES, *(f"{name}{end}" for name in bands for end in ("", "_low", "_high")), *means]
+        self.stride = 1  # the number of points in a full bucket
+        self._num_bands, self._max_buckets = len(bands), max_buckets
         self._buckets: list[_Bucket] = []
 
     def add(self, place: Sequence[float], values: Sequence[float | None]) -> None:
-        """Add a point with its coordinates and the values of ``bands`` and ``means``, None where unknown."""
+        """Add a point at (step, tokens, time) with the values of ``bands`` and ``means``, None where unknown."""
         known = [value if value is not None and math.isfinite(value) else None for value in values]
         point = _Bucket(1, place, [(0.0, 0, math.inf, -math.inf) if v is None else (v, 1, v, v) for v in known])
         if self._buckets and self._buckets[-1].points < self.stride:
@@ -117,9 +112,9 @@ class ProcessHistory:
     checkpoint: events.CheckpointSaved | None = None
     finished: events.RunFinished | None = None  # None while it runs
     interrupted: str = ""  # the signal that stopped it, or ""
-    steps: Series = field(default_factory=lambda: Series(_PLACES, _BANDS, _MEANS))  # curves over its steps
-    evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), max_buckets=256))
-    outer: Series = field(default_factory=lambda: Series(_PLACES, (), _TELEMETRY, 256))  # the mean over fragments
+    steps: Series = field(default_factory=lambda: Series(_BANDS, _MEANS))  # curves over its steps
+    evaluations: Series = field(default_factory=lambda: Series(("heldout_loss",), (), 256))
+    outer: Series = field(default_factory=lambda: Series((), _TELEMETRY, 256))  # the mean over fragments
     evaluated_at: int = -1  # the step of the newest evaluation or sample; -1 if there is none
     samples: deque[events.SampleGenerated] = field(default_factory=lambda: deque(maxlen=8))
     notes: deque[events.Note] = field(default_factory=lambda: deque(maxlen=30))
@@ -141,11 +136,6 @@ class ProcessHistory:
         """The median time of recent steps; None before there are ten."""
         return statistics.median(self._step_times) if len(self._step_times) >= 10 else None
 
-    @property
-    def best(self) -> float | None:
-        """The lowest held-out loss."""
-        return min((row[4] for row in self.evaluations.rows() if row[4] is not None), default=None)
-
     def take(self, record: Record) -> None:
         """Process a record."""
         event, time_s, before = record.event, record.time_s, self.step
@@ -158,8 +148,15 @@ class ProcessHistory:
         match event:
             case events.RunStarted():
                 self.started, self.fetched, self.finished, self.interrupted = event, None, None, ""
-                if event.step < before:
-                    self._forget_after(event.step)
+                if event.step < before:  # this run has superseded what followed that step
+                    for series in (self.steps, self.evaluations, self.outer):
+                        series.cut(event.step)
+                    for told in (self.samples, self.notes):
+                        while told and told[-1].step > event.step:
+                            told.pop()
+                    self.diverged, self.evaluated_at = None, min(self.evaluated_at, event.step)
+                    self.norms.clear()
+                    self._rounds.clear()
             case events.StepFinished():
                 self._stepped(event, record)
             case events.StateFetched():
@@ -180,17 +177,6 @@ class ProcessHistory:
                 self.notes.append(event)
             case events.RunFinished():
                 self.finished = event
-
-    def _forget_after(self, step: int) -> None:
-        """Forget what a run that resumed from an earlier step has superseded."""
-        for series in (self.steps, self.evaluations, self.outer):
-            series.cut(step)
-        for told in (self.samples, self.notes):
-            while told and told[-1].step > step:
-                told.pop()
-        self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
-        self.norms.clear()
-        self._rounds.clear()
 
     def _place(self, step: int) -> tuple[float, float, float]:
         return step, (self.last.tokens or 0) if self.last else 0, self.elapsed_s
@@ -224,8 +210,8 @@ class ProcessHistory:
         self.steps.add(self._place(event.step), (event.loss, norm, *means, tokens_per_s))
 
 
-def _order(name: str) -> tuple[int, str]:
-    """Return a sort key that orders process names by their numbers."""
+def replica_order(name: str) -> tuple[int, str]:
+    """Sort the names of processes by their numbers."""
     return len(name), name
 
 
@@ -258,18 +244,13 @@ class RunHistory:
         """The process that represents the run: the one of the lowest replica that is not far behind."""
         step = self.step
         near = [name for name, each in self.processes.items() if each.step >= step - max(20, step // 20)]
-        return self.processes[min(near, key=_order)] if near else ProcessHistory()
+        return self.processes[min(near, key=replica_order)] if near else ProcessHistory()
 
     @property
     def evaluated(self) -> list[ProcessHistory]:
         """The processes with an evaluation or a sample, those with the newest one first. Not every process has one."""
         some = [each for each in self.processes.values() if each.evaluated_at >= 0]
         return sorted(some, key=lambda each: each.evaluated_at, reverse=True)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the processes, in the order of their replicas."""
-        return sorted(self.processes, key=_order)
 
     def take(self, name: str, record: Record) -> None:
         """Process a record of the process called ``name``."""
@@ -284,8 +265,8 @@ class RunHistory:
                 self.grid.take(event, self.expected)
             case events.ViewChanged() as event:
                 self._views[name] = view = event.view, event.members
-                reported = [view] if self.trusted else list(self._views.values())
-                newest = max(reported, key=lambda each: (reported.count(each), each[0]))
+                reported = Counter([view] if self.trusted else self._views.values())
+                newest = max(reported, key=lambda each: (reported[each], each[0]))
                 if newest == view != self._newest_view and (not self.trusted or view[0] > self._newest_view[0]):
                     self._newest_view, self.expected = view, event.members
                     self.views.append((event, record.time_s))

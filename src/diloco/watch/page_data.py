@@ -9,8 +9,9 @@ import msgspec
 
 from diloco import __version__
 from diloco.transport import PeerReport
+from diloco.units import visible
 from diloco.watch.alerts import find_alerts
-from diloco.watch.history import ProcessHistory, RunHistory, Seen, Watched
+from diloco.watch.history import ProcessHistory, RunHistory, Watched, replica_order
 
 __all__ = ["MAX_LINES", "page_data"]
 
@@ -28,18 +29,19 @@ def _shown(run: Watched, now_s: float) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
     except Exception as error:
         problem = f"This run can't be shown: {type(error).__name__}: {error}"
-        return _shown(Watched(run.name, run.where, problems=[*run.problems, problem]), now_s)
+        run = Watched(run.name, run.where, problems=[*run.problems, problem])
+        return msgspec.Raw(msgspec.json.encode(_run(run, now_s)))
 
 
 def _run(run: Watched, now_s: float) -> dict[str, Any]:
     """Return the content of one run. JSON has null for what is unknown or not finite."""
     history, alerts = run.history, find_alerts(run, now_s)
-    lines = {name: history.processes[name] for name in history.names[:MAX_LINES]}
+    lines = {name: history.processes[name] for name in sorted(history.processes, key=replica_order)[:MAX_LINES]}
     return {
-        "name": run.name,
-        "where": run.where,
+        "name": visible(run.name),
+        "where": visible(run.where, 1_000),
         "settings": run.settings,
-        "problems": run.problems,
+        "problems": [visible(words, 1_000) for words in run.problems],
         "behind_bytes": run.behind_bytes,
         "header": _header(history, is_silent=any(alert.kind == "silent" for alert in alerts)),
         "lines": {
@@ -67,6 +69,7 @@ def _header(history: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     summary = process.finished.summary if process.finished else {}
     recent = dict(zip(process.steps.columns, rows[-1], strict=True)) if rows else {}
     evaluations = [row[3] for each in history.evaluated[:1] for row in each.evaluations.rows()]
+    lows = [row[4] for each in history.evaluated for row in each.evaluations.rows() if row[4] is not None]
     per_step = started.data_parallel_bytes_per_step if started else None
     return {
         "state": _state(process, is_silent=is_silent),
@@ -84,7 +87,7 @@ def _header(history: RunHistory, *, is_silent: bool) -> dict[str, Any]:
         "mfu": recent.get("mfu"),
         "loss": recent.get("loss"),
         "heldout_loss": evaluations[-1] if evaluations else _number(summary.get("heldout_loss")),
-        "best_heldout_loss": min((each.best for each in history.evaluated if each.best is not None), default=None),
+        "best_heldout_loss": min(lows, default=None),
         "sent_bytes": _number(summary.get("sent_bytes_per_replica", last.sent_bytes if last else None)),
         "data_parallel_bytes": _number(summary.get("data_parallel_bytes_per_replica", per_step and per_step * step)),
         "merged": history.grid.merged if history.grid.newest else None,
@@ -92,8 +95,8 @@ def _header(history: RunHistory, *, is_silent: bool) -> dict[str, Any]:
     }
 
 
-def _number(value: object) -> float | None:
-    return value if isinstance(value, int | float) and abs(value) < 2**53 else None
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and abs(value) < 2**53 else None
 
 
 def _state(process: ProcessHistory, *, is_silent: bool = False) -> str:
@@ -116,10 +119,10 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
     for cell in reversed(newest_first):
         for replica, sent in cell.sent.items():
             of_rounds.setdefault(replica, {}).update(weight=sent.weight, digest="agrees" if sent.digest else "")
-        for replica, report in cell.merged.items():
-            of_rounds.setdefault(replica, {}).update(wait_s=report.wait_s)
-        for replica in of_rounds.keys() & (late_s := cell.late_s()).keys():
-            of_rounds[replica].update(late_s=late_s[replica])
+        for replica, wait_s in cell.waits_s.items():
+            of_rounds.setdefault(replica, {}).update(wait_s=wait_s)
+        for replica in of_rounds.keys() & cell.late_s.keys():
+            of_rounds[replica].update(late_s=cell.late_s[replica])
     for replica in (replica for cell in newest_first[: len(run.grid.newest)] for replica in cell.minority()):
         of_rounds[replica]["digest"] = "differs"
     members = run.expected if run.views or not watched.seen else ()  # the peers of a swarm have other numbers at first
@@ -127,32 +130,30 @@ def _member_rows(watched: Watched, now_s: float) -> list[dict[str, Any]]:
     numbers = {f"replica {replica}": replica for replica in {*members, *of_rounds}}
     numbers |= {each.process: each.report.number for each in watched.seen}
     rows = []
-    for name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
-        row = _row(run, replica, run.processes.get(name), peers.get(name), now_s) | {"name": names.get(str(replica))}
-        if num_merged and name == f"replica {replica}":
-            row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]}
-        rows.append({**row, **(of_rounds.get(replica, {}) if name == f"replica {replica}" else {})})
+    for process_name, replica in sorted(numbers.items(), key=lambda each: (each[1], each[0])):
+        process, peer = run.processes.get(process_name), peers.get(process_name)
+        report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
+        status = report.status
+        row = {
+            "replica": replica,
+            "name": names.get(str(replica)),
+            "peer": report.peer_id,
+            "state": peer.state if peer else "gone" if replica not in run.expected else _state(process or run.first),
+            "step": status.get("step", last.step if last else None),
+            "fetched": process.fetched if process else None,
+            "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
+            "way": report.route,
+            "round_trip_s": report.round_trip_s,
+            "sent_bytes": status.get("sent_bytes", last.sent_bytes if last else None),
+            "received_bytes": status.get("received_bytes", last.received_bytes if last else None),
+            "link_bits_per_s": status.get("link_bits_per_s"),
+            "steps_per_s": 1 / process.step_s if process and process.step_s else None,
+            "pace": status.get("pace"),
+            "codec": status.get("codec"),
+        }
+        if process_name == f"replica {replica}":
+            row |= of_rounds.get(replica, {})
+            if num_merged:
+                row |= {"counted": f"{counted[replica]} of {num_merged}", "missed": missed[replica]}
+        rows.append(row)
     return rows
-
-
-def _row(
-    run: RunHistory, replica: int, process: ProcessHistory | None, peer: Seen | None, now_s: float
-) -> dict[str, Any]:
-    report, last = peer.report if peer else PeerReport("", replica), process.last if process else None
-    status = report.status
-    return {
-        "replica": replica,
-        "peer": report.peer_id,
-        "state": peer.state if peer else "gone" if replica not in run.expected else _state(process or run.first),
-        "step": status.get("step", last.step if last else None),
-        "fetched": process.fetched if process else None,
-        "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
-        "way": report.route,
-        "round_trip_s": report.round_trip_s,
-        "sent_bytes": status.get("sent_bytes", last.sent_bytes if last else None),
-        "received_bytes": status.get("received_bytes", last.received_bytes if last else None),
-        "link_bits_per_s": status.get("link_bits_per_s"),
-        "steps_per_s": 1 / process.step_s if process and process.step_s else None,
-        "pace": status.get("pace"),
-        "codec": status.get("codec"),
-    }

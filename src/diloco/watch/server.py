@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import hmac
@@ -24,7 +25,7 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["LOOPBACK", "PageServer", "export_page", "plotly_script"]
 
-MAX_THREADS = 64
+MAX_CONNECTIONS = 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 
 # plotly.js adds inline styles to the page, and exports images of curves through blob: and data: URLs
@@ -92,7 +93,7 @@ class PageServer(ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
-    request_queue_size = MAX_THREADS
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int, on_used: Callable[[PageServer], None] = lambda server: None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -103,8 +104,9 @@ class PageServer(ThreadingTCPServer):
         """The token of the next visitor, which counts once: it is exchanged for a cookie."""
         # the name of the cookie has the port, since browsers send cookies to all ports
         self.cookie = f"diloco-watch-{self.port}", secrets.token_urlsafe(16)
-        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its digest
-        self._put("/", "text/html; charset=utf-8", export_page(b"").encode())
+        self.content: dict[str, tuple[str, bytes, str]] = {}  # path -> type, compressed content, and its entity tag
+        self._open: dict[socket.socket, None] = {}  # connections, the oldest first
+        self.show(export_page(b"").encode(), "/", "text/html; charset=utf-8")
         self._on_used = on_used
         self._lock = threading.Lock()
         self.show(b"{}")
@@ -117,12 +119,9 @@ class PageServer(ThreadingTCPServer):
         self.shutdown()
         self.server_close()
 
-    def show(self, data: bytes) -> None:
-        """Replace the content of the page by ``data``, a result of `diloco.watch.page_data`."""
-        self._put("/data.json", "application/json", data)
-
-    def _put(self, path: str, kind: str, content: bytes) -> None:
-        self.content[path] = kind, gzip.compress(content, 1, mtime=0), hashlib.sha256(content).hexdigest()
+    def show(self, content: bytes, path: str = "/data.json", kind: str = "application/json") -> None:
+        """Replace the content at a path, by default a result of `diloco.watch.page_data`."""
+        self.content[path] = kind, gzip.compress(content, 1, mtime=0), f'"{hashlib.sha256(content).hexdigest()}"'
 
     def use(self, token: str) -> bool:
         """Return whether a visitor has the right token, which is then replaced."""
@@ -134,11 +133,19 @@ class PageServer(ThreadingTCPServer):
         return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread, or hang up if there are too many."""
-        if threading.active_count() < MAX_THREADS:
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Answer in a new thread. If there are too many connections, hang up on the oldest, however little it says."""
+        self._open[request] = None
+        if len(self._open) > MAX_CONNECTIONS:
+            oldest, *_ = self._open
+            self._open.pop(oldest, None)
+            with contextlib.suppress(OSError):  # it has just ended
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore that a reader has gone; print the traceback of any other error."""
@@ -153,7 +160,7 @@ def _equal(one: str, other: str) -> bool:
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "diloco", ""
-    timeout = 10.0
+    timeout = 60.0  # seconds to receive a line, or to send the whole page
 
     def do_GET(self) -> None:
         server, (path, _, query), (name, secret) = self.server, self.path.partition("?"), self.server.cookie
@@ -167,18 +174,20 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._show(path)
         elif server.use(token):
-            self._send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=strict")
+            self._send(303, Location="/", Set_Cookie=f"{name}={secret}; HttpOnly; SameSite=Lax; Path=/")
         else:
             self._send(403, b"This page needs the address that `diloco watch` printed last: /?token=...")
 
     def _show(self, path: str) -> None:
-        kind, content, digest = self.server.content.get(path, ("", b"", ""))
+        kind, content, tag = self.server.content.get(path, ("", b"", ""))
         if not kind:
             self._send(404, b"There is no such page.")
-        elif self.headers.get("If-None-Match") == digest:
-            self._send(304)
+        elif tag in self.headers.get("If-None-Match", ""):  # a list, perhaps of weakened tags
+            self._send(304, ETag=tag)
+        elif "gzip" in self.headers.get("Accept-Encoding", "gzip"):
+            self._send(200, content, Content_Type=kind, Content_Encoding="gzip", ETag=tag)
         else:
-            self._send(200, content, Content_Type=kind, Content_Encoding="gzip", ETag=digest)
+            self._send(200, gzip.decompress(content), Content_Type=kind, ETag=tag)
 
     def _send(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)

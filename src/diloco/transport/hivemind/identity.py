@@ -51,16 +51,24 @@ def load_identity(path: Path) -> Identity:
     """Load the key at ``path``; if there is none, create one that only its owner can read.
 
     Raises:
-        ConfigurationError: if other users can read the file, or it is not a key.
+        ConfigurationError: if other users can read the file, it is not a key, or it can't be created.
     """
     engine = load_engine()
     if not path.exists():
-        make_private_folder(path.parent)
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
+<<<<<<< HEAD
+        try:
+            make_private_folder(path.parent)
+            create_private(half, data)
+            os.replace(half, path)
+        except OSError as error:
+            raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
+=======
         create_private(half, data)
         os.replace(half, path)
+>>>>>>> w-r1
     data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
@@ -68,7 +76,12 @@ def load_identity(path: Path) -> Identity:
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
+<<<<<<< HEAD
             f"{path} holds no usable private key ({error}). Remove the file to have a new key created."
+=======
+            f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
+            "key created."
+>>>>>>> w-r1
         ) from error
     return Identity(path, peer_id, key)
 

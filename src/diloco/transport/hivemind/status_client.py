@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,11 +21,12 @@ from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.swarm import ask_peer
 from diloco.units import visible
 
-__all__ = ["PeerReport", "StatusClient", "absence", "open_status_client", "status_of"]
+__all__ = ["PeerReport", "StatusClient", "absences", "open_status_client", "status_of"]
 
 _ANSWER_S = 10.0
 _MOST_ANSWERS_BYTES = 64 << 20  # of all peers together; anyone may store a record in the DHT and be asked
-_MOST_FIELDS, _MOST_CHARACTERS = 64, 64
+_MOST_FIELDS, _MOST_CHARACTERS, _MOST_MEMBERS = 64, 64, 4_096
+_MOST_FORWARDERS = 3  # peers that are asked about another one, one after the other; they may never answer
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
             "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
 """The fields of a peer's status that must be numbers."""
@@ -79,7 +81,8 @@ class StatusClient:
 
     async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: Mapping[str, Any]) -> PeerReport:
         """Ask other members to forward the question to a peer that did not answer; it may be connected to them only."""
-        for other in others if seen.problem else ():
+        some = random.sample(others, min(_MOST_FORWARDERS, len(others)))
+        for other in some if seen.problem else ():
             with contextlib.suppress(OSError, TimeoutError, RendezvousError, TransportError):
                 return await self._answered(seen, other, {**question, "of": seen.peer_id}, f"through {other}")
         return seen
@@ -89,7 +92,8 @@ class StatusClient:
         asked_s = time.monotonic()
         answer = await within(_ANSWER_S, ask_peer(self._streams, peer, question, self._most_bytes))
         took_s = time.monotonic() - asked_s
-        return replace(report, status=status_of(answer), problem="", route=route, round_trip_s=took_s)
+        status = {name: value for name, value in status_of(answer).items() if name != "events" or "since" in question}
+        return replace(report, status=status, problem="", route=route, round_trip_s=took_s)
 
 
 def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +109,11 @@ def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fits(name: str, value: object) -> bool:
     if name == "members":
-        return isinstance(value, list) and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
+        return (
+            isinstance(value, list)
+            and len(value) <= _MOST_MEMBERS
+            and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
+        )
     if name == "faults":
         with contextlib.suppress(ValueError):
             return isinstance(value, dict) and read_faults(value) is not None
@@ -120,12 +128,19 @@ def _question(peer_id: str, since: Mapping[str, int] | None) -> dict[str, Any]:
     return {"kind": "status"} if since is None else {"kind": "status", "since": since.get(peer_id, 0)}
 
 
-def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
-    """Return why a peer does not answer: "finished", "no answer", or "gone" if no answering peer has it as a member."""
-    views = [view for each in found if isinstance(view := each.status.get("members"), list) and view]
-    if peer.finished:
-        return "finished"
-    return "gone" if views and not any(peer.number in members for members in views) else "no answer"
+def absences(reports: Sequence[PeerReport]) -> list[str]:
+    """Return why each peer does not answer: "finished", "no answer", or "gone" if no answering peer has it as a member.
+
+    It is "" for a peer that answers.
+    """
+    members = {member for each in reports for member in each.status.get("members", ())}
+    return [
+        "" if each.status
+        else "finished" if each.finished
+        else "gone" if members and each.number not in members
+        else "no answer"
+        for each in reports
+    ]  # fmt: skip
 
 
 @asynccontextmanager

@@ -412,10 +412,10 @@ function say(words) {  // a text that stays must not be announced again
 
 async function follow() {
   try {
-    const answer = await fetch("data.json", { headers: { "If-None-Match": state.tag } });
+    const answer = await fetch("data.json", { headers: { "If-None-Match": state.tag }, signal: AbortSignal.timeout(30000) });
     if (answer.status === 200) {
-      state.tag = answer.headers.get("ETag");
       state.data = await answer.json();
+      state.tag = answer.headers.get("ETag");  // of data that have arrived
       changed();
     }
     // a started server does not know the cookie of the last one
