@@ -6,8 +6,9 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from tests.processes import Processes
@@ -28,14 +29,21 @@ class Command:
         arguments: the arguments of `diloco`.
         output_file: the file for its standard output and standard error.
         module: the module to run, if not `diloco`.
+        environment: further variables of its environment.
     """
 
     def __init__(
-        self, processes: Processes, arguments: Sequence[object], output_file: Path, module: str = "diloco"
+        self,
+        processes: Processes,
+        arguments: Sequence[object],
+        output_file: Path,
+        module: str = "diloco",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         output_file.touch()
         self.processes, self.output_file = processes, output_file
-        (self.rank,) = processes.start(1, run_module, module, [str(argument) for argument in arguments], output_file)
+        words = [str(argument) for argument in arguments]
+        (self.rank,) = processes.start(1, run_module, module, words, output_file, dict(environment))
         self.pid = processes.pid(self.rank)
         """The number of the process and of its group."""
 
@@ -68,9 +76,10 @@ class Command:
         return None if self.processes.is_running(self.rank) else self.wait()
 
 
-def run_module(rank: int, module: str, arguments: list[str], output_file: Path) -> None:
+def run_module(rank: int, module: str, arguments: list[str], output_file: Path, environment: Mapping[str, str]) -> None:
     """Run ``python -m module`` in the process."""
     os.setsid()
+    os.environ.update(environment)
     with output_file.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

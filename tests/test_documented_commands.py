@@ -59,6 +59,8 @@ def test_documented_commands_are_understood(page: Path) -> None:
             seen.add((command, *arguments))
             with contextlib.suppress(SystemExit):  # of --help
                 parse(command, arguments)
+            if command in ("train", "finetune") and "--run" in arguments:
+                assert "hivemind" in arguments, arguments
 
 
 def test_commands_are_found_where_pages_have_them() -> None:

@@ -109,8 +109,8 @@ def commands(run: Path) -> dict[str, list[str]]:
     return {
         "generate": ["generate", str(run), "--prompt", "x", "--tokens", "2"],
         "evaluate": ["evaluate", str(run)],
-        "export": ["export", str(run), str(run.parent / "out.safetensors"), "--to", "safetensors"],
-        "export to hf": ["export", str(run), str(run.parent / "out")],
+        "export": ["export", str(run), "--out", str(run.parent / "out.safetensors"), "--to", "safetensors"],
+        "export to hf": ["export", str(run), "--out", str(run.parent / "out")],
         "resume": ["train", "--resume", str(run)],
         "resume elsewhere": ["train", "--resume", str(run), "--out", str(run.parent / "on")],
         "print": ["train", "--resume", str(run), "--print-config"],

@@ -108,10 +108,7 @@ class RoundVoidError(TransportError):
 
 
 class ViewChangedError(RoundVoidError):
-    """The round is void because the view changed before it was decided.
-
-    The gradients of a data-parallel step may be submitted again in the next view.
-    """
+    """The view changed before the round was decided. Gradients may be submitted again in the next view."""
 
 
 class RoundTimeoutError(TransportError):
@@ -143,10 +140,7 @@ class RunFinishedError(RendezvousError):
 
 
 class ReplicaLostError(TransportError):
-    """A replica is lost or unreachable, and this one can't or may not continue without it.
-
-    A round that was committed is committed on every survivor; every other round is void on all of them.
-    """
+    """A replica is lost, and this one can't or may not continue without it. Survivors committed the same rounds."""
 
 
 class DataError(DiLoCoError, ValueError):
@@ -178,11 +172,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def from_extra(extra: str, needs: str) -> Iterator[None]:
     """Guard an import of an optional dependency, which the extra ``extra`` of this package installs.
 
-    Args:
-        needs: the beginning of the error message: what needs which package.
-
     Raises:
-        ConfigurationError: if the import fails. The message says how to install the extra.
+        ConfigurationError: if the import fails; it begins with ``needs``, and says how to install the extra.
 
     >>> with from_extra("hf", "this needs no_such_package"):
     ...     import no_such_package

@@ -173,7 +173,10 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         inner = inner.func
     if not inspect.isclass(inner):
         _refuse_library(key, text, origin or place, functions=True)
-    elif (lack := _lack(inner, kind)) and not (inner.__module__ == module.__name__ and _makes_others(inner)):
+    # calling a class of one's own may give something other than its instance, so that only the result tells
+    elif (lack := _lack(inner, kind)) and not (
+        inner.__module__ == module.__name__ and (type(inner).__call__ is not type.__call__ or "__new__" in vars(inner))
+    ):
         raise ConfigurationError(f"{key}={text} can't be used: {inner.__name__} {lack}.")
     try:
         inspect.signature(function)
@@ -195,12 +198,10 @@ def call(
     """Call the class or function that ``text`` names, after checking what it is.
 
     Args:
-        key: The setting that names it, such as ``sync.codec``. `arguments_key` has its arguments.
-        text: The value of that setting.
-        given: Positional arguments.
+        key: the setting that names it, such as ``sync.codec``; ``text`` is its value.
         kind: what it must return, as for `find`.
-        arguments: Keyword arguments, all of which it must take.
-        offered: Further keyword arguments, passed if it takes them and ``arguments`` does not contain them.
+        arguments: keyword arguments, all of which it must take.
+        offered: further keyword arguments, passed if it takes them and ``arguments`` does not contain them.
 
     Raises:
         ConfigurationError: if it can't be found, is of another kind, does not take an argument, or raises.
@@ -224,14 +225,10 @@ def _lack(made: Any, kind: type) -> str:
     if not getattr(kind, "_is_protocol", False):
         fits = issubclass(made, kind) if inspect.isclass(made) else isinstance(made, kind)
         return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
-    methods = [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
-    lacking = [name for name in methods if not callable(getattr(made, name, None))]
-    return f"has no method {lacking[0]}" if lacking else ""
-
-
-def _makes_others(made: type) -> bool:
-    """Return whether calling a class may give something other than its instance, so that only the result tells."""
-    return type(made).__call__ is not type.__call__ or "__new__" in vars(made)
+    for name, value in vars(kind).items():
+        if inspect.isfunction(value) and not name.startswith("_") and not callable(getattr(made, name, None)):
+            return f"has no method {name}"
+    return ""
 
 
 def _refuse_library(key: str, text: str, module: str, *, functions: bool = False) -> None:
@@ -287,15 +284,11 @@ def code_digest(value: object) -> str:
 
 def _load_module(name: str) -> Any:
     """Import ``name``, also from the working directory, as ``python -m`` does."""
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.insert(0, here)
+    sys.path.insert(0, here := str(Path.cwd()))
     try:
         return importlib.import_module(name)
     finally:
-        if added:
-            sys.path.remove(here)
+        sys.path.remove(here)
 
 
 def _load_file(path: str) -> Any:

@@ -11,15 +11,13 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["create_private", "make_private_folder", "read_private"]
 
-_MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 
 
 def read_private(path: Path, what: str) -> bytes:
     """Return the content of a file that no other user can read or change.
 
-    Args:
-        path: Path of the file; a link is followed.
-        what: What the file is, for errors.
+    ``what`` is what errors call the file. A link is followed.
 
     Raises:
         ConfigurationError: The file can't be read, is not a regular file or too large, belongs to another user than
@@ -29,13 +27,13 @@ def read_private(path: Path, what: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # without waiting for the end of a FIFO
         try:
             problem = _problem(os.fstat(descriptor))
-            data = b"" if problem else os.read(descriptor, _MOST_BYTES + 1)
+            data = b"" if problem else os.read(descriptor, MAX_BYTES + 1)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise ConfigurationError(f"{what} can't be read: {error}.") from error
-    if len(data) > _MOST_BYTES:
-        problem = f"has more than {_MOST_BYTES} bytes"
+    if len(data) > MAX_BYTES:
+        problem = f"has more than {MAX_BYTES} bytes"
     if problem:
         raise ConfigurationError(f"{what} {problem}.")
     return data

@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tyro.conf import Positional
 
 from diloco import __version__
 from diloco.cli import COMMANDS, main
+from diloco.config import parse_arguments, parse_options
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError
 from diloco.model import get_preset, preset_names
 from tests.cli.runs import refused
@@ -43,7 +47,19 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
         (["inspect", "a"], "`diloco inspect` is now `diloco status RUN`"),
-        (["watch", "a", "--export=b"], "`diloco watch --export` is now `diloco watch --out`"),
+        (["watch", "a", "--export=b"], "there is no flag --export any more: it is now --out."),
+        (["watch", "a", "--alert.silent-s", "3"], "--alert.silent-s any more: it is gone"),
+        (["generate", "a", "--stop", "x"], "it is gone: transformers or lm-eval, after `diloco export`."),
+        (["status", "--run", "a", "--watch"], "it is now --every 2s."),
+        (["status", "--run", "a"], "--join, the address of a peer, is missing"),
+        (["watch", "a", "--secret-file", "b"], "--secret-file is the secret of a swarm"),
+        (["sweep", "a.toml"], "missing argument --out DIR: Folder for the runs"),
+        (["relay", "--listen", "31330"], "--listen must be HOST:PORT, such as 203.0.113.7:31330, got '31330'"),
+        (
+            ["doctor", "a:1", "--timeout", "5"],
+            "--timeout 5 is not valid; expected a number with a unit, such as '15s'.",
+        ),
+        (["doctor", "a:1", "--timeout", "0s"], "--timeout must be above 0s."),
         ([], "usage: diloco"),
         (["evaluate"], "RUN"),
         (["generate", "a", "surplus"], "surplus"),
@@ -72,7 +88,8 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         ),
         (["train", "--resume", "."], "there is no config.toml in it"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
-        (["export", "a"], "diloco: missing argument PLACE: Folder (hf, adapter) or file"),
+        (["export", "a", "b"], "too many arguments: b; it is now --out PLACE."),
+        (["export", "a"], "diloco: missing argument --out PATH: Folder (hf, adapter) or file"),
         (
             ["train", "--steps", "many"],
             "diloco: --steps many is not valid; expected a whole number. See `diloco train --help`.",
@@ -82,6 +99,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
             "--transport foo is not valid; expected one of in-process, torch, hivemind.",
         ),
         (["train", "--steps"], "diloco: --steps needs a value."),
+        (["status", "a", "--help-all"], "there is no flag --help-all; did you mean"),
         (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],
 )
@@ -109,9 +127,7 @@ def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]
 
 def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Replace `diloco presets` by ``run``."""
-    import diloco.cli.presets
-
-    monkeypatch.setattr(diloco.cli.presets, "run", run)
+    monkeypatch.setitem(sys.modules, "diloco.cli.presets", types.SimpleNamespace(run=run))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +200,7 @@ def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
         "train --init-from=lama",
         "evaluate lama",
         "generate ./lama --prompt x",
-        "export lama out",
+        "export lama --out out",
         "status lama",
         "watch lama",
         "tokenize --data lama --out x",
@@ -216,6 +232,13 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
     assert "Did you mean" not in refused(["train", "--transport", "torch", "--replica", "1"], capsys)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: Positional[str]
+    prompt: str = ""
+    json: bool = False
+
+
 @pytest.mark.parametrize(
     ("words", "prompt"),
     [
@@ -225,6 +248,7 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
         ("--prompt x --debug", "x"),
         ("--prompt -1", "-1"),
         ("--prompt --system-like", "--system-like"),
+        ("--prompt --stop", "--stop"),
         ("--prompt=--json", "--json"),
         ("--prompt=", ""),
         ("--prompt --", "--"),
@@ -232,19 +256,14 @@ def test_a_number_that_is_refused_is_not_taken_for_a_path(
         ("--json --prompt x --", "x"),
     ],
 )
-def test_a_prompt_is_taken_as_it_is(words: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco.cli.generate import GenerateOptions
-    from diloco.config import parse_options
-
-    given = parse_options(GenerateOptions, "generate", "", ["run", *words.split()])
+def test_a_prompt_is_taken_as_it_is(words: str, prompt: str) -> None:
+    given = parse_options(Options, "generate", "", ["run", *words.split()])
     assert given.prompt == prompt
     assert DEBUG.get() == ("--debug" in words and prompt == "x")
     DEBUG.set(False)
 
 
 def test_words_after_two_dashes_are_positional() -> None:
-    from diloco.config import parse_arguments
-
     line = parse_arguments(["--steps", "5", "--", "-run.toml"])
     assert (line.file, line.values) == (Path("-run.toml"), {"train.steps": 5})
 
@@ -284,6 +303,16 @@ def test_help_of_finetune_shows_what_finetune_does(
     ):
         described = re.split(r" --[a-z.-]+ [A-Z{]", shown.rpartition(f" {flag} ")[2])[0]
         assert f"(default: {default})" in described, flag
-    assert shown.count(" --") < 40
+    assert shown.count(" --") <= 40
     assert main(["finetune", "--help-all"]) == 0
     assert "(default: that of the model)" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_tokenize_prints_its_settings_and_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    assert main(["tokenize", "--data", "a.txt", "--out", "tokens", "--print-config"]) == 0
+    assert 'paths = ["a.txt"]' in capsys.readouterr().out
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]

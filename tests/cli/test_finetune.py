@@ -15,7 +15,7 @@ import torch
 
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
-from diloco.config import CONFIG_FILE, Configuration, flatten, join_command, plan_run, to_toml
+from diloco.config import CONFIG_FILE, Configuration, build, flatten, join_command, parse_toml, to_toml
 from diloco.trained import load_trained
 from tests.finetuning import asked, write_base, write_records
 
@@ -29,8 +29,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = write_base(folder / "base", hidden_size=32, intermediate_size=48, initializer_range=0.5)
     known = [asked(question, answer) for question, answer in ANSWERS.items()]
     data = write_records(folder / "data.jsonl", [{**each, "copy": copy} for copy in range(30) for each in known])
-    write_records(folder / "known.jsonl", known)
-    write_records(folder / "mixed.jsonl", [*known, asked("red?", "vert"), asked("blue?", "bleu")])
     words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora-rank 8 --steps 40
         --inner-steps 5 --learning-rate 1e-2 --batch-size 2 --sequence-length 96
         --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
@@ -44,44 +42,27 @@ def output_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-def test_questions_are_answered_and_counted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(output_of(capsys, "evaluate", place / "run", "--questions", place / "mixed.jsonl", "--json"))
-    assert (record["questions"], record["right"], record["accuracy"]) == (4, 2, 0.5)
-    known = json.loads(output_of(capsys, "evaluate", place / "run", "--questions", place / "known.jsonl", "--json"))
-    assert known["accuracy"] == 1.0
-    assert known["heldout_loss"] < 0.2 < record["heldout_loss"]
-    assert "right answers   0 of 2" in output_of(
-        capsys, "evaluate", place / "base", "--questions", place / "known.jsonl"
-    )
-    heldout = json.loads(output_of(capsys, "evaluate", place / "run", "--json"))
-    assert heldout["heldout_loss"] == json.loads((place / "run" / "summary.json").read_text())["heldout_loss"]
-
-
-def planned(words: str, monkeypatch: pytest.MonkeyPatch) -> Configuration:
+def planned(words: str, capsys: pytest.CaptureFixture[str]) -> Configuration:
     """Return the resolved settings of `diloco finetune`, which does not train."""
-    plans: list[Configuration] = []
-    monkeypatch.setattr(
-        "diloco.cli.finetune.run_line",
-        lambda line, typed, notes=(): plans.append(plan_run(line).configuration) or 0,
-    )
-    assert main(shlex.split(words)) == 0
-    return plans[0]
+    text = output_of(capsys, *shlex.split(words), "--print-config")
+    return build(Configuration, parse_toml(text, Configuration, where="stdout"))
 
 
 @pytest.mark.parametrize("flags", ["", "--full --epochs 2", "--lora-rank 4 --steps 30 --inner-steps 5 --seed 3"])
 def test_a_fine_tuning_run_also_a_resumed_one_prints_how_others_join_it(
-    flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    began = planned(f"finetune base --data data.jsonl --run 'a b' --batch-size 2 {flags}", monkeypatch)
+    began = planned(f"finetune base --data data.jsonl --transport hivemind --run 'a b' --batch-size 2 {flags}", capsys)
     (tmp_path / CONFIG_FILE).write_text(to_toml(replace(began, out=None)))
-    resumed = planned(f"finetune --resume {tmp_path}", monkeypatch)
+    resumed = planned(f"finetune --resume {tmp_path}", capsys)
     for settings in (began, resumed):
         told = join_command("finetune", settings, tmp_path)
         assert told.startswith("diloco finetune base ")
         assert "--data data.jsonl" in told
         assert "--run 'a b'" in told
-        joining = flatten(planned(f"{told} /ip4/1/p2p/Qm".removeprefix("diloco "), monkeypatch))
+        assert len(told) < 140
+        joining = flatten(planned(f"{told} --join /ip4/1/p2p/Qm".removeprefix("diloco "), capsys))
         own = {"checkpoint.resume", "network.join", "out", "checkpoint.every_steps"}
         assert {name: value for name, value in joining.items() if name not in own} == {
             name: value for name, value in flatten(began).items() if name not in own
@@ -97,16 +78,16 @@ def test_a_conversation_line_by_line(
 
 
 def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output_of(capsys, "export", place / "run", place / "merged", "--merge")
-    record = json.loads(output_of(capsys, "evaluate", place / "merged", "--questions", place / "known.jsonl", "--json"))
-    assert record["accuracy"] == 1.0
+    output_of(capsys, "export", place / "run", "--out", place / "merged", "--merge")
+    told = output_of(capsys, "generate", place / "merged", "--chat", "--prompt", "red?", "--temperature", "0")
+    assert told == "rot\n"
     generation = json.loads((place / "merged" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [256, 258]  # end of document, end of answer
     with torch.no_grad():
         tokens = torch.arange(20).unsqueeze(0) + 60
         one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    output_of(capsys, "export", place / "run", place / "exported", "--to", "adapter")
+    output_of(capsys, "export", place / "run", "--out", place / "exported", "--to", "adapter")
     left = place / "run" / "adapter" / "adapter_model.safetensors"
     assert (place / "exported" / "adapter_model.safetensors").read_bytes() == left.read_bytes()
     assert (place / "exported" / "chat_template.jinja").is_file()
@@ -122,7 +103,8 @@ def test_an_adapter_of_a_tied_projection_is_merged(
 
     base = write_base(tmp_path / "base", tie_word_embeddings=True)
     data = write_records(tmp_path / "data.jsonl", [asked(question, answer) for question, answer in ANSWERS.items()] * 9)
-    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2 --lora.targets lm_head q_proj
+    words = f"""finetune {base} --data {data} --out {tmp_path / "run"} --lora-rank 2
+        --model.arguments.lora-targets ["lm_head","q_proj"]
         --steps 4 --inner-steps 2 --learning-rate 3e-2 --data.heldout-fraction 0.2
         --sequence-length 64 --batch-size 1
         --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --device cpu"""
@@ -136,7 +118,7 @@ def test_an_adapter_of_a_tied_projection_is_merged(
             about = manifest.about | {"model": manifest.about["model"] | {"quantization": "nf4"}}
             (checkpoint.path / "manifest.json").unlink()
             write_manifest(checkpoint.path, dataclasses.replace(manifest, about=about))
-        said = output_of(capsys, "export", tmp_path / "run", tmp_path / "merged", "--merge")
+        said = output_of(capsys, "export", tmp_path / "run", "--out", tmp_path / "merged", "--merge")
         assert ("trained beside nf4 weights and merged into the original ones" in said) == quantized
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         plain = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -150,9 +132,7 @@ REFUSED = (
     ("export RUN x.safetensors --to safetensors --merge", "--merge needs --to hf"),
     ("export RUN RUN --to adapter", "is not an exported model"),
     ("export BASE x --merge", "has no adapters, so --merge"),
-    ("evaluate RUN --by-document", "which are evaluated one by one"),
-    ("evaluate RUN --questions q --data d", "--questions cannot be combined"),
-    ("generate RUN --chat --json", "--chat cannot be combined"),
+    ("generate RUN --chat --json", "--chat can't be combined"),
     ("generate RUN --system x", "--system needs --chat"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,11 @@ def test_data_that_are_elsewhere_are_not_needed(tmp_path: Path, capsys: pytest.C
     assert read(f"{data} --model.arguments.vocab-size 999", capsys)["model"]["vocabulary"] == 999
 
 
+def test_print_config_prints_the_settings_that_would_be_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "1b", "--inner-steps", "70", "--print-config", *LINK.split()]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["sync"]["inner_steps"] == 70
+
+
 def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--model.arguments {layers=1,width=16,ffn_width=32,heads=2} --batch-size 1"
     plan = read(f"--measure {sizes} --replicas 2 --bandwidth 100Mbit --device cpu", capsys)
@@ -148,16 +154,17 @@ def test_a_measured_step_and_its_work(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ("--preset 1b --bandwidth 1Gbit", "--step-time has no value"),
         ("--preset 1b --step-time 1s", "--bandwidth has no value"),
-        (f"{SIZE} --step-time 1s --bandwidth 500", "such as 500Mbit;"),
+        (f"{SIZE} --step-time 1s --bandwidth 500", "numbers with a unit, such as '100Mbit'"),
         (f"{SIZE} --step-time 1s --bandwidth 1Gbit 2Gbit 3Gbit", "--bandwidth has 3 values for 4 replicas"),
         (f"{SIZE} --step-time 0s --bandwidth 1Gbit", "above 0"),
-        (f"{SIZE} {LINK} --loss 100%", "a loss of at least 0 and less than 1"),
+        (f"{SIZE} {LINK} --loss 100%", "--loss must be a percentage below 100"),
+        (f"{SIZE} {LINK} --price-per-hour=-1", "--price-per-hour must be a number of at least 0"),
+        (f"{SIZE} {LINK} --target-utilization 95%", "it is gone: the table that plan prints"),
         (f"{SIZE} {LINK} --codec fp5", "sync.codec='fp5' is unknown"),
         (f"{SIZE} {LINK} --overlap-steps 101", "overlap_steps"),
         (f"{SIZE} {LINK} --algorithm none", "sends nothing"),
         (f"{SIZE} {LINK} --measure", "leave out --step-time and --parameters"),
         (f"--parameters 7B {LINK}", "num_fragments must be set"),
-        (f"--preset 1b {LINK} --print-config", "belongs to `diloco train`"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(

@@ -46,7 +46,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.toml").write_text(SMALL)
     (tmp_path / "study.toml").write_text("[base]\n" + SMALL.replace("\n[", "\n[base.") + "[axes]\nseed = [1, 2]\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "runs/streaming-tiny", "exported"]) == 0
+    assert main(["export", "runs/streaming-tiny", "--out", "exported"]) == 0
     return tmp_path
 
 
@@ -55,7 +55,9 @@ def test_an_example_of_the_help_runs(command: str, place: Path, monkeypatch: pyt
     piped = command.rpartition("| ")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"document ")))
     words = shlex.split(piped[2])
-    words += ["--overwrite"] if "export runs/streaming-tiny exported" in command and "--overwrite" not in words else []
+    words += (
+        ["--overwrite"] if "export runs/streaming-tiny --out exported" in command and "--overwrite" not in words else []
+    )
     assert main(words[1:]) == 0
 
 

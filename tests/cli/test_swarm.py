@@ -117,9 +117,9 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
     At the end these receive a signal that also goes to all processes that they have started, as from Ctrl-C in a
     terminal, `timeout` or batch systems, and they end as the first did.
     """
-    first = new_peer("a", f"{ENDLESS} --replica 0")
+    first = new_peer("a", f"{ENDLESS} --replicas 1 --replica 0")
     first.wait_for("RoundCommitted")
-    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replica {m}", first) for m in (1, 2)]
+    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replicas 1 --replica {m}", first) for m in (1, 2)]
     for peer in others:
         peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
     os.kill(first.pid, signal.SIGINT)
@@ -232,8 +232,8 @@ def test_status_is_kept_up_to_date_until_ctrl_c(answering: Ask, capsys: pytest.C
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--watch", "--json"],
-     [*STATUS[1:], "--every", "0s"], ["folder", "--watch"], ["folder", "--every", "2s"],
+    [[], ["--run", "a"], ["--join", "a"], ["folder", *STATUS[1:]], [*STATUS[1:], "--every", "2s", "--json"],
+     [*STATUS[1:], "--every", "0s"], ["folder", "--every", "2s"],
      ["folder", "--secret-file", "x"]],
 )  # fmt: skip
 def test_status_of_nothing_or_of_two_things_is_refused(arguments: list[str]) -> None:

@@ -75,7 +75,7 @@ def change_data(sweeps: Sweeps) -> Mapping[str, str]:
 
 
 CHANGES: dict[str, Callable[[Sweeps], Mapping[str, str]]] = {
-    "a setting of [base]": lambda _: {"[base.schedule]": "[base.inner]\nlearning_rate = 0.5\n[base.schedule]"},
+    "a setting of [base]": lambda _: {"[base.sync]": "[base.optimizer]\nlearning_rate = 0.5\n[base.sync]"},
     "the preset": lambda _: {"algorithm =": 'preset = "tiny-muon"\nalgorithm ='},
     "the content of a file": change_data,
     "the values of an axis": lambda _: {"seed = [0]": "seed = [1]"},
@@ -145,16 +145,16 @@ def test_same_settings_in_other_words_are_the_same_run(changes: Mapping[str, str
 
 
 def test_failed_run_is_a_row_and_is_retried(sweeps: Sweeps, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"seed = [0]": "seed = [0]\nschedule.overlap_steps = [1, 9]"}
+    changes = {"heldout_fraction = 0.3\n": "", "seed = [0]": "seed = [0]\ndata.heldout_fraction = [0.3, 1e-9]"}
     for _ in range(2):
-        rows = {row["varied"]["sync.overlap_steps"]: row["error"] for row in sweeps.sweep(changes)}
-        assert rows[1] == ""
-        assert rows[9].startswith("exit code 2: ")
+        rows = {row["varied"]["data.heldout_fraction"]: row["error"] for row in sweeps.sweep(changes)}
+        assert rows[0.3] == ""
+        assert rows[1e-9].startswith("exit code 1: ")
     assert len(sweeps.commands) == 3
     capsys.readouterr()
     assert main(["sweep", str(sweeps.write(changes)), "--out", str(sweeps.folder / "out"), "--dry-run"]) == 0
     assert "2 runs, 1 of them done" in (said := capsys.readouterr().out)
-    assert "to do  seed=0_overlap_steps=9" in said
+    assert "to do  seed=0_heldout_fraction=1e-09" in said
 
 
 def test_run_of_own_code_resumes_and_a_change_of_the_code_is_another_run(sweeps: Sweeps) -> None:
@@ -217,15 +217,15 @@ def test_folder_is_one_sweeps_until_its_last_process_has_ended(
 
 def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "study.toml"
-    path.write_text('[base]\nseed = 3\ncodec.name = "int8"\n[axes]\n"train.steps, sync.overlap_steps" = '
-                    '[[10, 1], [30, 3]]\ncodec.name = ["fp4", "float32"]\n')  # fmt: skip
+    path.write_text('[base]\nseed = 3\nsync.codec = "int8"\n[axes]\n"train.steps, sync.overlap_steps" = '
+                    '[[10, 1], [30, 3]]\nsync.codec = ["fp4", "float32"]\n')  # fmt: skip
     runs = read_study(path)
     assert [run.name for run in runs] == [
-        f"steps={steps}_name={codec}".replace("_", f"_overlap_steps={overlap}_")
+        f"steps={steps}_overlap_steps={overlap}_codec={codec}"
         for steps, overlap in ((10, 1), (30, 3)) for codec in ("fp4", "float32")
     ]  # fmt: skip
     for run in runs:
-        assert parse_toml(run.text, Configuration, where="") == run.settings == {"seed": 3, **run.varied}
+        assert parse_toml(run.text, Configuration, where="") == {"seed": 3, **run.varied}
     assert len({run.folder() for run in runs}) == 4
 
 
@@ -234,6 +234,7 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
     ("[bases]\nseed = 1", r"must have a table \[axes\].*got \[bases\]"),
     ("[axes]\nseed = 1", "seed must be a list of different values, got 1"),
     ("[axes]\nseed = [1, 1]", r"different values, got \[1, 1\]"),
+    ("[axes]\nsync.overlap_steps = [1, 90]", "overlap_steps=90: overlap_steps must be from 0 to 10"),
     ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
     ('[base]\nout = "x"\n[axes]\nseed = [1]', "out can't be given, since the study sets it for each run"),
     ('[axes]\n"seed, train.steps" = [[1]]', r"must have 2 values, got \[1\]"),

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -45,8 +44,8 @@ class Replicas:
             replica, position = divmod(number, 2)
             place = {"DILOCO_POSITION": str(position), "DILOCO_INNER_STORE": f"127.0.0.1:{self.store.port}"}
             words = f"{self.words} {meet} --replica {replica}".split()
-            with mock.patch.dict(os.environ, place):  # as the launcher does
-                ranks.append(Command(self.processes, words, self.out.with_suffix(f".{number}.txt")))
+            output = self.out.with_suffix(f".{number}.txt")
+            ranks.append(Command(self.processes, words, output, environment=place))  # as the launcher does
         return ranks
 
     @property
@@ -98,7 +97,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
 
 def test_settings_that_differ_are_told_to_both_in_one_sentence(replicas: Replicas) -> None:
     """One of two replicas has another codec. It is refused, and the other waits in vain. Neither leaves any files."""
-    common = ""
+    common = "--network.round-timeout 16s"  # a replica waits half as long for the others
     for command in replicas.by_hand(common, "--replica 0 --codec fp4", "--replica 1 --codec int8"):
         command.end(1)
         assert "has codec = fp4 (block_size 256) and replica 1" in command.output

@@ -86,6 +86,18 @@ def test_a_run_that_goes_on_refuses_other_changes_by_name(
         assert word in message
 
 
+@pytest.mark.parametrize("command", ["train --resume RUN", "finetune --resume RUN", "evaluate RUN"])
+def test_a_run_of_an_old_version_is_named_as_such(
+    command: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(files / "run", run)
+    (run / "config.toml").write_text("seed = 0\n[schedule]\ninner_steps = 3\n[transport]\nreplicas = 2\n")
+    said = refused(command.replace("RUN", str(run)).split(), capsys)
+    assert f"{run} is a run of diloco 0.5 or older: that version resumes and evaluates it" in said
+    assert main(["generate", str(run), "--tokens", "1"]) == 0
+
+
 def test_unchanged_settings_may_be_given_again(files: Path) -> None:
     same = ["--data", str(files / "text.jsonl"), "--replicas", "2", "--preset", "tiny", "--print-config"]
     assert main(["train", "--resume", str(files / "run"), *same]) == 0
@@ -98,7 +110,7 @@ def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"--resume {files / 'run'}" in message
     assert "is not a folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
-    assert "is not empty. Choose another --out" in refused(occupied, capsys)
+    assert "is not empty" in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
@@ -158,11 +170,11 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.jsonl" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == (
-        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.jsonl'} is not a folder. Choose another "
-        "--out, in a place where you may write. Nothing was started."
+        f"diloco: can't create {in_the_way}: {files / 'text.jsonl'} is not a folder. Choose another "
+        "--out. Nothing was started."
     )
     if Path("/proc/self").exists():  # even root can't create folders there
-        assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
+        assert "can't create /proc/run" in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
@@ -223,7 +235,7 @@ def test_a_folder_in_use_is_refused_and_nothing_in_it_changes(
         "status RUN",
         "evaluate RUN",
         "generate RUN --prompt a",
-        "export RUN --to safetensors OUT.safetensors",
+        "export RUN --to safetensors --out OUT.safetensors",
         "watch RUN --out OUT.html",
     ],
 )

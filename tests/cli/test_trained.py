@@ -13,7 +13,7 @@ from tests.cli.runs import read_json, refused
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "status", "export"])
 def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    more = [str(tmp_path / "out")] if command == "export" else []
+    more = ["--out", str(tmp_path / "out")] if command == "export" else []
     assert "absent does not exist" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
 
 
@@ -58,7 +58,7 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
 ) -> None:
     exported = tmp_path / "exported"
     (tmp_path / "other.jsonl").write_text('{"text": "document one"}\n{"text": "document two"}\n')
-    assert main(["export", str(files / "run"), "--to", "hf", str(exported)]) == 0
+    assert main(["export", str(files / "run"), "--to", "hf", "--out", str(exported)]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     results, texts = [], []
     for path in (files / "run", exported):

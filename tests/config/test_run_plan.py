@@ -77,6 +77,13 @@ def test_every_kind_of_value_reads_back(flags: dict[str, object], values: dict[s
     assert (line.file, line.values) == (Path("-run.toml"), values)
 
 
+def test_folder_of_a_run_keeps_the_name_of_its_replica() -> None:
+    swarm = ["--transport", "hivemind", "--run", "a", "--name", "anna", "--join", "/ip4/10.0.0.1/tcp/1/p2p/QmOld"]
+    record = plan_run(parse_arguments(swarm)).record
+    assert 'name = "anna"' in record
+    assert "QmOld" not in record
+
+
 def test_a_resumed_run_names_what_its_folder_does_not_keep() -> None:
     rank = load_configuration(["--transport", "torch", "--replica", "1", "--join", "10.0.0.1:29400"])
     command = "diloco train --resume runs/a --replica 1 --join 10.0.0.1:29400"
@@ -142,6 +149,35 @@ def test_a_flag_of_other_programs_is_told_ours(flag: str, near: str) -> None:
 def test_a_flag_like_no_other_has_no_suggestion() -> None:
     with pytest.raises(ConfigurationError, match=r"there is no flag --frobnicate\. See"):
         parse_arguments(["--frobnicate"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data a --data b", "--data was given twice. Give all of its values after one --data"),
+        ("--optimizer.arguments. 3", "there is no flag --optimizer.arguments."),
+        ("--optimizer.arguments..a 3", "there is no flag --optimizer.arguments..a"),
+        ("--optimizer.arguments.betas [0.8,0.9", "[0.8,0.9 is not valid TOML"),
+        ("--optimizer.arguments.x {a=1", "{a=1 is not valid TOML"),
+        ("--optimizer.arguments $'{a=1}\nb=2'", "expected a table"),
+        ("--tyro-foo", "there is no flag --tyro-foo"),
+        ("--tyro-print-completion", "there is no flag --tyro-print-completion"),
+        ("--help=1", "there is no flag --help"),
+        ("-- --help x", "too many arguments: x"),
+    ],
+)
+def test_a_word_that_says_less_than_it_seems_to_is_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_arguments(shlex.split(words.replace("$'", "'").replace("\\n", "\n")))
+    assert said in str(caught.value)
+
+
+def test_an_entry_of_a_table_is_a_value_of_toml_or_a_text() -> None:
+    words = ["1979-05-27", "x y", "[1, 'a b']", "{a = 1}", "true", "1e3", "'[INST]'", "-1", "1\nb = 2"]
+    flags = [f"--optimizer.arguments.x{number}={word}" for number, word in enumerate(words)]
+    values = compose(parse_arguments(flags)).optimizer.arguments
+    entries = [values[f"x{number}"] for number in range(len(words))]
+    assert entries == ["1979-05-27", "x y", (1, "a b"), {"a": 1}, True, 1000.0, "[INST]", -1, "1\nb = 2"]
 
 
 @pytest.mark.parametrize("words", ["--compile=False", "--compile=x", "--compile no", "--compile True"])

@@ -56,6 +56,7 @@ WRONG_FILES = [
         "[optimizer.arguments]\nwhen = 2020-01-01",
         ["optimizer.arguments", "a number, a string, a list or a table"],
     ),
+    ('[data]\npaths = ["a\\u0000b"]', ["data.paths", "a path without null characters"]),
     ("[train\nx", ["run.toml", "not valid TOML", "line 1"]),
     ("steps = " + "[" * 3000, ["run.toml", "not valid TOML"]),
     ("steps = " + "9" * 5000, ["run.toml", "not valid TOML"]),

@@ -99,10 +99,17 @@ finished
 def test_plain_output_of_a_whole_run() -> None:
     assert max(len(line) for line in PLAIN.splitlines() if REASON not in line) <= 80
     stream, clock = io.StringIO(), Clock()
-    tell(PlainConsole(stream, every_steps=8, clock=clock, hint=True), clock)
+    tell(PlainConsole(stream, every_steps=8, clock=clock), clock)
     assert stream.getvalue() == PLAIN
     tell(PlainConsole(stream, clock=clock, verbose=True), clock, until=0)
     assert "  codec   fp4\n" in stream.getvalue(), "a detail"
+
+
+def test_title_of_a_swarm_counts_no_replicas_since_they_come_and_go() -> None:
+    stream = io.StringIO()
+    PlainConsole(stream).handle(started(names={"163323569": "anna-pc"}))
+    assert ", a swarm, " in stream.getvalue().splitlines()[0]
+    assert "replica" not in stream.getvalue().splitlines()[0]
 
 
 def test_the_use_of_the_devices_peak_has_a_column_where_it_is_known() -> None:

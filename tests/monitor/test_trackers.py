@@ -105,7 +105,7 @@ def test_wandb_gets_one_run_with_its_continuation(tmp_path: Path, monkeypatch: p
     track(tracker("wandb", tmp_path, **options), started(1))
     first, second = wandb.begun
     assert first["id"] == second["id"]
-    assert "project" not in first  # the variable decides
+    assert first["project"] == "mine"
     assert (first["name"], first["group"], first["config"]) == ("run-replica-1", "run", {"data": {"paths": ["a"]}})
     losses = [(step, values.get("loss/train(nats)"), values.get("loss/heldout(nats)")) for step, values in wandb.logged]
     assert losses == [(1, 1.0, None), (1, None, 3.5)]

@@ -118,7 +118,7 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
     fleets[0].transport.step = 30
     with all_lost(fleets):
         assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
-    with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 rejoined; missing: 1, 2\. "):
+    with pytest.raises(RendezvousError, match=r"^Too few of 3 replicas rejoined; missing: 1, 2\. "):
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()
@@ -136,7 +136,7 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
     fleets[0].close_to_joiners("")
     assert fleets[1].join(LIMIT_S) == 30
     for fleet in fleets[:2]:
-        with pytest.raises(RendezvousError, match="Too few of replicas"):
+        with pytest.raises(RendezvousError, match="Too few of "):
             fleet.gather(0.01)
     for fleet in (fleets[0], *fleets[2:]):
         fleet.transport.close()

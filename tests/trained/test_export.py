@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
-    assert main(["export", str(run), "--to", "hf", str(run.parent / "hf")]) == 0
+    assert main(["export", str(run), "--to", "hf", "--out", str(run.parent / "hf")]) == 0
     return run.parent / "hf"
 
 
@@ -140,14 +140,14 @@ def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest
     for number in (0, 1):
         file = run.parent / f"replica-{number}.safetensors"
         flags = f"--to safetensors --replica {number} --checkpoint 6"
-        assert main(["export", str(run), str(file), *flags.split()]) == 0
+        assert main(["export", str(run), "--out", str(file), *flags.split()]) == 0
         assert same(read_weights(file), saved.load(f"replica-{number}")["model"])
         assert not same(read_weights(file), saved.load("global"))
         assert load_trained(run, replica=number).weights == f"replica {number}"
     capsys.readouterr()
-    assert main(["export", str(run), "x", "--checkpoint", "7"]) == 1
+    assert main(["export", str(run), "--out", "x", "--checkpoint", "7"]) == 1
     assert "no checkpoint of step 7. Its steps are: 6, 12" in capsys.readouterr().err
-    assert main(["export", str(run), "x", "--replica", "2"]) == 1
+    assert main(["export", str(run), "--out", "x", "--replica", "2"]) == 1
     assert "does not contain replica-2. It contains: replica-0, replica-1, " in capsys.readouterr().err
 
 
@@ -192,7 +192,7 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
 ) -> None:
     place = tmp_path / "hf"
     place.mkdir()  # an empty folder counts as free
-    arguments = ["export", str(run), "--to", "hf", str(place)]
+    arguments = ["export", str(run), "--to", "hf", "--out", str(place)]
     assert main(arguments) == 0
     (place / "note").write_text("mine")
     assert main(arguments) == 2
@@ -201,9 +201,9 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     assert main([*arguments, "--overwrite"]) == 0
     assert not (place / "note").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    assert main(["export", str(run), "--to", "hf", str(run), "--overwrite"]) == 2
+    assert main(["export", str(run), "--to", "hf", "--out", str(run), "--overwrite"]) == 2
     assert "exists and is not an exported model. Use another path" in capsys.readouterr().err
-    assert main(["export", str(run), "--to", "safetensors", str(tmp_path / "weights")]) == 2
+    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "weights")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     data = ["--data", str(write_text(folder)), "--out", str(folder / "run")]
     assert main(["train", "--model", f"hf:{folder / 'gpt2'}", *SHORT.split(), *data]) == 0
-    assert main(["export", str(folder / "run"), "--to", "hf", str(folder / "out")]) == 0
+    assert main(["export", str(folder / "run"), "--to", "hf", "--out", str(folder / "out")]) == 0
     return folder / "run"
 
 

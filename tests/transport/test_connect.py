@@ -53,7 +53,7 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
         port = server.getsockname()[1]
         with pytest.raises(TransportError, match=rf"can't listen on 127\.0\.0\.1 at port {port}: .*in use") as caught:
             connect(place(1, 2, address), wire(host="127.0.0.1", ports=str(port)))
-        assert "Choose another port (transport.ports)" in str(caught.value)
+        assert "Choose another port or an address of this machine (network.listen)" in str(caught.value)
         last = min(port + 20, 65535)
         with rendezvous(1) as other:
             connected = connect(place(0, 1, other), wire(host="127.0.0.1", ports=f"{port}-{last}"))
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_named_and_of_a_range_the_first_free_one_is_take
     ("settings", "words"),
     [
         ({"host": "192.0.2.1"}, r"can't listen on 192\.0\.2\.1"),
-        ({"interface": "none7"}, r"interface 'none7' can't be determined.*transport\.interface"),
+        ({"interface": "none7"}, r"interface 'none7' can't be determined.*network\.listen"),
     ],
     ids=["host", "interface"],
 )

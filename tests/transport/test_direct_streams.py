@@ -147,7 +147,7 @@ def _trusting() -> ssl.SSLContext:
 
 def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     async def body(listener: Listener) -> None:
-        with pytest.raises(TransportError, match=rf"port {listener.direct.port} of {HOST}.*swarm.direct_port"):
+        with pytest.raises(TransportError, match=rf"port {listener.direct.port} of {HOST}.*network.listen"):
             await DirectStreams("you", {}).listen([HOST], listener.direct.port, listener.accept)
 
     run(body)

@@ -43,13 +43,8 @@ RENAMED = {
     "peers": "status --run NAME --join ADDRESS",
     "dht": "relay",
     "simulate": "plan",
-    "watch --export": "watch --out",
-    "watch --every-s": "watch --every",
-    "watch --ask-every-s": "watch --every",
-    "doctor --megabytes": "doctor --size",
-    "doctor --timeout-s": "doctor --timeout",
 }
-"""Old commands and flags of commands, with the new ones."""
+"""Old commands, with the new ones."""
 
 DONE, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -127,9 +122,8 @@ def _dispatch(given: Sequence[str]) -> int:
     if command == "--version":
         print(f"diloco {__version__}")
         return DONE
-    flags = [f"{command} {word.partition('=')[0]}" for word in rest if word.startswith("--")]
-    for old in [name for name in (command, *flags) if name in RENAMED]:
-        print(f"diloco: `diloco {old}` is now `diloco {RENAMED[old]}`", file=sys.stderr)
+    if command in RENAMED:
+        print(f"diloco: `diloco {command}` is now `diloco {RENAMED[command]}`.", file=sys.stderr)
         return MISUSED
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"

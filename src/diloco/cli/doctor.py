@@ -19,7 +19,7 @@ from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import parse_address, read_secret
-from diloco.units import format_rate, parse_bytes, parse_duration_s
+from diloco.units import Duration, format_rate, parse_bytes
 
 __all__ = ["run"]
 
@@ -40,10 +40,10 @@ class DoctorOptions:
     """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
     listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
     """Answer probes at this HOST:PORT until interrupted, on a machine where no replica is running yet."""
-    size: Annotated[str, arg(metavar="TEXT")] = "10MB"
+    size: Annotated[str, arg(metavar="SIZE")] = "10MB"
     """How much to transfer in each direction, 100kB to 64MB."""
-    timeout: Annotated[str, arg(metavar="TEXT")] = "10s"
-    """How long each step of the check may take."""
+    timeout: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 10.0
+    """How long each step of the check may take. Default: 10s."""
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The run's secret (network.secret_file), if it has one; both ends need it."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
@@ -58,21 +58,21 @@ def run(arguments: Sequence[str]) -> int:
             "give either the HOST:PORT of each peer to check, such as `diloco doctor 10.0.0.1:29400`, or --listen "
             "HOST:PORT."
         )
-    num_bytes, timeout_s = parse_bytes(options.size, "--size"), parse_duration_s(options.timeout, "--timeout")
+    num_bytes = parse_bytes(options.size, "--size")
     if not 100_000 <= num_bytes <= 64_000_000:
         raise ConfigurationError(f"--size must be between 100kB and 64MB, got {options.size}.")
-    if not timeout_s:
-        raise ConfigurationError("--timeout must be positive, got 0.")
-    return _listen(options.listen, options.secret_file) if options.listen else _examine(options, num_bytes, timeout_s)
+    if not options.timeout:
+        raise ConfigurationError("--timeout must be above 0s.")
+    return _listen(options.listen, options.secret_file) if options.listen else _examine(options, num_bytes)
 
 
-def _examine(options: DoctorOptions, num_bytes: int, timeout_s: float) -> int:
+def _examine(options: DoctorOptions, num_bytes: int) -> int:
     from diloco.transport import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
     secret = read_secret(options.secret_file, "--secret-file")
     # one at a time: concurrent checks would share this machine's link
-    findings = [asyncio.run(examine(address, num_bytes, timeout_s, secret)) for address in addresses]
+    findings = [asyncio.run(examine(address, num_bytes, options.timeout, secret)) for address in addresses]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -82,8 +82,10 @@ def _examine(options: DoctorOptions, num_bytes: int, timeout_s: float) -> int:
                 ", ".join(finding.resolved) or "-",
                 "ok" if finding.ok else "FAILED",
                 "-" if finding.latency_s is None else f"{1000 * finding.latency_s:.1f} ms",
-                _rate(finding.up_bits_per_s),
-                _rate(finding.down_bits_per_s),
+                *(
+                    "-" if rate is None else format_rate(rate)
+                    for rate in (finding.up_bits_per_s, finding.down_bits_per_s)
+                ),
             ]
             for finding in findings
         ]
@@ -115,7 +117,3 @@ def _listen(text: str, secret_file: Path | None) -> int:
     finally:
         connections.close()
     return 0
-
-
-def _rate(bits_per_s: float | None) -> str:
-    return "-" if bits_per_s is None else format_rate(bits_per_s)

@@ -25,7 +25,7 @@ Examples:
   diloco finetune --resume runs/mine                   continue a stopped run
 
 The run's folder gets an adapter for peft. `diloco generate RUN --chat` chats with
-the model, and `diloco export RUN PLACE --merge` writes it as a whole model."""
+the model, and `diloco export RUN --out PATH --merge` writes it as a whole model."""
 
 
 COMMON = (

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from diloco.cli.trained_model import TrainedOptions
+from diloco.cli.trained_model import AppliedOptions
 from diloco.config import parse_options
-from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.terminal import as_typed, plain
 
@@ -34,7 +33,7 @@ _LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(TrainedOptions):
+class GenerateOptions(AppliedOptions):
     """The options of `diloco generate`."""
 
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
@@ -46,24 +45,16 @@ class GenerateOptions(TrainedOptions):
     tokens: int = 200
     """Maximum number of tokens; an end-of-document token ends the text early."""
     temperature: float = 0.8
-    """Divides the logits. Values below 1 favour likely tokens, values above 1 make the text more random, and 0 always
-    takes the likeliest token."""
+    """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
     top_k: Annotated[int | None, arg(metavar="INT")] = 50
     """Draw only from this many likeliest tokens. None: from all."""
     top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Draw only from the smallest set of likeliest tokens whose total probability reaches this value; applied after
-    --top-k. Default: from all."""
+    """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
     seed: int = 0
     """Random seed; the same seed gives the same text."""
-    context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
-    """Maximum context of the model in tokens. Default: as in training."""
-    device: Annotated[str, arg(metavar="TEXT")] = "auto"
-    """cpu, cuda, cuda:N, mps, or auto."""
-    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        check_device("--device", self.device)
+        super().__post_init__()
         if self.tokens < 0:
             raise ConfigurationError(f"--tokens must be at least 0, got {self.tokens}.")
         if not 0 <= self.seed <= _LARGEST_SEED:
@@ -76,33 +67,32 @@ class GenerateOptions(TrainedOptions):
 
 def run(arguments: Sequence[str]) -> int:
     """Generate text and print it as it is generated."""
-    given = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
-    given = replace(given, prompt=as_typed(given.prompt), system=as_typed(given.system))
+    options = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
+    options = replace(options, prompt=as_typed(options.prompt), system=as_typed(options.system))
 
     from diloco.trained import Sampling
 
-    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-    trained = given.load(given.device)
-    if given.chat:
-        return _chat(trained, given, sampling)
-    tokenizer, prompt = trained.tokenizer, given.prompt
-    if not given.json:
-        _show(prompt)
-    text, tokens = _continued(
-        trained, given, sampling, tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], [tokenizer.eos_id]
-    )
-    if given.json:
-        ended_by = "length" if tokens == given.tokens else "end of document"
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    trained = options.load(options.device)
+    if options.chat:
+        return _chat(trained, options, sampling)
+    tokenizer, prompt = trained.tokenizer, options.prompt
+    show: Callable[[str], object] = str if options.json else _show
+    show(prompt)
+    begin = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    text, tokens = _continued(trained, options, sampling, tokenizer, begin, [tokenizer.eos_id], show)
+    if options.json:
+        ended_by = "length" if tokens == options.tokens else "end of document"
         print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": ended_by}, indent=2))
     else:
         print(flush=True)
     return 0
 
 
-def _chat(trained: Trained, given: GenerateOptions, sampling: Sampling) -> int:
+def _chat(trained: Trained, options: GenerateOptions, sampling: Sampling) -> int:
     """Answer the prompt, or every line of standard input."""
-    tokenizer, prompt = trained.chat_tokenizer(), given.prompt
-    messages: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
+    tokenizer, prompt = trained.chat_tokenizer(), options.prompt
+    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
     asks = not prompt and sys.stdin.isatty()
     questions = iter([prompt] if prompt else sys.stdin)
     while True:
@@ -112,24 +102,21 @@ def _chat(trained: Trained, given: GenerateOptions, sampling: Sampling) -> int:
             return 0
         messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
         ends = [tokenizer.answer_end, tokenizer.eos_id]
-        text, _ = _continued(trained, given, sampling, tokenizer, tokenizer.prompt(messages), ends)
+        text, _ = _continued(trained, options, sampling, tokenizer, tokenizer.prompt(messages), ends, _show)
         print(flush=True)
         messages.append({"role": "assistant", "content": text})
 
 
 def _continued(
     trained: Trained,
-    given: GenerateOptions,
+    options: GenerateOptions,
     sampling: Sampling,
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     ends: Sequence[int],
+    show: Callable[[str], object],
 ) -> tuple[str, int]:
-    """Generate a text up to one of the tokens ``ends``; print it as it appears, unless as JSON.
-
-    Returns:
-        The text, and the number of its tokens.
-    """
+    """Generate a text up to one of the tokens ``ends``; return it, and the number of its tokens."""
     import torch
 
     from diloco.trained import TextStream, generate
@@ -138,18 +125,15 @@ def _continued(
     for token in generate(
         trained.model,
         prompt,
-        torch.Generator(next(trained.model.parameters()).device).manual_seed(given.seed),
-        max_new_tokens=given.tokens,
+        torch.Generator(next(trained.model.parameters()).device).manual_seed(options.seed),
+        max_new_tokens=options.tokens,
         sampling=sampling,
         stop_tokens=ends,
-        window=trained.length(given.context, "--context"),
+        window=trained.length(options.context, "--context"),
     ):
         text, count = text + (piece := stream.feed(token)), count + 1
-        if not given.json:
-            _show(piece)
-    rest = stream.finish()
-    if not given.json:
-        _show(rest)
+        show(piece)
+    show(rest := stream.finish())
     return text + rest, count
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import arg
+from tyro.conf import FlagCreatePairsOff
 
 from diloco.cli.tables import columns, facts_table
-from diloco.config import Configuration, compose, flatten, parse_flags, preset_values
+from diloco.config import Configuration, compose, flatten, parse_flags, preset_values, to_toml
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
 from diloco.model import ModelSection, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
+    Duration,
+    Rate,
     format_bytes,
     format_count,
     format_duration,
     format_rate,
     parse_count,
-    parse_duration_s,
-    parse_rate_bits_per_s,
     parse_share,
 )
 
@@ -56,11 +57,11 @@ SHOWN = (
 class PlanSettings(Configuration):
     """The settings of a run, and what is known about its machines and links."""
 
-    bandwidth: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    bandwidth: tuple[Rate, ...] = ()
     """Bandwidth in each direction, such as 500Mbit; one value for all replicas, or one for each."""
-    latency: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    latency: tuple[Duration, ...] = ()
     """One-way latency, such as 80ms; one value for all replicas, or one for each. Default: 0ms."""
-    step_time: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    step_time: tuple[Duration, ...] = ()
     """Compute time of one inner step, such as 0.8s; one value for all replicas, or one for each."""
     measure: bool = False
     """Measure the inner step and the work of sends and merges on this machine (train.device)."""
@@ -74,8 +75,14 @@ class PlanSettings(Configuration):
     """Price of one hour of one replica, in any currency."""
     price_per_gb: float = 0.0
     """Price of sending 10^9 bytes."""
-    json: bool = False
-    """Print JSON."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, price in (("--price-per-hour", self.price_per_hour), ("--price-per-gb", self.price_per_gb)):
+            if not 0 <= price < math.inf:
+                raise ConfigurationError(f"{flag} must be a number of at least 0, got {price}.")
 
 
 OWN = {field.name for field in fields(PlanSettings)} - {field.name for field in fields(Configuration)}
@@ -86,10 +93,11 @@ def run(arguments: Sequence[str]) -> int:
     shown = flatten(PlanSettings()) | preset_values(PlanSettings.preset)
     common = [*(name for name in shown if name in OWN), *SHOWN]
     line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
-    if line.print_config:
-        raise ConfigurationError("--print-config belongs to `diloco train`, which prints these settings.")
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     asked = compose(replace(line, values={name: value for name, value in line.values.items() if name not in OWN}))
+    if line.print_config:
+        print(to_toml(_model(options, asked)[0]))
+        return 0
     record = _record(options, asked)
     print(json.dumps(record, indent=2) if options.json else _report(record))
     return 0
@@ -163,30 +171,31 @@ def _site(options: PlanSettings, asked: Configuration, settings: Configuration) 
     from diloco.transport import Link
 
     emulated, replicas = asked.emulate, settings.network.replicas
-    rates = [parse_rate_bits_per_s(text, "--bandwidth") for text in options.bandwidth]
-    latencies = [parse_duration_s(text, "--latency") for text in options.latency]
-    times = [parse_duration_s(text, "--step-time") for text in options.step_time] or emulated.step_time
+    times = options.step_time or emulated.step_time
     conditions = Conditions(congestion_control=options.congestion_control, loss=parse_share(options.loss, "--loss"))
     work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
         if options.step_time or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
         step = measure_step(settings)
-        send_s, merge_s, times = step.send_s_per_value, step.merge_s_per_value, [step.median_s]
+        send_s, merge_s, times = step.send_s_per_value, step.merge_s_per_value, (step.median_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
     elif not work_is_known:
         conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-    rates = _per_replica(rates or emulated.bandwidth, replicas, "--bandwidth 500Mbit")
-    latencies = _per_replica(latencies or emulated.latency or [0.0], replicas, "--latency 80ms")
+    rates = _per_replica(options.bandwidth or emulated.bandwidth, replicas, "--bandwidth 500Mbit")
+    latencies = _per_replica(options.latency or emulated.latency or (0.0,), replicas, "--latency 80ms")
     times = _per_replica(times, replicas, "--step-time 250ms, or --measure")
-    links = tuple(Link(rate, latency_s) for rate, latency_s in zip(rates, latencies, strict=True))
-    return Site(links=links, step_time_s=tuple(times), conditions=conditions), work_is_known
+    for flag, values in (("--bandwidth", rates), ("--step-time", times)):
+        if not all(values):
+            raise ConfigurationError(f"{flag} must be above 0.")
+    links = tuple(map(Link, rates, latencies))
+    return Site(links=links, step_time_s=times, conditions=conditions), work_is_known
 
 
-def _per_replica(values: Sequence[float], replicas: int, example: str) -> list[float]:
+def _per_replica(values: tuple[float, ...], replicas: int, example: str) -> tuple[float, ...]:
     """Return one value for each replica, given one value for all or one for each."""
     if len(values) in (1, replicas):
-        return [*values] * (replicas // len(values))
+        return values * (replicas // len(values))
     many = f"{len(values)} values for {replicas} replicas" if values else "no value"
     raise ConfigurationError(
         f"{example.partition(' ')[0]} has {many}: give one for all replicas or one for each, such as {example}."
@@ -197,16 +206,22 @@ def _report(record: dict[str, Any]) -> str:
     """Return the plan as text."""
     own, model, site = record["prediction"], record["model"], record["site"]
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
-    rates = sorted({link["bandwidth_bits_per_s"] for link in site["links"]})
-    latencies = sorted({link["latency_s"] for link in site["links"]})
+    rates, latencies, times = (
+        ", ".join(map(form, sorted(set(values))))
+        for form, values in (
+            (format_rate, [link["bandwidth_bits_per_s"] for link in site["links"]]),
+            (format_duration, [link["latency_s"] for link in site["links"]]),
+            (format_duration, site["step_time_s"]),
+        )
+    )
     typical, p90, ideal = (f"{own[f'{name}_utilization']:.1%}" for name in ("compute", "p90", "ideal"))
     work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
     facts = {
         "model": f"{format_count(model['parameters'])} parameters"
         + (f", {model['layers']} layers, vocabulary of {model['vocabulary']:,}" if "layers" in model else ""),
         "memory": f"{format_bytes(model['memory_bytes'])} per replica, plus activations",
-        "replicas": f"{len(site['links'])}, steps of {_list(format_duration, sorted(set(site['step_time_s'])))}",
-        "links": f"{_list(format_rate, rates)}, {_list(format_duration, latencies)} one way, "
+        "replicas": f"{len(site['links'])}, steps of {times}",
+        "links": f"{rates}, {latencies} one way, "
         f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}",
         "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
         f"tau = {own['overlap_steps']}, {own['codec']}",
@@ -239,10 +254,6 @@ def _report(record: dict[str, Any]) -> str:
             "A smaller H synchronises more often. The loss is not predicted.",
         ]
     )
-
-
-def _list(form: Any, values: Sequence[float]) -> str:
-    return ", ".join(map(form, values))
 
 
 def _row(name: str, row: dict[str, Any], own: bool) -> list[str]:

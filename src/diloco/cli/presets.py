@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from diloco.algorithm import SyncSettings
 from diloco.cli.tables import columns
 from diloco.config import parse_options, preset_values
-from diloco.model import Preset, get_preset, preset_names
+from diloco.model import get_preset, preset_names
 
 __all__ = ["run"]
 
@@ -33,27 +33,17 @@ class PresetsOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
-    given = parse_options(PresetsOptions, "presets", DESCRIPTION, arguments)
+    options = parse_options(PresetsOptions, "presets", DESCRIPTION, arguments)
     presets = [get_preset(name) for name in preset_names()]
-    if given.json:
+    if options.json:
         print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))
         return 0
-    header = ["name", "parameters", "layers", "width", "ffn", "heads", "vocab", "H", "steps"]
-    rows = [[preset.name, *_numbers(preset)] for preset in presets]
-    print(columns(header, rows))
+    rows = []
+    for preset in presets:
+        values, model = preset_values(preset.name), preset.model
+        heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
+        inner_steps = values.get("sync.inner_steps", SyncSettings().inner_steps)
+        numbers = (model.layers, model.width, model.ffn_width, heads, preset.vocab_size, inner_steps)
+        rows.append([preset.name, f"{preset.parameters:,}", *map(str, numbers), str(values["train.steps"])])
+    print(columns(["name", "parameters", "layers", "width", "ffn", "heads", "vocab", "H", "steps"], rows))
     return 0
-
-
-def _numbers(preset: Preset) -> list[str]:
-    values, model = preset_values(preset.name), preset.model
-    heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
-    return [
-        f"{preset.parameters:,}",
-        str(model.layers),
-        str(model.width),
-        str(model.ffn_width),
-        heads,
-        str(preset.vocab_size),
-        str(values.get("sync.inner_steps", SyncSettings().inner_steps)),
-        str(values["train.steps"]),
-    ]

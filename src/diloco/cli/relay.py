@@ -13,13 +13,14 @@ from typing import Annotated
 from tyro.conf import arg
 
 from diloco.config import parse_options
+from diloco.transport import multiaddress
 
 __all__ = ["run"]
 
 DESCRIPTION = """Run a bootstrap node, through which the peers of any run find each other. It trains nothing.
 
 Examples:
-  diloco relay --listen /ip4/0.0.0.0/tcp/31330
+  diloco relay --listen 0.0.0.0:31330
   diloco relay --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..."""
 
 
@@ -27,18 +28,14 @@ Examples:
 class RelayOptions:
     """The options of `diloco relay`."""
 
-    listen: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ("/ip4/0.0.0.0/tcp/0",)
-    """Multiaddresses to listen at."""
-    announce: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
-    """Multiaddresses to announce to other peers instead of those in --listen."""
+    listen: Annotated[str, arg(metavar="HOST:PORT")] = "0.0.0.0:0"
+    """Address to listen at; port 0 is any free one."""
+    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
+    """Addresses to announce to other peers instead of --listen."""
     join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of peers that are already running, if there are any."""
     identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Private key file, created if missing; it fixes the node's identity. Default: dht.key in your data folder."""
-    relay: bool = True
-    """Relay the streams of peers that can't reach each other directly."""
-    map_ports: bool = True
-    """Ask the router to forward the port to this machine (UPnP)."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -55,13 +52,8 @@ async def _serve(options: RelayOptions) -> None:
         for address in addresses:
             print(f"  --join {address}", flush=True)
 
-    place = NodePlace(
-        join=options.join,
-        listen=options.listen,
-        announce=options.announce,
-        map_ports=options.map_ports,
-        relay=options.relay,
-    )
+    announced = tuple(multiaddress(address, "--announce") for address in options.announce)
+    place = NodePlace(join=options.join, listen=(multiaddress(options.listen, "--listen"),), announce=announced)
     home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     serving = asyncio.ensure_future(run_peer(options.identity or home / "diloco" / "dht.key", place, ready))
     for ending in (signal.SIGINT, signal.SIGTERM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -44,10 +44,8 @@ def claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
     with lock_folder(_create(folder)) as lock:
-        if not resumes and any(entry.name != LOCK_FILE for entry in folder.iterdir()):
-            if source is None:
-                raise not_empty_error(folder)
-            raise ConfigurationError(f"--out {folder} is not empty. Choose another --out.")
+        if not resumes and _files(folder, of_rank=False):
+            raise not_empty_error(folder)
         try:
             yield folder, lock
         finally:
@@ -79,7 +77,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
 
 def has_other_files(folder: Path) -> bool:
     """Return whether the folder of a rank holds anything other than its lock and folders of other ranks."""
-    return any(entry.name != LOCK_FILE and not _of_another_rank(entry) for entry in folder.iterdir())
+    return bool(_files(folder, of_rank=True))
 
 
 def clear_folder(folder: Path, *, of_rank: bool) -> None:
@@ -87,17 +85,18 @@ def clear_folder(folder: Path, *, of_rank: bool) -> None:
 
     The lock stays, and the folders of other ranks if this is the folder of a rank.
     """
-    for entry in folder.iterdir():
-        if entry.name == LOCK_FILE or (of_rank and _of_another_rank(entry)):
-            continue
+    for entry in _files(folder, of_rank=of_rank):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink()
 
 
-def _of_another_rank(entry: Path) -> bool:
-    return entry.is_dir() and entry.name.startswith(("replica-", "rank-"))
+def _files(folder: Path, *, of_rank: bool) -> list[Path]:
+    """Return what is in the folder except its lock and, in the folder of a rank, the folders of other ranks."""
+    others = ("replica-", "rank-") if of_rank else ()
+    entries = (entry for entry in folder.iterdir() if entry.name != LOCK_FILE)
+    return [entry for entry in entries if not (entry.is_dir() and entry.name.startswith(others))]
 
 
 def not_empty_error(folder: Path) -> ConfigurationError:
@@ -113,23 +112,20 @@ def _claim_numbered(plan: RunPlan) -> Path:
     settings = plan.configuration
     first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
     _create(first.parent)
+    folder = first
     for number in count(2):
-        folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("unreachable: count() is infinite")
+            break
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 def _create(folder: Path) -> Path:
     try:
         make_private_folder(writable(folder))
     except OSError as error:  # for example in /proc, where even root can't create a folder
-        raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: it can't be created ({error.strerror}). Choose another --out."
-        ) from error
+        raise ConfigurationError(f"can't create {folder} ({error.strerror}). Choose another --out.") from error
     return folder
 
 
@@ -141,10 +137,8 @@ def writable(folder: Path) -> Path:
     """
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = f"{there} is not a folder" if not there.is_dir() else f"{there} is not writable"
-        raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: {why}. Choose another --out, in a place where you may write."
-        )
+        why = "not writable" if there.is_dir() else "not a folder"
+        raise ConfigurationError(f"can't create {folder}: {there} is {why}. Choose another --out.")
     return folder
 
 

@@ -41,5 +41,5 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error}.") from error
     print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run with its mode kept (scp -p), and")
-    print("pass it as --secret-file, or as --secret-file over torch.")
+    print("pass it as --secret-file.")
     return 0

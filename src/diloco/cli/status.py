@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,13 +19,13 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from diloco.cli.tables import columns, facts_table
 from diloco.config import parse_options
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
-from diloco.units import format_bytes, format_rate, parse_duration_s
+from diloco.units import Duration, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from diloco.checkpoint import Checkpoint
     from diloco.transport import PeerReport, StatusClient
 
-__all__ = ["open_client", "run"]
+__all__ = ["SwarmOptions", "run"]
 
 DESCRIPTION = """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
 
@@ -37,21 +37,43 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """The options of `diloco status`."""
+class SwarmOptions:
+    """The options of the commands that query the peers of a swarm."""
 
-    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]", help_behavior_hint="")] = None
-    """A run folder (its latest checkpoint) or a checkpoint."""
     run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """With --join: name of the swarm's run."""
     join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     """Addresses of one or more peers of the swarm, as the peers print them."""
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The swarm's secret, if it has one."""
-    watch: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
-    """Keep the table of a swarm up to date. `diloco watch` shows more, on a web page."""
-    every: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """The same, with this time between two queries. Default: 2s."""
+
+    @contextlib.asynccontextmanager
+    async def open_client(self) -> AsyncIterator[StatusClient]:
+        """Connect to the peers and yield a client that queries them."""
+        from diloco.transport import Admission, NodePlace, open_status_client, read_secret
+
+        admission = Admission(str(self.run), read_secret(self.secret_file, "--secret-file"))
+        place = NodePlace(join=self.join, listen=(), map_ports=False)
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+            async with open_status_client(Path(folder) / "identity.key", place, admission) as client:
+                yield client
+
+    def __post_init__(self) -> None:
+        if (self.run is None) != (not self.join):
+            missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
+            raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
+        if self.secret_file and self.run is None:
+            raise ConfigurationError("--secret-file is the secret of a swarm, which needs --run and --join.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(SwarmOptions):
+    """The options of `diloco status`."""
+
+    folder: Annotated[Positional[Path | None], arg(metavar="[RUN]", help_behavior_hint="")] = None
+    """A run folder (its latest checkpoint) or a checkpoint."""
+    every: Annotated[Duration | None, arg(metavar="TIME", help_behavior_hint="")] = None
+    """Keep the table of a swarm up to date, with this time between two queries. `diloco watch` shows more."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print everything as JSON: the checkpoint's manifest, or the peers' reports."""
 
@@ -59,19 +81,16 @@ class StatusOptions:
 def run(arguments: Sequence[str]) -> int:
     """Print the status; return 0, or 1 if no peer of the swarm answers."""
     options = parse_options(StatusOptions, "status", DESCRIPTION, arguments)
-    every_s = parse_duration_s(options.every or "2s", "--every")
-    watches = options.watch or options.every is not None
-    of_swarm = [options.run is not None, bool(options.join)]
-    if not (any(of_swarm) == all(of_swarm) != bool(options.folder)) or (options.folder and options.secret_file):
+    if bool(options.run) == bool(options.folder):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
-    if watches and (options.folder or options.json or not every_s):
-        raise ConfigurationError("--watch and --every (above 0) keep the table of --run up to date, without --json.")
+    if options.every is not None and (options.folder or options.json or not options.every):
+        raise ConfigurationError("--every (above 0s) keeps the table of --run up to date, without --json.")
     if options.folder:
         print(_checkpoint(options.folder, as_json=options.json))
         return 0
-    if watches:
+    if options.every:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_watch(options, every_s))
+            asyncio.run(_watch(options, options.every))
         return 0
     reports = asyncio.run(_query(options))
     if options.json:
@@ -84,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(folder: Path, *, as_json: bool) -> str:
-    """Return what a checkpoint holds, from its manifest; no weights are loaded."""
+    """Return what the manifest of a checkpoint says."""
     from diloco.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
@@ -138,24 +157,12 @@ def _contents(checkpoint: Checkpoint) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_value(entry)}" for name, entry in value.items() if entry is not None)
+        return ", ".join(f"{name} {_value(entry)}" for name, entry in value.items() if entry not in (None, {}))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-@contextlib.asynccontextmanager
-async def open_client(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[StatusClient]:
-    """Connect to the peers of a run and yield a client that queries them."""
-    from diloco.transport import Admission, NodePlace, open_status_client, read_secret
-
-    admission = Admission(run, read_secret(secret_file, "--secret-file"))
-    place = NodePlace(join=tuple(join), listen=(), map_ports=False)
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        async with open_status_client(Path(folder) / "identity.key", place, admission) as client:
-            yield client
-
-
 async def _query(options: StatusOptions) -> Sequence[PeerReport]:
-    async with open_client(str(options.run), options.join, options.secret_file) as client:
+    async with options.open_client() as client:
         return await client.ask()
 
 
@@ -167,7 +174,7 @@ async def _watch(options: StatusOptions, every_s: float) -> None:
     from diloco.monitor import VisibleConsole
 
     console = VisibleConsole()
-    async with open_client(str(options.run), options.join, options.secret_file) as client:
+    async with options.open_client() as client:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
@@ -194,16 +201,18 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
     if not status:
         return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
-    speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
+    units: list[tuple[str, Callable[[float], str]]] = [
+        ("tokens_per_s", "{:,.0f}".format),
+        ("pace", "{:.0%}".format),
+        ("link_bits_per_s", format_rate),
+    ]
     return [
         peer.peer_id,
         str(status.get("name") or status.get("replica", peer.number)),
         _state(status),
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
-        "-" if speed is None else f"{float(speed):,.0f}",
-        "-" if pace is None else f"{100 * float(pace):.0f} %",
-        "-" if rate is None else format_rate(float(rate)),
+        *("-" if status.get(key) is None else form(float(status[key])) for key, form in units),
         format_bytes(int(status.get("sent_bytes") or 0) + int(status.get("received_bytes") or 0)),
         str(status.get("digest", "-"))[:8],
     ]

@@ -12,8 +12,9 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.checkpoint import lock_folder, write_whole
-from diloco.config import parse_options
+from diloco.config import flatten, parse_options
 from diloco.errors import ConfigurationError
+from diloco.events import json_ready
 
 __all__ = ["run"]
 
@@ -47,18 +48,22 @@ def run(arguments: Sequence[str]) -> int:
     if given.jobs is not None and given.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {given.jobs}.")
 
-    from diloco.sweep import places, read_study, results, run_all, summary_of, table
+    from diloco.sweep import places, read_study, run_all, table
 
     runs, folder, errors = read_study(given.study), given.out / "runs", dict[str, str]()
 
     def save() -> str:
-        rows = results(runs, folder, errors)
+        rows = []
+        for each in runs:
+            if (summary := each.summary(folder)) or each.name in errors:
+                about = {"run": each.name, "varied": each.varied, "error": errors.get(each.name, "")}
+                rows.append(json_ready(about | {"settings": flatten(each.plan.configuration)} | (summary or {})))
         write_whole(given.out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         write_whole(given.out / "table.md", table(rows) + "\n")
         return table(rows)
 
     with contextlib.nullcontext() if given.dry_run else lock_folder(given.out) as lock:
-        rest = [each for each in runs if summary_of(each, folder) is None]
+        rest = [each for each in runs if each.summary(folder) is None]
         print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done")
         if given.dry_run:
             print("\n".join(f"  {'to do' if each in rest else 'done '}  {each.name}" for each in runs))

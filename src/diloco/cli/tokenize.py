@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from diloco.config import build, flatten, parse_flags, read_toml
+from diloco.config import build, flatten, parse_flags, read_toml, to_toml
 from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
 from diloco.monitor import VisibleConsole
@@ -48,6 +48,9 @@ def run(arguments: Sequence[str]) -> int:
     line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
+    if line.print_config:
+        print(to_toml(settings))
+        return 0
     if settings.out is None:
         raise ConfigurationError("--out FOLDER is required: it is where the tokens are written.")
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from diloco.devices import check_device
 
 if TYPE_CHECKING:
     from diloco.trained import Trained
 
-__all__ = ["TrainedOptions"]
+__all__ = ["AppliedOptions", "TrainedOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +36,18 @@ class TrainedOptions:
         return load_trained(
             self.path, device, step=self.checkpoint, replica=self.replica, source=self.model, dequantize=dequantize
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedOptions(TrainedOptions):
+    """Which trained model to load, and how to apply it to text."""
+
+    context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Maximum context of the model in tokens. Default: as in training."""
+    device: Annotated[str, arg(metavar="TEXT")] = "auto"
+    """cpu, cuda, cuda:N, mps, or auto."""
+    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Print one JSON object at the end."""
+
+    def __post_init__(self) -> None:
+        check_device("--device", self.device)

@@ -13,10 +13,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from diloco.cli.status import open_client
+from diloco.cli.status import SwarmOptions
 from diloco.config import parse_options
 from diloco.errors import ConfigurationError
-from diloco.units import parse_duration_s
+from diloco.units import Duration
 from diloco.watch import LOOPBACK, FollowedFolder, FollowedSwarm, PageServer, export_page, page_data, plotly_script
 
 __all__ = ["run"]
@@ -33,43 +33,33 @@ FIRST_PORT, NUM_PORTS = 8500, 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchOptions:
+class WatchOptions(SwarmOptions):
     """The options of `diloco watch`."""
 
     folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
     """Folders of running or finished runs."""
-    run: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """With --join: name of the swarm's run."""
-    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
-    """Addresses of one or more peers of the swarm, as the peers print them."""
-    secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
-    """The swarm's secret, if it has one."""
     out: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """Write the page to this self-contained file and exit."""
     host: Annotated[str, arg(metavar="TEXT")] = "127.0.0.1"
     """Address to listen at. The printed address holds a token, which opens the page in one browser."""
     port: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Port to listen at. Default: 8500, or the next free one."""
-    every: Annotated[str, arg(metavar="TEXT")] = "2s"
-    """Time between two reads of the folders and two queries to the peers."""
+    every: Annotated[Duration, arg(metavar="TIME", help_behavior_hint="")] = 2.0
+    """Time between two reads of the folders and two queries to the peers. Default: 2s."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted, or write it to a file; return 0."""
     options = parse_options(WatchOptions, "watch", DESCRIPTION, arguments)
-    if not options.folders and options.run is None and not options.join:
+    if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
-    if (options.run is None) != (not options.join):
-        missing = "--join, the address of a peer" if options.run else "--run, the name of the run"
-        raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
-    every_s = parse_duration_s(options.every, "--every")
-    if not every_s:
-        raise ConfigurationError("--every must be positive, got 0.")
+    if not options.every:
+        raise ConfigurationError("--every must be above 0s.")
     plotly_script()  # raises now if plotly is missing
     folders = [FollowedFolder(folder) for folder in options.folders]
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
     if options.out is not None:
-        asyncio.run(_follow(options, folders, swarm, None, every_s))
+        asyncio.run(_follow(options, folders, swarm, None))
         watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
         try:
             options.out.write_text(export_page(page_data(watched, time.time(), made_s=round(time.time()))), "utf-8")
@@ -79,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     with _listening(options) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"diloco: watch at {_address(server)} ({_visibility(options)}; Ctrl-C stops)", flush=True)
-        asyncio.run(_follow(options, folders, swarm, server, every_s))
+        asyncio.run(_follow(options, folders, swarm, server))
     return 0
 
 
@@ -88,13 +78,11 @@ async def _follow(
     folders: Sequence[FollowedFolder],
     swarm: FollowedSwarm | None,
     server: PageServer | None,
-    every_s: float,
 ) -> None:
     """Keep the page up to date; without a server, read everything once."""
     watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
     async with contextlib.AsyncExitStack() as stack:
-        asking = open_client(str(options.run), options.join, options.secret_file) if swarm else None
-        client = await stack.enter_async_context(asking) if asking else None
+        client = await stack.enter_async_context(options.open_client()) if swarm else None
         while True:
             more = any([folder.read() for folder in folders])
             if swarm and client and not more:
@@ -107,7 +95,7 @@ async def _follow(
             if not more and not server:
                 return
             if not more:
-                await asyncio.sleep(every_s)
+                await asyncio.sleep(options.every)
 
 
 def _address(server: PageServer) -> str:

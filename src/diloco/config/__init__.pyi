@@ -21,6 +21,7 @@ from .renamed import RENAMED as RENAMED
 from .run_plan import CONFIG_FILE as CONFIG_FILE
 from .run_plan import RunPlan as RunPlan
 from .run_plan import plan_run as plan_run
+from .run_plan import read_record as read_record
 from .toml import in_toml as in_toml
 from .toml import parse_toml as parse_toml
 from .toml import read_tables as read_tables

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco.config.configuration import Configuration, compose, parse_arguments
-from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.finetune import finetune_line, usual_values, with_steps
 from diloco.config.flags import CommandLine, command_text
-from diloco.config.keys import Values, flatten, keys_of
+from diloco.config.keys import flatten, keys_of
+from diloco.config.presets import preset_values
 from diloco.config.run_plan import CONFIG_FILE, PROCESS_KEYS, absolute_inputs, model_limits
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
@@ -22,9 +23,16 @@ __all__ = ["join_command", "resume_command"]
 
 _PRIVATE = (
     *("out", "checkpoint", "monitor", "emulate", *PROCESS_KEYS),
-    *("train.device", "train.global_device", "train.stop_after", "network.behind_nat", "network.secret_file"),
+    *("train.device", "train.global_device", "train.stop_after"),
+    *("network.name", "network.behind_nat", "network.secret_file"),
 )
 """Keys and sections about one machine and its owner, which a command for another machine does not repeat."""
+
+_FIRST = (
+    *("preset", "algorithm", "train.steps", "train.sequence_length", "optimizer.name", "model.source"),
+    *("data.paths", "data.sources", "data.format", "network.transport", "network.run"),
+)
+"""Keys from which others follow, or without which a run is refused."""
 
 
 def resume_command(command: str, configuration: Configuration, folder: Path, join: Sequence[str] = ()) -> str:
@@ -45,8 +53,8 @@ def resume_command(command: str, configuration: Configuration, folder: Path, joi
 def join_command(command: str, configuration: Configuration, folder: Path) -> str:
     """Return the command with which other peers join the swarm of ``configuration``, without --join and an address.
 
-    It sets the fewest keys from which the same settings follow, except those in `_PRIVATE`. Settings that no flags
-    express are read from the record in ``folder``.
+    It sets the keys in which the run differs from what the other flags give, except those in `_PRIVATE`. Settings that
+    no flags express are read from the record in ``folder``.
 
     Args:
         command: ``"train"`` or ``"finetune"``.
@@ -55,51 +63,25 @@ def join_command(command: str, configuration: Configuration, folder: Path) -> st
     goal, source = flatten(configuration), configuration.model.source
     place = None if source is None or command != "finetune" else parse_source(source).place
     private = {name for name in goal if {name, name.partition(".")[0]} & {*_PRIVATE}}
-    goal = {name: value for name, value in goal.items() if name not in private}
+    usual = flatten(Configuration()) | preset_values(configuration.preset) | {"preset": Configuration.preset}
+    if place is not None:
+        usual |= usual_values(full=False) | {"train.sequence_length": goal["train.sequence_length"]}
+    values = {name: goal[name] for name in _FIRST if goal[name] != usual[name] or (name == "train.steps" and place)}
     limits = model_limits(configuration)
-
-    def settings_of(values: Values) -> Values:
-        line = CommandLine(file=None if place is None else Path(place), print_config=False, values=values)
-        if place is not None:
-            line, _ = with_steps(finetune_line(line, full=False), 0, 1.0, 1)
-        settings = flatten(resolve(absolute_inputs(compose(line)), **limits))
-        return {name: settings[name] for name in goal}
-
-    values = _fewest(goal, settings_of, set() if place is None else {"train.steps"})
-    if values is not None:
-        shown = {name: _from_here(value) for name, value in values.items() if name != "model.source" or place is None}
-        text = command_text(command, *([] if place is None else [_from_here(place)]), flags=_flags(shown))
-        with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
-            if parse_arguments(shlex.split(text)[2:]).values == shown:
-                return text
+    with contextlib.suppress(ConfigurationError):  # such as two values of a list that begin with dashes
+        for _ in range(3):  # what was set may change what follows
+            line = CommandLine(file=None if place is None else Path(place), print_config=False, values=values)
+            if place is not None:
+                line, _ = with_steps(finetune_line(line, full=False), 0, 1.0, 1)
+            settings = flatten(resolve(absolute_inputs(compose(line)), **limits))
+            other = {name: value for name, value in goal.items() if value != settings[name] and name not in private}
+            if not other:
+                shown = {name: _from_here(each) for name, each in values.items() if name != "model.source" or not place}
+                text = command_text(command, *([_from_here(place)] if place else []), flags=_flags(shown))
+                if parse_arguments(shlex.split(text)[2:]).values == shown:
+                    return text
+            values = values | other
     return command_text("train", folder / CONFIG_FILE)
-
-
-def _fewest(goal: Values, settings_of: Callable[[Values], Values], always: set[str]) -> Values | None:
-    """Return the fewest of the values in ``goal`` with which ``settings_of`` gives ``goal``; None if none do."""
-
-    def fits(values: Values) -> bool:
-        try:
-            return settings_of(values) == goal
-        except ConfigurationError:
-            return False
-
-    usual = flatten(Configuration())
-    other = {name: value for name, value in goal.items() if value != usual[name] or name in always}
-    values = (
-        other
-        if fits(other)
-        else {name: value for name, value in goal.items() if value is not None or usual[name] is not None}
-    )
-    if not fits(values):
-        return None
-    while True:  # again after a change: the name of an optimizer makes its arguments necessary
-        before = values
-        for name in [name for name in reversed(values) if name not in always]:
-            fewer = {each: value for each, value in values.items() if each != name}
-            values = fewer if fits(fewer) else values
-        if values == before:
-            return values
 
 
 def _flags(values: Mapping[str, Any]) -> dict[str, Any]:

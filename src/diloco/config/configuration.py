@@ -130,7 +130,9 @@ def overlay(below: Values, above: Values, beneath: Mapping[str, Any] = {}) -> Va
     for table in keys_of(Configuration):
         if table in others:
             lower[table] = {}
-        elif table in _NAMED_BY and table not in lower and any(name.startswith(table) for name in above):
+        elif (
+            not beneath and table in _NAMED_BY and table not in lower and any(name.startswith(table) for name in above)
+        ):
             lower[table] = before[table]
     if roles:
         lower["sync.arguments"] = {role: each for role, each in before["sync.arguments"].items() if role not in roles}

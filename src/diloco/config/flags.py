@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import shlex
 import sys
@@ -17,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_args, get_origin
 
+import msgspec
 import tyro
-from tyro.conf import Positional, UseCounterAction, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, build, keys_of, layered, leaf_type
 from diloco.config.names import nearest_flags
 from diloco.config.renamed import replacement
-from diloco.config.toml import MAY_BE_EMPTY, convert, in_toml
+from diloco.config.toml import MAY_BE_EMPTY, convert, freeze, in_toml
 from diloco.errors import DEBUG, ConfigurationError
 from diloco.terminal import plain
 from diloco.units import Duration, Rate, escape, unescape
@@ -76,17 +78,16 @@ def parse_flags(
     known = keys_of(settings_type)
     file = _option("file", Path, metavar=place[0], positional=True)
     own = {key.name: key for key in (file, _option("print_config", bool), _option("help_all", bool))}
-    if any(map(_shows, arguments)):
+    if asked := _asked(arguments, "--help-all"):
         keys = list(known.values())
-        if "--help-all" not in arguments:
+        if "--help-all" not in asked:
             keys = (
                 [key for key in keys if key.aliases or not key.section]
                 if common is None
                 else [known[name] for name in common]
             )
-        words = ["--help" if word == "--help-all" else word for word in arguments]
         kind = _kind(keys, shown, helps, place, everything=len(keys) == len(known))
-        _tyro(kind, command, description, words)
+        _tyro(kind, command, description, ["--help"] if "--help-all" in asked else asked)
     values = _parse(own | known, command, arguments)
     typed = {name: value for name, value in values.items() if name not in own}
     typed = layered(settings_type, {}, typed)
@@ -103,13 +104,14 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
         SystemExit: with code 0, for --help.
     """
-    if any(map(_shows, arguments)):
-        _tyro(kind, command, description, arguments)
+    if asked := _asked(arguments):
+        _tyro(kind, command, description, asked)
     keys = keys_of(kind)
     values = _parse(keys, command, arguments)
     for key in keys.values():
-        if key.positional and key.default is dataclasses.MISSING and key.name not in values:
-            raise ConfigurationError(f"missing argument {_named(key)}: {key.help} See `diloco {command} --help`.")
+        if key.default is dataclasses.MISSING and key.name not in values:
+            name = _named(key) if key.positional else f"{key.flag} {_metavar(key)}"
+            raise ConfigurationError(f"missing argument {name}: {key.help} See `diloco {command} --help`.")
     return build(kind, values)
 
 
@@ -117,24 +119,24 @@ def _option(name: str, annotation: Any, **more: Any) -> Key:
     return Key(name=name, annotation=annotation, default=None, owner=CommandLine, negatable=False, **more)
 
 
-def _shows(word: str) -> bool:
-    """Return whether a word asks for the help, or tyro for the completions of a shell (``--tyro-print-completion``)."""
-    return word in ("-h", "--help", "--help-all") or word.startswith("--tyro-")
+def _asked(arguments: Sequence[str], *more: str) -> list[str]:
+    """Return the words that ask for the help (``more``: other words for it) or the completions of a shell, if any."""
+    words = [*itertools.takewhile(lambda word: word != "--", arguments)]
+    for word, shell in itertools.pairwise(words):
+        if word == "--tyro-print-completion" and shell in ("bash", "zsh", "tcsh"):
+            return [word, shell]
+    return [word for word in words if word in ("-h", "--help", *more)]
 
 
 def _tyro(kind: Any, command: str, description: str, words: Sequence[str]) -> None:
     with contextlib.redirect_stdout(plain(sys.stdout)):  # tyro colours its help
-        tyro.cli(kind, prog=f"diloco {command}", description=description, args=[each for each in words if _asks(each)])
-
-
-def _asks(word: str) -> bool:
-    return _shows(word) or not word.startswith("-")
+        tyro.cli(kind, prog=f"diloco {command}", description=description, args=words)
 
 
 def _parse(keys: Mapping[str, Key], command: str, arguments: Sequence[str]) -> Values:
     """Return the value of each key that was typed."""
     try:
-        return _Words(keys, arguments).values()
+        return _Words(keys, arguments, command).values()
     except _MisuseError as misuse:
         raise ConfigurationError(f"{misuse} See `diloco {command} --help`.") from None
 
@@ -146,8 +148,8 @@ class _MisuseError(Exception):
 class _Words:
     """The words of a command line, by the key that they belong to."""
 
-    def __init__(self, keys: Mapping[str, Key], arguments: Sequence[str]) -> None:
-        self._keys = keys
+    def __init__(self, keys: Mapping[str, Key], arguments: Sequence[str], command: str) -> None:
+        self._keys, self._command = keys, command
         self._flags = {flag: key for key in keys.values() if not key.positional for flag in (key.flag, *key.aliases)}
         switches = [key for key in keys.values() if key.is_switch and key.negatable]
         self._negations = {_negation(flag): key for key in switches for flag in (key.flag, *key.aliases)}
@@ -173,13 +175,14 @@ class _Words:
                 values[key.name] = flag not in self._negations
             elif flag in self._flags:
                 key = self._flags[flag]
-                values[key.name] = self._value(key, flag, self._taken(key, flag, after))
-            elif table := next((key for key in self._keys.values() if flag.startswith(f"{key.flag}.")), None):
+                taken = self._taken(key, flag, after)
+                if key.is_list and key.name in values:
+                    raise _MisuseError(f"{flag} was given twice. Give all of its values after one {flag}.")
+                values[key.name] = self._value(key, flag, taken)
+            elif (table := self._table(flag)) is not None:
                 entry = flag.removeprefix(table.flag).replace("-", "_")
                 alone = not after and (not self._words or self._is_flag(self._words[0]))
-                values[f"{table.name}{entry}"] = (
-                    True if alone else _of_table(self._taken(_option(flag, str), flag, after)[0])
-                )
+                values[f"{table.name}{entry}"] = alone or _entry(flag, self._taken(_option(flag, str), flag, after)[0])
             elif word == "--debug":
                 DEBUG.set(True)
             else:
@@ -188,14 +191,19 @@ class _Words:
 
     def _is_flag(self, word: str) -> bool:
         flag = word.partition("=")[0].replace("_", "-")
-        if word.startswith("--") and any(flag.startswith(f"{key.flag}.") for key in self._keys.values()):
-            return True
-        return flag in self._flags or flag in self._negations or _shows(flag)
+        return (
+            self._table(flag) is not None or flag in self._flags or flag in self._negations or flag in ("-h", "--help")
+        )
+
+    def _table(self, flag: str) -> Key | None:
+        """Return the table of which ``flag`` sets an entry, if any."""
+        tables = (key for key in self._keys.values() if key.is_table and flag.startswith(f"{key.flag}."))
+        return None if "" in flag.split(".") else next(tables, None)
 
     def _unknown(self, word: str) -> _MisuseError:
-        if gone := replacement(word.replace("_", "-")):
+        if gone := replacement(word.replace("_", "-"), self._command):
             return _MisuseError(f"there is no flag {word} any more: {gone}")
-        near = " or ".join(nearest_flags(word, sorted({*self._flags, *self._negations})))
+        near = " or ".join(nearest_flags(word, sorted({*self._flags, *self._negations, "--help"})))
         return _MisuseError(f"there is no flag {word}{f'; did you mean {near}?' if near else '.'}")
 
     def _refuse_value(self, flag: str, after: Sequence[str], equals: bool) -> None:
@@ -239,7 +247,8 @@ class _Words:
                 values[key.name] = self._value(key, _named(key), words[:1])
                 words = words[1:]
         if words:
-            raise _MisuseError(f"too many arguments: {' '.join(words)}.")
+            hint = replacement("--", self._command)
+            raise _MisuseError(f"too many arguments: {' '.join(words)}{f'; {hint}' if hint else '.'}")
         return values
 
 
@@ -247,13 +256,17 @@ def _looks_like_a_flag(word: str) -> bool:
     return word.startswith("-") and not re.match(r"-(\.?\d|$)", word)
 
 
-def _of_table(word: str) -> Any:
-    """Return the value of an entry of a table: a value of TOML, or else a text."""
+def _entry(flag: str, word: str) -> Any:
+    """Return the value of an entry of a table: a value of TOML that a file of settings can hold, or else a text."""
     try:
-        value = tomllib.loads(f"value = {word}")["value"]
-    except tomllib.TOMLDecodeError:
+        values = tomllib.loads(f"value = {word}")
+        return freeze(values["value"]) if len(values) == 1 else word
+    except msgspec.ValidationError:
+        return word  # such as a date
+    except tomllib.TOMLDecodeError as error:
+        if word[:1] in ("[", "{"):
+            raise _MisuseError(f"{flag} {word} is not valid TOML: {error}. A text that begins so has quotes.") from None
         return word
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _named(key: Key) -> str:
@@ -284,6 +297,8 @@ def _kind(
         annotation = key.annotation
         if key.is_table or leaf_type(annotation) in (Duration, Rate):  # tyro prints the metavar, and needs no more
             annotation = tuple[str, ...] if key.is_list else str
+        if key.is_switch and not key.negatable:
+            annotation = FlagCreatePairsOff[bool]
         target[key.leaf if whole else key.name] = NotRequired[
             Annotated[annotation, _argument(key, shown.get(key.name), helps.get(key.name, key.help), whole=bool(whole))]
         ]
@@ -299,7 +314,8 @@ def _kind(
 
 def _argument(key: Key, default: Any, text: str, *, whole: bool) -> Any:
     """Return the flag of one key: short alias first, no type, and the default unless the help text states it."""
-    silent = default is None or default == () or default == {} or "efault:" in text
+    unset = default is None or default == () or default == {} or (default is False and not key.negatable)
+    silent = unset or "efault:" in text
     hint = "" if silent else f"(default: {_show(default)})"
     long = [alias for alias in key.aliases if alias.startswith("--")]
     if whole or not long:

@@ -1,8 +1,15 @@
-"""The keys of versions before 0.6, which are refused with what replaces them."""
+"""The keys and flags of versions before 0.6, which are refused with what replaces them."""
 
 from __future__ import annotations
 
-__all__ = ["RENAMED", "replacement"]
+from diloco.errors import ConfigurationError
+
+__all__ = ["RENAMED", "OldKeyError", "replacement"]
+
+
+class OldKeyError(ConfigurationError):
+    """A key of a version before 0.6."""
+
 
 _ARGUMENTS = ("vocab_size", "max_sequence_length", "rope_theta", "norm_epsilon", "qk_norm", "z_loss", "tie_embeddings")
 _TUNED = ("streams", "pace", "piece_bytes", "heartbeat_s", "interface", "position", "inner_store")
@@ -101,8 +108,38 @@ _FLAGS = {
 """Old short flags -> their old keys."""
 
 
-def replacement(name: str) -> str | None:
+_OTHER_PROGRAMS = "transformers or lm-eval, after `diloco export`"
+_COMMANDS: dict[str, dict[str, str]] = {
+    "doctor": {"megabytes": "--size", "timeout-s": "--timeout"},
+    "watch": {"export": "--out", "every-s": "--every", "ask-every-s": "--every", "alert": ""},
+    "status": {"watch": "--every 2s", "every-s": "--every"},
+    "evaluate": {
+        **dict.fromkeys(("stride", "by-document", "questions", "answer-tokens"), _OTHER_PROGRAMS),
+        **{"sequence-length": "--context", "batch-size": ""},
+    },
+    "generate": {
+        **dict.fromkeys(("num-samples", "stop", "min-p", "repetition-penalty"), _OTHER_PROGRAMS),
+        **{"prompt-file": '--prompt "$(cat FILE)"', "batch-size": ""},
+    },
+    "export": {"": "--out PLACE", "max-length": "", "max-shard-size": ""},
+    "plan": {
+        **dict.fromkeys(("target-utilization", "plot", "timeline", "table"), "the table that plan prints"),
+        **{
+            "layers": "--fragments",
+            "finetune": "--model hf:FOLDER --lora-rank 16",
+            "config": "",
+            "peers": "--bandwidth",
+        },
+    },
+}
+"""Command -> old flag, without dashes and what follows a dot, or "" for an argument -> what replaces it."""
+
+
+def replacement(name: str, command: str = "") -> str | None:
     """Return what to say about an old key, or about an old flag (with dashes in front); None if it is none.
+
+    Args:
+        command: the command that has the flag.
 
     >>> replacement("inner.learning_rate"), replacement("--transport.no-pace")
     ('it is now optimizer.learning_rate.', 'it is gone: nothing has to be set.')
@@ -111,6 +148,9 @@ def replacement(name: str) -> str | None:
     """
     flag = name.startswith("--")
     key = name.lstrip("-").replace(".no-", ".")
+    new = _COMMANDS.get(command, {}).get(key.partition(".")[0])
+    if new is not None:
+        return f"it is now {new}." if new.startswith("-") else f"it is gone: {new or 'nothing has to be set'}."
     key = _FLAGS.get(key, key.replace("-", "_"))
     if key == "transport.join":
         return "it is now --join."

@@ -13,17 +13,18 @@ from diloco.config.configuration import Configuration, compose, overlay
 from diloco.config.flags import CommandLine, command_text
 from diloco.config.keys import Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
+from diloco.config.renamed import OldKeyError
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model import parse_source
 from diloco.plugins import KEYS, absolute, confirm, is_own, same_code
 from diloco.train import notes, resolve
 
-__all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run"]
+__all__ = ["CONFIG_FILE", "PROCESS_KEYS", "RunPlan", "absolute_inputs", "model_limits", "plan_run", "read_record"]
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce", "network.name")
+PROCESS_KEYS = ("network.replica", "network.join", "network.listen", "network.announce")
 """Settings that identify one process of a run. They are not written to ``config.toml``."""
 
 _PER_CALL_KEYS = ("out", "train.stop_after", "checkpoint.resume")  # settings of one call of the command
@@ -110,7 +111,7 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
             "own folder. Leave the file out."
         )
     source, record = _run_folder(resume)
-    saved = flatten(build(Configuration, read_toml(record, Configuration)))
+    saved = flatten(read_record(record))
     confirm(source, saved, line.values)
     wanted = flatten(absolute_inputs(build(Configuration, overlay(saved, line.values))))
     changed = {name: wanted[name] for name in line.values if not same_code(wanted[name], saved[name])}
@@ -138,6 +139,21 @@ def _plan_resumed(line: CommandLine, resume: Path) -> RunPlan:
         source=source,
         notes=(stretched if after > before else ()) + notes(configuration),
     )
+
+
+def read_record(path: Path) -> Configuration:
+    """Return the settings in the ``config.toml`` of a run.
+
+    Raises:
+        ConfigurationError: the file can't be read, or the run is of a version before 0.6.
+    """
+    try:
+        return build(Configuration, read_toml(path, Configuration))
+    except OldKeyError:
+        raise ConfigurationError(
+            f"{path.parent} is a run of diloco 0.5 or older: that version resumes and evaluates it, and this one can "
+            "only export it, generate with it, or start a new run with --init-from."
+        ) from None
 
 
 def _run_folder(resume: Path) -> tuple[Path, Path]:

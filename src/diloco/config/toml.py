@@ -13,11 +13,21 @@ import msgspec
 
 from diloco.config.keys import Key, Values, flatten, keys_of, leaf_type
 from diloco.config.names import nearest_key
-from diloco.config.renamed import replacement
+from diloco.config.renamed import OldKeyError, replacement
 from diloco.errors import ConfigurationError
 from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
 
-__all__ = ["MAY_BE_EMPTY", "convert", "in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
+__all__ = [
+    "MAY_BE_EMPTY",
+    "convert",
+    "freeze",
+    "in_toml",
+    "parse_toml",
+    "read_tables",
+    "read_toml",
+    "to_toml",
+    "write_values",
+]
 
 MAY_BE_EMPTY = ("prompt", "system", "evaluation.sample_prompts")
 """Settings and options to which an empty text has a meaning."""
@@ -83,8 +93,10 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             if isinstance(value, dict) and value and not replacement(name):
                 name = next((f"{name}.{leaf}" for leaf in value if replacement(f"{name}.{leaf}")), name)
             gone = replacement(name)
-            hint = gone or nearest_key(name, known, is_section=isinstance(value, dict))
-            raise ConfigurationError(f"{where}: {'key' if gone else 'unknown key'} {name!r}; {hint}")
+            if gone:
+                raise OldKeyError(f"{where}: key {name!r}; {gone}")
+            hint = nearest_key(name, known, is_section=isinstance(value, dict))
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
         elif isinstance(value, dict):
             values |= _read_table(value, f"{name}.", known, where)
         else:
@@ -111,9 +123,11 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
         if key.is_optional and leaf not in (str, Path) and isinstance(value, str) and value.lower() == UNSET:
             return None
         if key.is_table and typed:
-            value = _tables(f"table = {value}", key.flag)["table"]
+            value, *rest = _tables(f"table = {value}", key.flag).values()
+            if rest:
+                raise msgspec.ValidationError("Expected one table")
         strict = not typed or leaf in (str, Path)
-        return _freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
+        return freeze(msgspec.convert(value, key.annotation, strict=strict, dec_hook=_decode))
     except msgspec.ValidationError as error:
         words = str(error).partition(" - at ")[0]
         works = _expected(key.annotation) if words.startswith(("Expected", "Invalid", "unit")) else words
@@ -123,6 +137,8 @@ def convert(key: Key, value: Any, what: str, *, typed: bool = False) -> Any:
 def _decode(kind: type, value: Any) -> Any:
     """Convert a value of TOML to a type that msgspec does not know."""
     if kind is Path and isinstance(value, str):
+        if "\0" in value:
+            raise msgspec.ValidationError("a path without null characters")
         return Path(value)
     if kind in (Duration, Rate):
         try:
@@ -132,12 +148,12 @@ def _decode(kind: type, value: Any) -> Any:
     raise msgspec.ValidationError("Expected another type")
 
 
-def _freeze(value: Any) -> Any:
+def freeze(value: Any) -> Any:
     """Return a value with tuples instead of lists."""
     if isinstance(value, list | tuple):
-        return tuple(_freeze(item) for item in value)
+        return tuple(freeze(item) for item in value)
     if isinstance(value, dict):
-        return {key: _freeze(item) for key, item in value.items()}
+        return {key: freeze(item) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str | Path):
         return value
     raise msgspec.ValidationError("true or false, a number, a string, a list or a table")
@@ -165,7 +181,7 @@ def _expected(annotation: Any) -> str:
 
 def _show(value: Any) -> str:
     try:
-        return in_toml(_freeze(value))
+        return in_toml(freeze(value))
     except (msgspec.ValidationError, ConfigurationError):
         return str(value)
 

@@ -56,7 +56,7 @@ class ChatTokenizer(Tokenizer):
             try:
                 library.chat_template = template.read_text("utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"data.chat_template={template} can't be read: {error}.") from error
+                raise ConfigurationError(f"data.format={template} can't be read: {error}.") from error
         self._library = library
         self._place = place
         # the template; None: there is none, so only prompts, completions and plain text can be read
@@ -150,7 +150,7 @@ class ChatTokenizer(Tokenizer):
                 raise DataError(
                     f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
                     f"tokens to learn can't be found. The conversation begins with {whole[:60]!r}. Give a template "
-                    "with {% generation %} (data.chat_template)."
+                    "with {% generation %} (data.format)."
                 )
             else:
                 all_count = False
@@ -281,7 +281,7 @@ class ChatTokenizer(Tokenizer):
     def _render(self, messages: Sequence[Message], more: Mapping[str, Any], *, answer_next: bool = False) -> str:
         if self.template is None:
             raise DataError(
-                f"{self._place} has no chat template, which messages need. Give a template (--data.chat-template "
+                f"{self._place} has no chat template, which messages need. Give a template (--data.format "
                 "FILE.jinja), the folder of a chat model, or records with prompt and completion."
             )
         return str(self._applied(messages, more, tokenize=False, add_generation_prompt=answer_next))

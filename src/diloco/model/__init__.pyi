@@ -26,7 +26,6 @@ from .modules import KeyValueCache as KeyValueCache
 from .modules import attend as attend
 from .modules import block_mask as block_mask
 from .modules import boolean_mask as boolean_mask
-from .presets import Preset as Preset
 from .presets import count_parameters as count_parameters
 from .presets import get_preset as get_preset
 from .presets import preset_names as preset_names

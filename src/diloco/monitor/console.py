@@ -31,8 +31,6 @@ from diloco.units import (
 
 __all__ = ["LiveConsole", "PlainConsole", "VisibleConsole", "line"]
 
-Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
-
 _HEADER_EVERY = 30
 _STYLES = {
     events.Evaluated: "green",
@@ -47,17 +45,12 @@ class _Console:
 
     Args:
         verbose: whether to print details, too.
-        hint: whether to say at the end how to see the curves of the run.
     """
 
     encoding = "utf-8"
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, verbose: bool = False, hint: bool = False
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, verbose: bool = False) -> None:
         self._clock = clock
-        self._verbose = verbose
-        self._hint = hint
         self._progress = RunProgress(verbose=verbose)
 
     def _print(self, text: str, style: str = "") -> None:
@@ -70,7 +63,7 @@ class _Console:
         match event:
             case events.RunStarted():
                 self._print(_title(event), "bold")
-                self._print(_table(_facts(event, verbose=self._verbose)))
+                self._print(_table(dict(event.facts) | (_details(event) if progress.verbose else {})))
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
@@ -79,11 +72,11 @@ class _Console:
             case events.RunFinished():
                 done, total = progress.step, progress.total_steps
                 self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
-                self._print(_table(_summary(event.summary, hint=self._hint)))
+                self._print(_table(_summary(event.summary)))
             case _ if news:
-                width = _width(progress)
-                text = line(event, progress).replace("\n", "\n" + " " * (width + 2))
-                self._print(f"{_done(event.step, progress):>{width}}  {text}", _STYLES.get(type(event), ""))
+                at = f"{_done(event.step, progress)}  "
+                text = line(event, progress).replace("\n", "\n" + " " * len(at))
+                self._print(at + text, _STYLES.get(type(event), ""))
         return now_s
 
     def _shown(self, text: str) -> str:
@@ -94,8 +87,7 @@ class _Console:
 class PlainConsole(_Console):
     """Plain lines for a log: the facts of the run, a row every ``every_steps`` steps, and a line per notable event.
 
-    The output contains no control characters, and lines have at most 80 columns unless a path or a message is longer.
-    Every line is flushed.
+    Lines have at most 80 columns unless a path or a message is longer, and every line is flushed.
 
     Args:
         stream: the stream to write to; by default, standard output at the time of the call.
@@ -131,10 +123,9 @@ class PlainConsole(_Console):
 
     def _heads(self) -> None:
         used = f" {'MFU':>6}" if self._progress.peak_known else ""
-        names = (
-            f"{'loss':>7} {'perplexity':>10} {'epoch':>5} {'tokens/s':>8}{used} {'sent':>8} {'compute':>7} {'left':>6}"
-        )
-        self._print(f"{'step':>{_width(self._progress)}}  {names}")
+        names = f"{'loss':>7} {'perplexity':>10} {'epoch':>5} {'tokens/s':>8}{used}"
+        step = "step".rjust(len(_done(0, self._progress)))
+        self._print(f"{step}  {names} {'sent':>8} {'compute':>7} {'left':>6}")
 
     def _row(self) -> None:
         """Write the row of the last step, unless it has been written."""
@@ -145,11 +136,12 @@ class PlainConsole(_Console):
         if self._rows and self._rows % _HEADER_EVERY == 0:
             self._heads()
         self._rows += 1
-        used = f" {_utilization(progress):>6}" if progress.peak_known else ""
+        used = f" {_known(_percent, progress.utilization):>6}" if progress.peak_known else ""
+        speed = f"{_known(format_count, progress.tokens_per_s):>8}{used}"
+        compute, left = _percent(last.compute_utilization), _known(format_duration, progress.left_s)
         self._print(
-            f"{_done(last.step, progress):>{_width(progress)}}  {progress.loss:7.4f} "
-            f"{format_perplexity(perplexity(progress.loss)):>10} {last.epoch:5} {_speed(progress):>8}{used} "
-            f"{format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % {_time_left(progress):>6}"
+            f"{_done(last.step, progress)}  {progress.loss:7.4f} {format_perplexity(perplexity(progress.loss)):>10} "
+            f"{last.epoch:5} {speed} {format_bytes(last.sent_bytes):>8} {compute:>7} {left:>6}"
         )
 
 
@@ -222,8 +214,8 @@ class _Display:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         progress, width = self._progress, options.max_width
         total = max(1, progress.total_steps)
-        done = f"{_done(progress.step, progress):>{_width(progress)}}"
-        done += f"  {100 * progress.step // total:3d} %  {_time_left(progress):>6} left  "
+        left = _known(format_duration, progress.left_s)
+        done = f"{_done(progress.step, progress)}  {100 * progress.step // total:3d} %  {left:>6} left  "
         yield Segment(done[:width])
         if len(done) < width:
             bar = ProgressBar(total, progress.step, width - len(done), complete_style="cyan", finished_style="green")
@@ -232,54 +224,47 @@ class _Display:
         if last is not None and loss is not None:
             lowest = "" if best is None else f" (best {best:.4f})"
             tried = "" if heldout is None else f"held-out {heldout:.4f}{lowest}  "
-            used = f", MFU {_utilization(progress)}" if progress.peak_known else ""
+            used = f", MFU {_known(_percent, progress.utilization)}" if progress.peak_known else ""
             exp_loss = format_perplexity(perplexity(loss))
             yield Segment(f"\nloss {loss:.4f} (perplexity {exp_loss})  {tried}epoch {last.epoch}"[: width + 1])
             rounds = f"rounds {progress.committed}, void {progress.void}  {format_bytes(last.sent_bytes)} sent"
-            speed = f"{_speed(progress)} tokens/s{used}  {100 * last.compute_utilization:.1f} % compute"
+            speed = f"{_known(format_count, progress.tokens_per_s)} tokens/s{used}"
+            speed += f"  {_percent(last.compute_utilization)} compute"
             yield Segment(f"\n{speed}  {rounds}  lr {last.learning_rate:.1e}"[: width + 1])
         yield Segment.line()
 
 
 def _done(step: int, progress: RunProgress) -> str:
-    return f"{step}/{progress.total_steps}"
+    """Return the step of the total, aligned to the right."""
+    total = str(progress.total_steps)
+    return f"{step}/{total}".rjust(2 * len(total) + 1)
 
 
-def _width(progress: RunProgress) -> int:
-    """Return the number of characters that `_done` takes at the last step."""
-    return 2 * len(str(progress.total_steps)) + 1
+def _known(form: Callable[[float], str], value: float | None) -> str:
+    return "-" if value is None else form(value)
 
 
-def _speed(progress: RunProgress) -> str:
-    return "-" if progress.tokens_per_s is None else format_count(progress.tokens_per_s)
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
 
 
-def _utilization(progress: RunProgress) -> str:
-    return "-" if progress.utilization is None else f"{100 * progress.utilization:.1f} %"
-
-
-def _time_left(progress: RunProgress) -> str:
-    return "-" if progress.left_s is None else format_duration(progress.left_s)
-
-
-def _table(rows: Rows) -> str:
+def _table(rows: Mapping[str, str]) -> str:
     """Format rows as two columns. Long values are not wrapped, so that they can be copied."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _title(event: events.RunStarted) -> str:
     """Return the first line of a run's output."""
     tokens = "" if event.names else f" of {event.tokens_per_step:,} tokens"  # the replicas of a swarm come and go
-    text = f"{event.algorithm}, {_counted(event.num_replicas)}, {format_count(event.parameters)} parameters"
+    replicas = "a swarm" if event.names else _counted(event.num_replicas)
+    text = f"{event.algorithm}, {replicas}, {format_count(event.parameters)} parameters"
     text += f", {event.total_steps} steps{tokens}"
     return f"{text}, resuming after step {event.step}" if event.step else text
 
 
-def _facts(event: events.RunStarted, *, verbose: bool = False) -> Rows:
-    """Return the facts about the run to print at its start; ``verbose``: all of them."""
-    more = {"resumed from": event.resumed_from} if event.resumed_from else {}
-    return [*event.facts.items(), *((more | dict(event.details)).items() if verbose else ())]
+def _details(event: events.RunStarted) -> dict[str, str]:
+    return ({"resumed from": event.resumed_from} if event.resumed_from else {}) | dict(event.details)
 
 
 def line(event: events.Event, progress: RunProgress) -> str:
@@ -361,11 +346,11 @@ def _counted(replicas: int) -> str:
     return "1 replica" if replicas == 1 else f"{replicas} replicas"
 
 
-def _summary(values: Mapping[str, Any], *, hint: bool = False) -> Rows:
+def _summary(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the rows of a finished run's summary, skipping values that are missing or None.
 
     The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
-    data-parallel training. With ``hint``, two rows say how to see the curves of the run.
+    data-parallel training.
     """
 
     def part(name: str, text: str, of: Callable[[Any], Any] = lambda value: value) -> str:
@@ -386,18 +371,18 @@ def _summary(values: Mapping[str, Any], *, hint: bool = False) -> Rows:
             part("tokens", "{} tokens", format_count),
             part("wall_s", "in {}", format_duration),
             part("tokens_per_s", "{} tokens/s", format_count),
-            part("model_flops_utilization", "MFU {:.1%}"),
+            part("model_flops_utilization", "MFU {}", _percent),
         ],
         "sent": [] if sent is None else [_sent(sent, baseline)],
         "after start": [_sent(later, baseline * (steps - start) / steps)] if 0 < start < steps else [],
-        "utilisation": [part("compute_utilization", "{:.1%} compute")],
+        "utilisation": [part("compute_utilization", "{} compute", _percent)],
         "rounds": [part("rounds_committed", "{} committed"), part("rounds_void", "{} void")],
         "digest": [part("global_params_digest", "{}")],
         "run folder": [part("out", "{}")],
-        "curves": [part("out", "diloco watch {}", shlex.quote)] if hint else [],
-        "TensorBoard": ["--sinks tensorboard (pip install 'diloco[monitor]')"] if hint else [],
+        "curves": [part("out", "diloco watch {}", shlex.quote)],
+        "TensorBoard": [part("out", "--sinks tensorboard (pip install 'diloco[monitor]')")],
     }
-    return [(name, ", ".join(filter(None, parts))) for name, parts in rows.items() if any(parts)]
+    return {name: ", ".join(filter(None, parts)) for name, parts in rows.items() if any(parts)}
 
 
 def _sent(sent: float, baseline: float) -> str:

@@ -40,7 +40,8 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_half_line(path)
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def handle(self, event: events.Event) -> None:
@@ -84,20 +85,3 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
             records = [earlier for earlier in records if earlier["step"] <= step]
         records.append(record)
     return records if event is None else [record for record in records if record["event"] == event]
-
-
-def _cut_half_line(path: Path) -> None:
-    """Truncate the file after its last newline, if the file exists."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep, piece = 0, 65_536
-        for start in range(end - piece, -piece, -piece):
-            file.seek(max(0, start))
-            newline = file.read(min(piece, start + piece)).rfind(b"\n")
-            if newline >= 0:
-                keep = max(0, start) + newline + 1
-                break
-        if keep < end:
-            file.truncate(keep)

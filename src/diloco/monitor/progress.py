@@ -18,16 +18,15 @@ _WINDOW = 100  # steps over which the speed is measured
 class _Ema:
     """An exponential moving average with bias correction for its start at zero (Adam, section 3, equation 3)."""
 
-    def __init__(self) -> None:
-        self._sum = self._weight = 0.0
+    sum = weight = 0.0
 
     def update(self, value: float) -> float:
         """Add ``value`` and return the average. A non-finite value is returned as it is and not added."""
         if not math.isfinite(value):
             return value
-        self._sum = _DECAY * self._sum + (1 - _DECAY) * value
-        self._weight = _DECAY * self._weight + (1 - _DECAY)
-        return self._sum / self._weight
+        self.sum = _DECAY * self.sum + (1 - _DECAY) * value
+        self.weight = _DECAY * self.weight + (1 - _DECAY)
+        return self.sum / self.weight
 
 
 class RunProgress:

@@ -85,11 +85,10 @@ def make_sinks(
     offered = {"config": config or {}, "name": name or folder.resolve().name, "group": group}
     sinks = {text: _make_sink(text, folder, offered) for text in settings.sinks}
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
-    verbose, hint = settings.verbose, TRACKERS.keys().isdisjoint(settings.sinks)
     if kind == "live" or (kind == "auto" and is_terminal):
-        sinks["the progress display"] = LiveConsole(verbose=verbose, hint=hint)
+        sinks["the progress display"] = LiveConsole(verbose=settings.verbose)
     elif kind != "quiet":
-        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps, verbose=verbose, hint=hint)
+        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps, verbose=settings.verbose)
     return Sinks(sinks)
 
 

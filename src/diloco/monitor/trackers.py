@@ -59,9 +59,6 @@ class TensorBoardSink:
 
     `RunStarted` must be the first event. A resumed run adds a new file, which makes TensorBoard hide everything after
     the step that the run resumed from.
-
-    Raises:
-        ConfigurationError: if TensorBoard can't be imported.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,15 +117,12 @@ class WandbSink:
         self._wandb = wandb
         self._curves = Curves()
         self._exit_code = 1  # until `RunFinished` arrives
-        usual = {
-            "WANDB_PROJECT": ("project", "diloco"),
-            "WANDB_NAME": ("name", name),
-            "WANDB_RUN_GROUP": ("group", group),
-        }
         begun = (folder / "wandb").exists()
         try:
             self._run: Any = wandb.init(
-                **dict(usual[variable] for variable in usual.keys() - os.environ.keys()),  # type: ignore[arg-type]
+                project=os.environ.get("WANDB_PROJECT", "diloco"),
+                name=os.environ.get("WANDB_NAME", name),
+                group=os.environ.get("WANDB_RUN_GROUP", group),
                 dir=str(folder),
                 id=_run_id(folder),
                 resume="allow",

@@ -139,7 +139,7 @@ class StateRecovery:
                 here=here,
             )
 
-        with waiting_for(lambda: f"the state of replica {', '.join(map(str, donors))} ({_percentages(progress())})"):
+        with waiting_for(lambda: f"the state of another replica ({_percentages(progress())})"):
             for index, expected_bytes in expected.items():
                 before = self._transport.fetched_bytes
                 fetching = self._transport.fetch_in_background(index, donors, expected_bytes)

@@ -1,4 +1,4 @@
-"""A study: the settings that all runs share, the axes along which they differ, and the resulting runs."""
+"""Studies: the same run with settings varied along axes, how its runs are executed, and the table of their results."""
 
 from __future__ import annotations
 
@@ -8,31 +8,41 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 import diloco
+from diloco.checkpoint import lock_folder, write_whole
 from diloco.config import (
+    CONFIG_FILE,
     CommandLine,
     Configuration,
     RunPlan,
-    Values,
     flatten,
     in_toml,
     parse_toml,
     plan_run,
     read_tables,
+    read_toml,
 )
+from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.events import json_ready
 from diloco.plugins import code_digest, find, is_own, names_in, own_code
+from diloco.train import start_process
 
-__all__ = ["Run", "read_study"]
+__all__ = ["Run", "places", "read_study", "run_all", "table"]
 
 
 @dataclass(frozen=True)
@@ -41,24 +51,51 @@ class Run:
 
     name: str  # the values in which it differs from the other runs
     text: str  # its settings as TOML for `diloco train`
-    settings: Values  # the same as key -> value
     varied: Mapping[str, Any]  # key -> value of the axes alone
-
-    @cached_property
-    def plan(self) -> RunPlan | None:
-        """The plan of the run with all of its settings, or None if it can't be run."""
-        try:
-            return plan_run(CommandLine(file=None, print_config=False, values={}, defaults=self.settings))
-        except ConfigurationError:
-            return None
+    plan: RunPlan
 
     def folder(self) -> str:
         """Return the name of its folder, with a digest of every setting, the files that they name, and this version."""
-        settings = json_ready(flatten(self.plan.configuration) if self.plan else self.settings)
-        own = ((key, name) for key, value in own_code(self.settings).items() for name in names_in(value))
-        code = [code_digest(find(key, name, object)) for key, name in own if self.plan and is_own(name)]
+        settings = json_ready(flatten(self.plan.configuration))
+        code = [
+            code_digest(find(key, name, object)) for key, names in self._own_code() for name in names if is_own(name)
+        ]
         about = json.dumps([diloco.__version__, settings, [*_files(settings)], code], sort_keys=True)
         return f"{self.name[:100]}-{xxhash.xxh3_64_hexdigest(about.encode())}"
+
+    def summary(self, folder: Path) -> dict[str, Any] | None:
+        """Return its summary in its folder among the folders of runs, or None if it has not finished there."""
+        home = folder / self.folder()
+        if not (home / "summary.json").exists() or not self._is_in(home):
+            return None
+        summary: dict[str, Any] = json.loads((home / "summary.json").read_text(encoding="utf-8"))
+        return summary if summary["steps"] == self.plan.configuration.train.steps else None
+
+    def command(self, home: Path) -> list[str]:
+        """Return the arguments with which the run resumes in ``home``, or begins if there is no checkpoint of it."""
+        saved = (home / "checkpoints" / "latest").exists()
+        if saved and self._is_in(home):  # a folder alone does not choose whose code runs
+            return [
+                "train",
+                "--resume",
+                str(home),
+                *(w for key, names in self._own_code() for w in (f"--{key}", *names)),
+            ]
+        if home.exists():
+            with lock_folder(home):
+                if saved:  # of somebody who continued it with other settings
+                    home.rename(f"{home}.{time.time_ns()}")
+                else:
+                    shutil.rmtree(home)
+        write_whole(Path(f"{home}.toml"), self.text)
+        return ["train", f"{home}.toml", "--out", str(home)]
+
+    def _own_code(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [(key, names_in(value)) for key, value in own_code(flatten(self.plan.configuration)).items()]
+
+    def _is_in(self, home: Path) -> bool:
+        """Return whether a folder was made with these settings; somebody may have continued it with others."""
+        return read_toml(home / CONFIG_FILE, Configuration) == parse_toml(self.plan.record, Configuration, where="")
 
 
 def read_study(path: Path) -> list[Run]:
@@ -91,12 +128,16 @@ def _run(path: Path, base: Mapping[str, Any], point: Mapping[str, Any]) -> Run:
             raise ConfigurationError(f"{path}: {min(both)} is on two axes. Keep it on one of them.")
         varied |= zip(keys, values, strict=True)
     shared = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{each}.") for each in varied)}
-    if given := {"out", "checkpoint.resume"} & {*shared, *varied}:
-        raise ConfigurationError(f"{path}: {min(given)} can't be given, since the study sets it for each run.")
+    if taken := {"out", "checkpoint.resume"} & {*shared, *varied}:
+        raise ConfigurationError(f"{path}: {min(taken)} can't be given, since the study sets it for each run.")
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in (shared | varied).items())
     words = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
-    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", words)
-    return Run(name, text, parse_toml(text, Configuration, where=str(path)), varied)
+    settings = parse_toml(text, Configuration, where=str(path))
+    try:
+        plan = plan_run(CommandLine(file=None, print_config=False, values={}, defaults=settings))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}, {words}: {error}") from error
+    return Run(re.sub(r"[^A-Za-z0-9._=+-]+", "-", words), text, varied, plan)
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,3 +168,82 @@ def _files(value: Any) -> Iterator[str]:
 def _digest(path: str, *_: int) -> str:
     with open(path, "rb") as file:
         return f"{path} {hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"
+
+
+def places(jobs: int | None) -> list[dict[str, str]]:
+    """Return the variables that choose a GPU for each of ``jobs`` runs that may run at a time.
+
+    None: one run for each visible GPU, or for each core if there is no GPU.
+    """
+    every = ",".join(map(str, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
+    gpus = [name.strip() for name in (every and os.environ.get("CUDA_VISIBLE_DEVICES", every)).split(",") if name]
+    count = jobs or len(gpus) or usable_cores()
+    return [{"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {} for number in range(count)]
+
+
+def run_all(
+    runs: Sequence[Run], folder: Path, where: Sequence[Mapping[str, str]], lock: int | None = None
+) -> Iterator[tuple[Run, str | None]]:
+    """Execute runs, one at each of the `places`. Yield each run with None at its start, and with its error at its end.
+
+    If the caller closes the iterator, the processes receive SIGINT and save. They share the ``lock`` of the study.
+    """
+    waiting, free = list(runs), list(where)
+    running = dict[subprocess.Popen[bytes], tuple[Run, Path, Mapping[str, str]]]()
+    try:
+        while waiting or running:
+            while waiting and free:
+                run = waiting.pop(0)
+                home = folder / run.folder()
+                try:
+                    command = run.command(home)
+                except ConfigurationError as error:  # somebody trains there
+                    yield run, str(error)
+                    continue
+                with open(f"{home}.log", "ab") as log:
+                    process = start_process(command, len(where), lock, free[0], log)
+                running[process] = run, home, free.pop(0)
+                yield run, None
+            for process in [process for process in running if process.poll() is not None]:
+                run, home, place = running.pop(process)
+                free.append(place)
+                yield run, _error(run, home, process.returncode)
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            process.wait()
+
+
+def _error(run: Run, home: Path, code: int) -> str:
+    if home.name != run.folder():
+        home.rename(f"{home}.{time.time_ns()}")
+        return "a file that its settings name was changed while it ran"
+    if code == 0:
+        return ""
+    *_, last = ["no output", *Path(f"{home}.log").read_text("utf-8", "replace").strip().splitlines()]
+    return f"exit code {code}: {last.removeprefix('diloco: ')[:300]}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table with a row for each point of the axes. Runs that differ only in their seed share a row.
+
+    >>> one = {"varied": {"codec": "fp4", "seed": 0}, "error": "", "heldout_loss": 1.5}
+    >>> print(table([one, one | {"varied": {"codec": "fp4", "seed": 1}, "heldout_loss": 1.7}]))
+    | codec | held-out loss | lowest, highest | runs | failed |
+    | --- | --- | --- | --- | --- |
+    | fp4 | 1.6000 | 1.5000, 1.7000 | 2 |  |
+    """
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row["varied"]) if key != "seed"]
+    points: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        points.setdefault(tuple(str(row["varied"].get(key, "")) for key in keys), []).append(row)
+    header = [*keys, "held-out loss", "lowest, highest", "runs", "failed"]
+    lines = [header, ["---"] * len(header)]
+    for point, alike in points.items():
+        losses = [row["heldout_loss"] for row in alike if not row["error"] and row["heldout_loss"] is not None]
+        shown = [f"{statistics.fmean(losses):.4f}", f"{min(losses):.4f}, {max(losses):.4f}"] if losses else ["", ""]
+        lines.append([*point, *shown, str(len(alike)), next((row["error"] for row in alike if row["error"]), "")])
+    cells = ([cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -187,7 +187,7 @@ def _found_again(session: Session, replica: Replica, fleet: PeerFleet) -> None:
 def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout_s: float) -> None:
     totals = session.totals
     before = totals.steps
-    with waiting_for(lambda: f"the other replicas to admit replica {replica.number}", timeout_s):
+    with waiting_for(lambda: "the other replicas to admit this one", timeout_s):
         totals.steps = fleet.join(timeout_s)
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # an estimate of what the others trained
     if replica.diloco is not None:

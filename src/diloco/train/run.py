@@ -176,7 +176,7 @@ class _Run:
         session, fleet, peers = self.session, self.session.fleet, self.peers
         self._emit_start(notes)
         with StopRequest(peers.leave_soon if peers else lambda: None) as stop:
-            if peers:
+            if peers and self.step < self.settings.train.steps:
                 peers.wait_for_start(lambda: stop.signal is not None)
             session.open_to_joiners()
             stopped_by_others = self._take_steps(stop)

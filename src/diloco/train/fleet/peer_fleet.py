@@ -237,16 +237,15 @@ class PeerFleet(Fleet):
         last = self._lost_view
         assert last is not None, "the others were lost"
 
-        def awaited() -> str:
-            return f"enough of replicas {', '.join(map(str, last.members))} to rejoin"
-
-        with waiting_for(awaited, timeout_s), self._changed:
+        with waiting_for(lambda: f"enough of the {len(last.members)} replicas to rejoin", timeout_s), self._changed:
             self._changed.wait_for(lambda: self._enough(self.transport.view) or self.failure is not None, timeout_s)
         if not self._enough(self.transport.view):
-            missing = ", ".join(str(each) for each in last.members if each not in self.transport.view.members)
+            names = self.names()
+            missing = (str(each) for each in sorted({*last.members} - {*self.transport.view.members}))
             raise RendezvousError(
-                f"Too few of replicas {', '.join(map(str, last.members))} rejoined; missing: {missing}. They may be "
-                "training without this one, which takes no step until more have rejoined. Start the missing replicas."
+                f"Too few of {len(last.members)} replicas rejoined; missing: "
+                f"{', '.join(names.get(each, each) for each in missing)}. They may be training without this one, which "
+                "takes no step until more have rejoined. Start the missing replicas."
             )
         self.gathering = False
 

@@ -103,7 +103,7 @@ class TcpStreams:
                     tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
                     raise TransportError(
                         f"can't listen on {host or 'this machine'} at {tried}: {error}. Choose another port "
-                        "(transport.ports) or an address of this machine (transport.host)."
+                        "or an address of this machine (network.listen)."
                     ) from error
         assert self._server is not None
         return self._address(self._server, advertised)

@@ -64,15 +64,14 @@ def load_identity(path: Path) -> Identity:
             os.replace(half, path)
         except OSError as error:
             raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
-    data = read_private(path, f"the private key {path}")
+    data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
         key = engine.RSAPrivateKey.__new__(engine.RSAPrivateKey)
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
-            f"{path} holds no usable private key ({error}). Choose another file, or remove this one to have "
-            "a new key created."
+            f"{path} holds no usable private key ({error}). Remove the file to have a new key created."
         ) from error
     return Identity(path, peer_id, key)
 

@@ -117,8 +117,8 @@ class Search:
         """Return what the search waits for, as text."""
         if self._place.views is None:
             return f"a member of run {self._run!r}"
-        members = ", ".join(str(each) for each in self._place.views.last.members if each != self._election.number)
-        return f"enough of replicas {members} of run {self._run!r} to continue ({self.looking} of them also searching)"
+        members, looking = len(self._place.views.last.members), 1 + self.looking
+        return f"enough of the {members} replicas of run {self._run!r} to continue ({looking} of them are searching)"
 
     async def find(self) -> tuple[View, SwarmTable | None]:
         """Connect to all members and return their view and table; or return the view to found, and None.

@@ -128,7 +128,7 @@ class ProtocolRunner:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
         self._post(events.Announce(facts_message(entry)))
-        with waiting_for(lambda: f"{_named(unready())} to create its DiLoCo", timeout_s), self._changed:
+        with waiting_for(lambda: f"{len(unready())} of the replicas to create DiLoCo", timeout_s), self._changed:
             self._wait_for(
                 lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
             )

@@ -162,7 +162,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     connections, size = transport.connections, place.ranks_per_replica
     connections.most_ranks = place.num_replicas * size
     host = wire.host or _my_host(place)
-    ports = parse_ports(wire.ports, key="transport.ports")
+    ports = parse_ports(wire.ports, key="network.listen")
     hosting = place.torchrun is not None and place.rank == 0
     if place.rank == 0 and place.rendezvous is not None:
         hosting = connections.call(_host_rendezvous(connections, place.rendezvous, host))

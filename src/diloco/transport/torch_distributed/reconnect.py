@@ -145,8 +145,8 @@ class Reconnection:
 
     def _awaited(self) -> str:
         members = () if self._election.views is None else self._election.views.last.members
-        others = ", ".join(str(each) for each in members if each != self._election.number)
-        return f"enough of replicas {others} to continue ({len(self._looking)} of them are also searching)"
+        looking = f"{1 + len(self._looking)} of them are searching"
+        return f"enough of the {len(members) or 'other'} replicas to continue ({looking})"
 
     async def _find(self) -> tuple[View, int | None]:
         """Return the view of the members, after connecting to them, and their step; or the view to found, and None."""

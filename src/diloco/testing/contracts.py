@@ -1,0 +1,406 @@
+"""Tests of the contracts of codecs, outer optimizers, average rules, merge rules and inner optimizers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm import AverageRule, Codec, MergeRule, OuterOptimizer, OuterState
+from diloco.errors import CodecError, ContractError
+
+__all__ = [
+    "check_average_rule",
+    "check_codec",
+    "check_inner_optimizer",
+    "check_merge_rule",
+    "check_outer_optimizer",
+    "same_bits",
+    "spread_values",
+]
+
+_SIZE = 1001  # number of values of a test
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+@contextmanager
+def contract(kind: str, value: object) -> Iterator[None]:
+    """Convert every exception in a ``with`` block to a `ContractError` about ``value``, which is a ``kind``."""
+    try:
+        yield
+    except ContractError as broken:
+        raise ContractError(f"{kind} {type(value).__name__}: {broken}") from broken
+    except Exception as error:
+        raise ContractError(f"{kind} {type(value).__name__} raised {_sentence(error)}") from error
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Convert every exception in a ``with`` block to a `ContractError` that says of which call on which input it is."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except Exception as error:
+        raise ContractError(f"{what} raised {_sentence(error)}") from error
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}."
+
+
+def expect(kept: bool, broken: str) -> None:
+    """Raise `ContractError` with the clause ``broken``, without a full stop, unless ``kept``."""
+    if not kept:
+        raise ContractError(f"{broken}.")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two float32 tensors have equal bits, including the signs of zeros and the payloads of NaNs."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None) -> None:
+    """Raise unless the codecs that ``make`` returns keep the contract of `Codec`. Takes some hundredths of a second.
+
+    The codec must encode equal values to equal bytes in every instance, in exactly `payload_bytes`. Every payload that
+    it accepts must decode to finite values. It must accumulate exactly what it decodes, cut payloads between blocks,
+    and refuse tensors that do not fit. The quantisation error is not tested.
+
+    Args:
+        make: Returns a new codec on each call.
+        sizes: The numbers of values to test, in addition to 0 to 3. Default: around one and several blocks.
+
+    Raises:
+        ContractError: if the contract is broken. The message says how.
+    """
+    codec, other = make(), make()
+    with contract("codec", codec):
+        expect(isinstance(codec, Codec), "it is not a diloco.Codec")
+        expect(isinstance(getattr(codec, "name", None), str), "its name is not a string")
+        block = codec.block_size
+        expect(isinstance(block, int) and block >= 1, f"block_size is {block!r}; it must be an int of at least 1")
+        described = all(isinstance(value, int | float | str | bool) for value in codec.parameters().values())
+        expect(described, "parameters() has values other than numbers and strings, which replicas can't compare")
+        for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
+            values = spread_values(size)
+            payload = _check_payload(codec, values)
+            with _naming(f"encode of {_described(values)}, by another instance,"):
+                expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
+        _check_random_bytes(codec, 2 * block + 3)
+        _check_refusals(codec, block + 1)
+
+
+def _check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
+    """Check encoding, decoding, accumulating and cutting of ``values``; return the payload."""
+    name, numel = _described(values), values.numel()
+    before = values.detach().clone()
+    with _naming(f"encode of {name}"):
+        payload = codec.encode(values)
+        expected = (codec.payload_bytes(numel),)
+    expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
+    expect(same_bits(values.detach(), before), f"{name}: encode changed them")
+    again = codec.encode(values)
+    expect(torch.equal(again, payload), f"{name}: encoding them again gives different bytes")
+    again.fill_(255)
+    expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
+    with _naming(f"validate of the payload of {name}"):
+        codec.validate(payload, numel)
+    with _naming(f"decode of {name}"):
+        decoded = codec.decode(payload, numel)
+    expect(bool(decoded.isfinite().all()), f"{name}: the decoded values are not finite")
+    expect(not decoded.requires_grad, f"{name}: the decoded values require gradients")
+    out = torch.full_like(decoded, math.nan)
+    expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
+    expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten or gives different ones")
+    with _naming(f"accumulate of {name}"):
+        _check_sum(codec, payload, decoded, weight, name)
+    message = torch.cat([payload.new_zeros(3), payload])[3:]  # unaligned, as in a larger message
+    with _naming(f"the payload of {name} at an odd address"):
+        unaligned = codec.decode(message, numel)
+        expect(same_bits(unaligned, decoded), f"{name}: the payload at an odd address decodes to different values")
+    for start, stop in _ranges(codec, numel):
+        with _naming(f"cut({start}, {stop}) of {name}"):
+            part, length = codec.cut(message, numel, start, stop), stop - start
+            expect(
+                torch.equal(part, codec.encode(values[start:stop])),
+                f"{name}: cut({start}, {stop}) differs from the payload of these values",
+            )
+            codec.validate(part, length)
+            alike = same_bits(codec.decode(part, length), decoded[start:stop])
+            expect(alike, f"{name}: cut({start}, {stop}) decodes to different values")
+            _check_sum(codec, part, decoded[start:stop], weight, name)
+    return payload
+
+
+def _described(values: Tensor) -> str:
+    """Name an input of a codec by its number of values and the largest of them."""
+    return f"{values.numel()} values" + (f" up to {float(values.detach().abs().max()):.3g}" if len(values) else "")
+
+
+def spread_values(numel: int, seed: int = 0) -> Tensor:
+    """Return ``(numel,)`` float32 of many magnitudes, including both zeros, subnormals and the largest values."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = _normal(numel, generator) * torch.exp2(_normal(numel, generator) * 8)
+    corners = values.new_tensor([0.0, -0.0, 1e-45, -1e-40, _LEAST, _LARGEST, -_LARGEST, 1.5, -0.75, 65519.0])
+    values[::13] = corners.repeat(numel // (13 * len(corners)) + 1)[: len(values[::13])]
+    return values
+
+
+def _normal(shape: int | torch.Size, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
+
+
+def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, name: str) -> None:
+    """Check ``out += weight * decoded``, where each product must be rounded before the addition."""
+    out = spread_values(len(decoded), seed=1).abs_().clamp_(1e-3, 1e30)  # no zeros: their sign may be left unchanged
+    expected = out + decoded * weight
+    codec.accumulate(payload, out, weight)
+    expect(same_bits(out, expected), f"{name}: accumulate does not add weight * decode(payload) with two roundings")
+
+
+def _check_random_bytes(codec: Codec, numel: int) -> None:
+    """Check that payloads with random bytes are refused or decode to finite values, as a whole and in parts."""
+    generator, size = torch.Generator("cpu").manual_seed(2), codec.payload_bytes(numel)
+    for attempt in range(40):
+        payload = codec.encode(_normal(numel, generator))
+        drawn = torch.randint(0, 256, (size,), dtype=torch.int64, device="cpu", generator=generator).to(torch.uint8)
+        share = (1.0, 0.2, 3 / max(1, size))[attempt % 3]
+        changed = torch.rand(size, dtype=torch.float32, device="cpu", generator=generator) < share
+        payload = torch.where(changed, drawn, payload)
+        with _naming(f"a payload of {numel} values with random bytes"):
+            refused = _refuses("validate of arbitrary bytes", codec.validate, payload, numel)
+            parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _ranges(codec, numel)]
+            alike = refused == any([_refuses("validate of a part", codec.validate, *part) for part in parts])
+            expect(alike, "validate refuses bytes as a whole and accepts all their parts, or the reverse")
+            if not refused:
+                fine = bool(codec.decode(payload, numel).isfinite().all())
+                expect(fine, "validate accepts bytes that decode to NaN or infinity")
+
+
+def _ranges(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
+    """Return four ranges: an empty one, two halves of the whole blocks, and the values of a shorter last block."""
+    whole = numel // codec.block_size
+    return pairwise([0, 0, whole // 2 * codec.block_size, whole * codec.block_size, numel])
+
+
+def _refuses(what: str, method: Callable[..., object], *arguments: object) -> bool:
+    try:
+        method(*arguments)
+    except CodecError:
+        return True
+    except Exception as error:
+        raise ContractError(f"{what} raised {type(error).__name__}; it may only raise CodecError: {error}") from error
+    return False
+
+
+def _check_refusals(codec: Codec, numel: int) -> None:
+    ones = torch.ones(numel, dtype=torch.float32, device="cpu")
+    with _naming(f"encode of {_described(ones)}"):
+        good = codec.encode(ones)
+    for what, payload in (
+        ("a payload that is too short", good[:-1]),
+        ("a payload that is too long", torch.cat([good, good[:1]])),
+        ("no payload", good[:0]),
+        ("a payload of int8", good.view(torch.int8)),
+        ("a payload of two dimensions", good.unsqueeze(0)),
+        ("a strided payload", good.repeat_interleave(2)[::2]),
+    ):
+        out = torch.full_like(ones, 7.0)
+        _must_refuse(f"validate accepts {what}", codec.validate, payload, numel)
+        _must_refuse(f"cut accepts {what}", codec.cut, payload, numel, 0, numel)
+        _must_refuse(f"decode accepts {what}", codec.decode, payload, numel, out)
+        _must_refuse(f"accumulate accepts {what}", codec.accumulate, payload, out)
+        expect(bool((out == 7).all()), f"{what} was refused only after values had been written")
+    for what, values in (
+        ("float64 values", ones.new_zeros(3, dtype=torch.float64)),
+        ("a matrix", ones.new_zeros(2, 3)),
+        ("strided values", ones.new_zeros(6)[::2]),
+    ):
+        _must_refuse(f"encode accepts {what}", codec.encode, values)
+    for what, out in (
+        ("too long", ones.new_zeros(numel + 1)),
+        ("of float64", ones.to(torch.float64)),
+        ("strided", ones.new_zeros(2 * numel)[::2]),
+        ("on another device", ones.to("meta")),
+    ):
+        _must_refuse(f"decode writes to an `out` that is {what}", codec.decode, good, numel, out)
+    size = codec.block_size
+    bounds = [(-size, size), (size, 0), (0, numel + size), *([(1, size), (0, size - 1)] if size > 1 else [])]
+    for start, stop in bounds:
+        _must_refuse(f"cut accepts {start} to {stop}", codec.cut, good, numel, start, stop)
+
+
+def _must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
+    expect(_refuses(what, method, *arguments), f"{what}; it must raise CodecError")
+
+
+def check_outer_optimizer(outer: OuterOptimizer) -> None:
+    """Raise unless ``outer`` keeps the contract of `OuterOptimizer`.
+
+    Its state must consist of a step and float32 vectors as long as the parameters, so that it can be copied, sent and
+    loaded. ``update`` must change only that state and the parameters, in place, and depend on nothing else.
+
+    Raises:
+        ContractError: if the contract is broken. The message says how.
+    """
+    with contract("outer optimizer", outer):
+        for method in ("init", "update"):
+            expect(callable(getattr(outer, method, None)), f"it has no method {method}")
+        start, means = _draw(0), [_draw(seed) * 0.1 for seed in range(1, 5)]
+        values = start.clone()
+        state = outer.init(values)
+        expect(isinstance(state, OuterState), f"init returned a {type(state).__name__}, not a diloco.OuterState")
+        expect(torch.equal(values, start), "init changed the parameters")
+        expect(state.step == 0, f"init returned a state at step {state.step}, not 0")
+        names = _slots(state)
+        for count, mean in enumerate(means, 1):
+            before = mean.clone()
+            outer.update(mean, state, values)
+            expect(torch.equal(mean, before), "update changed the mean")
+            expect(state.step == count, f"the state is at step {state.step} after {count} updates")
+            expect(_slots(state) == names, "update added or removed slots of the state")
+            expect(bool(values.isfinite().all()), f"the parameters are not finite after {count} updates")
+            if count == 2:  # as a joiner or a checkpoint copies it
+                resumed = OuterState(state.step, {slot: held.clone() for slot, held in state.slots.items()})
+                other = values.clone()
+        expect(not torch.equal(values, start), f"the parameters have not moved in {len(means)} updates")
+        for mean in means[2:]:
+            outer.update(mean, resumed, other)
+        alike = torch.equal(other, values) and all(
+            torch.equal(resumed.slots[slot], state.slots[slot]) for slot in names
+        )
+        expect(alike, "it continues differently from a copy of its state, so part of its state is elsewhere")
+
+
+def check_average_rule(rule: AverageRule | None) -> None:
+    """Raise unless ``rule`` keeps the contract of `AverageRule`.
+
+    It must return equal bits each time, for any number and weights of contributions, of which each overwrites the one
+    before.
+
+    Raises:
+        ContractError: if the contract is broken. The message says how.
+    """
+    sizes = [_SIZE - 7, 0, 7]
+
+    def average(count: int, scale: float = 1.0) -> Tensor:
+        buffer = torch.empty_like(_draw(0))
+        given = ((1.0 + 0.5 * number, buffer.copy_(_draw(number)).mul_(scale)) for number in range(count))
+        return rule.combine(given, sizes)  # type: ignore[union-attr]  # None is caught below
+
+    with contract("average", rule):
+        expect(callable(getattr(rule, "combine", None)), "it has no method combine")
+        elementwise = getattr(rule, "elementwise", None)
+        expect(isinstance(elementwise, bool), f"elementwise is {elementwise!r}; it must be True or False")
+        for count, scale in ((1, 1.0), (4, 1.0), (4, 0.0), (4, 1e-12)):
+            found = average(count, scale)
+            shape = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else type(found).__name__
+            expect(
+                shape == ((_SIZE,), torch.float32),
+                f"combine returned {shape}, not a float32 vector as long as the values",
+            )
+            expect(bool(found.isfinite().all()), f"the average of {count} contributions is not finite")
+            expect(torch.equal(found, average(count, scale)), "equal contributions give different averages")
+
+
+def check_merge_rule(rule: MergeRule) -> None:
+    """Raise unless ``rule`` keeps the contract of `MergeRule`.
+
+    It must change only the local parameters, and nothing if the local, global and sent parameters are equal.
+
+    Raises:
+        ContractError: if the contract is broken. The message says how.
+    """
+    with contract("merge rule", rule):
+        expect(callable(getattr(rule, "merge", None)), "it has no method merge")
+        keeps = getattr(rule, "keeps_sent", None)
+        expect(isinstance(keeps, bool), f"keeps_sent is {keeps!r}; it must be True or False")
+        merged = []
+        for _ in range(2):
+            local, global_params, sent = _draw(0), _draw(1), _draw(2) if keeps else None
+            rule.merge(local, global_params, sent)
+            expect(torch.equal(global_params, _draw(1)), "merge changed the global parameters")
+            expect(sent is None or torch.equal(sent, _draw(2)), "merge changed the sent parameters")
+            expect(bool(local.isfinite().all()), "the local parameters are not finite after a merge")
+            merged.append(local)
+        expect(torch.equal(*merged), "equal merges give different parameters")
+        if getattr(rule, "elementwise", False):
+            local, global_params, sent = _draw(0), _draw(1), _draw(2)
+            for part in (slice(_SIZE // 3), slice(_SIZE // 3, _SIZE)):
+                rule.merge(local[part], global_params[part], sent[part] if keeps else None)
+            expect(torch.equal(local, merged[0]), "it claims to be elementwise but merges parts differently")
+        local = _draw(0)
+        rule.merge(local, _draw(0), _draw(0) if keeps else None)
+        close = bool((local - _draw(0)).abs().max() <= 1e-6)
+        expect(close, "parameters move although the local, global and sent ones are equal")
+
+
+def check_inner_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """Raise unless the optimizer that ``make`` returns for a model trains it and continues from a checkpoint.
+
+    It must hold every trainable parameter exactly once, reduce the loss, and give equal bits after ``load_state_dict``
+    of its ``state_dict`` as without.
+
+    Raises:
+        ContractError: if the contract is broken. The message says how.
+    """
+    model = _model()
+    optimizer = make(model)
+    with contract("inner optimizer", optimizer):
+        expect(isinstance(optimizer, torch.optim.Optimizer), "it is not a torch.optim.Optimizer")
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        wanted = [id(parameter) for parameter in model.parameters()]
+        expect(len(held) == len(set(held)), "it holds a parameter twice")
+        expect(set(held) == set(wanted), f"it holds {len(set(held) & set(wanted))} of {len(wanted)} parameters")
+        expect(all("lr" in group for group in optimizer.param_groups), "it has parameter groups without lr")
+        first = _trained(model, optimizer, 6)
+        other = copy.deepcopy(model)
+        resumed = make(other)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        last = _trained(model, optimizer, 6)
+        expect(last < first, f"the loss is {first:.4g} after 6 steps and {last:.4g} after 12")
+        _trained(other, resumed, 6)
+        alike = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        expect(alike, "it continues differently from its state_dict, so part of its state is elsewhere")
+
+
+def _slots(state: OuterState) -> set[str]:
+    for slot, values in state.slots.items():
+        shape = (tuple(values.shape), values.dtype) if isinstance(values, Tensor) else (type(values).__name__,)
+        fits = shape == ((_SIZE,), torch.float32)
+        expect(fits, f"slot {slot!r} is {shape}, not a float32 vector as long as the parameters")
+    return set(state.slots)
+
+
+def _draw(seed: int) -> Tensor:
+    return _normal(_SIZE, torch.Generator("cpu").manual_seed(seed))
+
+
+def _model() -> nn.Module:
+    """Return a model with an embedding, hidden matrices, a norm and a head, with fixed weights."""
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+        model.append(nn.Linear(8, 12, bias=False)).float()
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(_normal(parameter.shape, generator) * 0.5)
+    return model
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+    """Train ``steps`` full-batch steps to predict each token's successor. Return the loss before the last step."""
+    tokens, last = torch.arange(12, dtype=torch.int64, device="cpu"), math.nan
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()  # type: ignore[no-untyped-call]  # torch
+        optimizer.step()
+        optimizer.zero_grad()
+        last = float(loss.detach())
+    return last
