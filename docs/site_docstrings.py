@@ -15,5 +15,7 @@ class Doctests(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each module, class, function and attribute."""
-        if obj.docstring is not None:
+        if obj.docstring is not None and obj.is_attribute:
+            obj.docstring.value = obj.docstring.value.replace("][", "]\\[")  # text, no cross-reference
+        elif obj.docstring is not None:
             obj.docstring.value = _DOCTEST.sub(lambda found: f"```python\n{found[0]}\n```", obj.docstring.value)

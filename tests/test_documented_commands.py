@@ -1,8 +1,10 @@
-"""The parser accepts the flags of every `diloco` command on the pages, and the tests they name exist."""
+"""What the pages, messages and docstrings name exists: commands, settings, flags, TOML files, files and tests."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import importlib
 import re
 import shlex
@@ -11,11 +13,38 @@ from pathlib import Path
 
 import pytest
 
+from diloco import cli
 from diloco.cli import COMMANDS
-from diloco.config import parse_arguments, parse_flags, parse_options
+from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, parse_toml
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "diloco"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOW = [page for page in PAGES if page.name != "log.md"]  # the log tells what was
+BENCHMARKS = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.parent.name != "same_bits"]  # with old names
+OTHERS = [path for folder in ("launch", "examples") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+MODULES = [
+    path for path in SOURCE.rglob("*.py") if path.name not in ("renamed.py", "names.py", "toml.py", "units.py")
+]  # examples of mistakes
+KEYS = keys_of(Configuration)
+TABLES = tuple(f"{name}." for name, key in KEYS.items() if key.is_table)
+SECTIONS = {name.partition(".")[0] for name in [*KEYS, *RENAMED] if "." in name}
+NAME = re.compile(rf"(?<![\w./{{-])(--)?({'|'.join(sorted(SECTIONS))})\.([a-z][\w.-]*\w)(?![\w(/*]|\.\w)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w.-])")
+ATTRIBUTES = {
+    "model.layers",
+    "model.weight",
+    "model.embed_tokens",
+    "model.norm",
+    "transport.view",
+    "optimizer.param_groups",
+}  # of modules, in docstrings
+# flags of pip, apt, git, docker, torchrun, Slurm, tensorboard, wandb, lm_eval, llama.cpp
+FOREIGN = """build-arg constraint create-home directory extra-index-url from group owner uid rm chmod yes quiet
+porcelain error-unmatch no-install-recommends no-build-isolation nnodes nproc-per-node rdzv-backend rdzv-endpoint
+rdzv-id standalone max-restarts master-addr master-port job-name nodes ntasks-per-node gpus-per-node gpus-per-task time
+cpus-per-task requeue open-mode signal output kill-on-bad-exit logdir include-online tasks outfile outtype
+tyro-print-completion"""
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )
@@ -70,13 +99,120 @@ def test_commands_are_found_where_pages_have_them() -> None:
 
 
 def test_the_tests_named_on_the_pages_exist() -> None:
-    named = {
-        name for page in (ROOT / "docs").glob("*.md") for name in re.findall(r"`(test_\w+)`", page.read_text("utf-8"))
-    }
+    text = "".join(page.read_text("utf-8") for page in NOW)
+    named = set(re.findall(r"(?:`|::)(test_\w+)`", text))
+    files = set(re.findall(r"(?<=[`/])(test_\w+\.py)", text))
     there = {
         name
         for path in (ROOT / "tests").rglob("*.py")
         for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
     }
     assert named
-    assert named <= there
+    assert named - there == set()
+    assert files - {path.name for path in (ROOT / "tests").rglob("*.py")} == set()
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Yield the text of a page, or each string and docstring of a module."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        yield text
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def unknown_settings(text: str) -> set[str]:
+    """Return the names such as `train.stesp` and `--train.stesp` in a text that are no setting."""
+    unknown = set()
+    for flag, section, rest in NAME.findall(text):
+        name = f"{section}.{rest}".replace("-", "_")
+        switch = KEYS.get(name.replace(".no_", "."))
+        fits = name in KEYS or name.startswith(TABLES) or name in ATTRIBUTES or (switch and switch.is_switch)
+        is_file = not flag and rest.rpartition(".")[2] in (
+            "py",
+            "md",
+            "pt",
+            "json",
+            "jsonl",
+            "safetensors",
+            "toml",
+            "yaml",
+        )
+        if not fits and not is_file and not any(name.startswith(f"{each}.") for each in ATTRIBUTES):
+            unknown.add(f"{flag}{section}.{rest}")
+    return unknown
+
+
+def known_flags() -> set[str]:
+    """Return every flag of every command, without those that are named like a setting."""
+    keys = list(KEYS.values())
+    for command in COMMANDS:
+        for kind in vars(importlib.import_module(f"diloco.cli.{command}")).values():
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == f"diloco.cli.{command}":
+                keys += keys_of(kind).values()
+    flags = {flag for key in keys for flag in (key.flag, *key.aliases)}
+    flags |= {f"--no-{flag[2:]}" for flag in flags}
+    flags |= {word for old in cli.RENAMED for word in old.split() if word.startswith("--")}  # refused with the new ones
+    return flags | {"--help", "--help-all", "--print-config", "--debug", "--version", "--full", "--epochs"}
+
+
+def foreign_flags() -> set[str]:
+    return {f"--{name}" for name in FOREIGN.split()}
+
+
+@pytest.mark.parametrize("path", [*NOW, *OTHERS], ids=lambda path: path.name)
+def test_settings_and_flags_named_on_a_page_exist(path: Path) -> None:
+    prose = "\n".join(strings(path))
+    assert unknown_settings(prose) == set()
+    if "add_argument" not in path.read_text("utf-8"):  # an example with flags of its own
+        assert set(FLAG.findall(prose)) - known_flags() - foreign_flags() == set()
+
+
+def test_settings_named_in_benchmarks_exist() -> None:
+    named = {(path.name, name) for path in BENCHMARKS for text in strings(path) for name in unknown_settings(text)}
+    assert named == set()
+
+
+def test_settings_and_flags_named_in_messages_and_docstrings_exist() -> None:
+    flags = known_flags() | foreign_flags()
+    named = {
+        (path.relative_to(SOURCE).as_posix(), name)
+        for path in MODULES
+        for text in strings(path)
+        for name in unknown_settings(text) | (set(FLAG.findall(text)) - flags if " " in text else set())
+    }
+    assert named == set()
+
+
+def test_unknown_settings_are_detected() -> None:
+    assert (
+        unknown_settings("set `train.steps`, --data.no-skip-bad, sync.arguments.codec.block_size; see train.md")
+        == set()
+    )
+    assert unknown_settings("swarm.direct='never' or --inner.name") == {"swarm.direct", "--inner.name"}
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)
+def test_toml_on_a_page_is_accepted(page: Path) -> None:
+    for number, block in enumerate(re.findall(r"^```toml\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)):
+        if "[axes]" not in block:  # a study
+            parse_toml(block, Configuration, where=f"{page.name}, block {number}")
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: page.name)
+def test_sections_files_and_folders_named_on_a_page_exist(page: Path) -> None:
+    missing = set()
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    for words in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)):
+        if (section := re.fullmatch(r"\[(\w+)\]", words)) and not any(
+            name.startswith(f"{section[1]}.") for name in KEYS
+        ):
+            missing.add(words)
+        for name in re.findall(r"(?<![\w./-])(?:[a-z_]+/)+[\w.-]+(?![\w/(])", words):
+            first = name.partition("/")[0]
+            roots = [SOURCE] if first in packages else [ROOT] if (ROOT / first).is_dir() else []
+            if roots and not any((root / f"{name}{end}").exists() for root in roots for end in ("", ".py")):
+                missing.add(name)
+    assert missing == set()

@@ -33,11 +33,8 @@ class Settings:
     steps: int = 5000
     step_s: float = 0.2
     checkpoint_steps: int = 100
-    heartbeat_s: float = 1.0
     silence_s: float = 8.0
     round_timeout_s: float = 30.0
-    join_window_s: float = 5.0
-    rendezvous_timeout_s: float = 120.0
     straggler: str = "skip"
     leaves_s: float = 30.0
     slack_s: float = 10.0
@@ -62,14 +59,12 @@ class Settings:
         where = (
             f"--transport torch --replicas {self.peers} --on-loss continue"
             if self.transport == "torch"
-            else f"--transport hivemind --run chaos --replicas {self.peers} "
-            f"--network.straggler {self.straggler} --swarm.join-window-s {self.join_window_s}"
+            else f"--transport hivemind --run chaos --replicas {self.peers} --network.straggler {self.straggler}"
         )
         words = (
             f"{COMMON} --steps {self.steps} {where} "
-            f"--network.min-replicas 2 --transport.heartbeat-s {self.heartbeat_s} "
-            f"--network.silence {self.silence_s} --network.round-timeout {self.round_timeout_s} "
-            f"--transport.rendezvous-timeout-s {self.rendezvous_timeout_s} "
+            f"--network.min-replicas 2 "
+            f"--network.silence {self.silence_s}s --network.round-timeout {self.round_timeout_s}s "
             f"--checkpoint.every-steps {self.checkpoint_steps}"
         )
         return words.split()

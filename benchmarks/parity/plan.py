@@ -67,7 +67,7 @@ MAIN = (
 )
 """The rows with three seeds."""
 
-SPARSE = "--error-feedback 1 --codec.error-feedback-decay 0.95 --inner-steps 30"
+SPARSE = "--error-feedback 0.95 --inner-steps 30"
 TUNING = (
     streaming("Streaming fp4, Muon, outer .7/.6", more=outer("0.7", "0.6"), inner=MUON),
     streaming("Streaming fp4, Muon, outer .9/.4", more=outer("0.9", "0.4"), inner=MUON),

@@ -103,7 +103,7 @@ def known_peak_flops_per_s(device_name: str, precision: str, matmul_precision: s
     Args:
         device_name: the name from ``torch.cuda.get_device_name``.
         precision: the precision of the products, as in ``train.precision``.
-        matmul_precision: the precision of float32 products, as in ``train.matmul_precision``.
+        matmul_precision: torch's precision of float32 products (``torch.get_float32_matmul_precision``).
 
     >>> known_peak_flops_per_s("NVIDIA H200", "bfloat16"), known_peak_flops_per_s("NVIDIA L4", "float32", "high")
     (989000000000000.0, 60000000000000.0)

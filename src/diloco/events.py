@@ -124,8 +124,9 @@ class RoundCommitted(Event):
     clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down for being too large
     note: str = ""  # replicas left out of the mean or whose messages were refused, with reasons; else empty
     mean_norm: float | None = None
-    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None if
-    `outer.telemetry` is off or the value is undefined. All but this one are estimated from samples of the fragment."""
+    """The L2 norm of the mean pseudo-gradient. This field and the following ones up to ``spread`` are None
+    with ``DiLoCo(telemetry=False)``, or if the value is undefined. All but this one are estimated from samples of the
+    fragment."""
     mean_cosine: float | None = None
     """The cosine between this mean and the fragment's previous one; None in the first round of a process."""
     momentum_cosine: float | None = None
@@ -247,7 +248,7 @@ def to_record(event: Event) -> dict[str, Any]:
     """Return the event as a flat dictionary. `json_ready` makes its values fit for JSON.
 
     >>> to_record(Note(step=3, text="hello"))
-    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello'}
+    {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello', 'detail': False}
     """
     return {"schema": SCHEMA_VERSION, "event": type(event).__name__, **dataclasses.asdict(event)}
 

@@ -174,7 +174,7 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
         "--out. Nothing was started."
     )
     if Path("/proc/self").exists():  # even root can't create folders there
-        assert "can't create /proc/run" in refused(train(files, "--out", "/proc/run"), capsys)
+        assert "cannot create the run folder /proc/run: " in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--join", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "is not a folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()

@@ -150,7 +150,7 @@ def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path
         (DataSettings(paths=(folder, bpe)), "with different tokenizers"),
         (DataSettings(paths=(folder,), tokenizer="bpe"), "was made with another tokenizer"),
         (DataSettings(paths=(folder,), tokenizer=str(bpe)), "was made with another tokenizer"),
-        (DataSettings(paths=(folder,), max_documents=9), "Pass it to `diloco tokenize` instead"),
+        (DataSettings(paths=(folder,), max_documents=9), "Use it when the text is tokenised"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             build_corpus(settings)

@@ -99,7 +99,7 @@ def test_defaults_of_every_algorithm_always_fit_together(
 def test_fragments_that_are_never_sent_are_named() -> None:
     """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
     run = resolved(train__steps=140, optimizer__warmup_steps=0, sync__outer="sgd")
-    assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, so its global parameters do not change")
+    assert notes(run)[0].startswith("Never sent in the 140 steps: fragment 2. Its global parameters do not change.")
     assert "first sent after step 166" in notes(run)[0]
     assert notes(resolved(train__steps=166, optimizer__warmup_steps=0, sync__outer="sgd")) == ()
 

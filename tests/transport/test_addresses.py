@@ -57,5 +57,5 @@ def test_ports(text: str, ports: range) -> None:
     "text", ["", "-", "1-", "-1", "2-1", "0-5", "65536", "1-65536", "a", "1,2", "1-2-3", "٣", "²", " 1"]
 )
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"transport.ports must be a port such as .*, got"):
-        parse_ports(text, key="transport.ports")
+    with pytest.raises(ConfigurationError, match=r"network.listen must be a port such as .*, got"):
+        parse_ports(text, key="network.listen")

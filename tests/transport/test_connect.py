@@ -121,7 +121,7 @@ def test_a_rank_that_did_not_come_is_named_and_one_that_gave_up_may_come_back() 
     with rendezvous(2) as address:
         assert failure(connect, place(1, 2, address), wire()) == (
             f"rank 1 waited 1 s at {address} for rank 0. Start the missing ranks, or choose a longer "
-            "transport.rendezvous_timeout_s."
+            "network.round_timeout, of which this is half."
         )
         found = work_together(2, address)
     assert [sorted(each.table.entries) for each in found] == [[0, 1], [0, 1]]

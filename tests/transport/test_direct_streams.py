@@ -160,7 +160,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     ("second", "way"),
     [
         ({"hidden": True}, "direct streams"),
-        ({"direct": "never"}, "libp2p (one of the two peers does not use direct streams (swarm.direct))"),
+        ({"direct": "never"}, "libp2p (one of the two peers does not use direct streams)"),
     ],
     ids=["the other one listens", "one wants none"],
 )
@@ -192,6 +192,6 @@ def test_who_allows_direct_streams_alone_uses_no_other_way(swarms: Swarms) -> No
         each.on_change = note
     with changed:
         assert changed.wait_for(
-            lambda: any("swarm.direct='only' allows no other" in f"{each.reason}{each.failure}" for each in both),
+            lambda: any("direct='only' allows no other" in f"{each.reason}{each.failure}" for each in both),
             LIMIT_S,
         ), [each.reason for each in both]

@@ -125,7 +125,9 @@ def _create(folder: Path) -> Path:
     try:
         make_private_folder(writable(folder))
     except OSError as error:  # for example in /proc, where even root can't create a folder
-        raise ConfigurationError(f"can't create {folder} ({error.strerror}). Choose another --out.") from error
+        raise ConfigurationError(
+            f"cannot create the run folder {folder}: {error.strerror}. Choose another --out."
+        ) from error
     return folder
 
 

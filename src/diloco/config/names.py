@@ -16,6 +16,7 @@ def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = Fals
 
     For a section, the nearest section is tried first.
 
+    >>> from diloco.config import keys_of
     >>> from diloco.train.settings import RunSettings
     >>> nearest_key("train.stesp", keys_of(RunSettings))
     "did you mean 'train.steps'?"

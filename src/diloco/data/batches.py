@@ -150,8 +150,8 @@ def heldout_batches(
     if windows < 1:
         raise DataError(
             f"There are only {len(tokens)} held-out tokens, but one sequence of {sequence_length} needs "
-            f"{sequence_length + 1}. Use more text, a larger data.heldout_fraction, shorter sequences, or `diloco "
-            "evaluate --by-document`."
+            f"{sequence_length + 1}. Use more text, a larger data.heldout_fraction, or shorter "
+            "sequences."
         )
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length

@@ -150,7 +150,7 @@ class ChatTokenizer(Tokenizer):
                 raise DataError(
                     f"The chat template of {self._place} does not render an answer after the prompt for it, so the "
                     f"tokens to learn can't be found. The conversation begins with {whole[:60]!r}. Give a template "
-                    "with {% generation %} (data.format)."
+                    "with {% generation %} (--data.format FILE.jinja)."
                 )
             else:
                 all_count = False

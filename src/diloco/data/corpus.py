@@ -113,8 +113,8 @@ def build_corpus(settings: DataSettings) -> Corpus:
     ready = [folder for found in folders.values() for folder in found]
     if ready and settings.max_documents is not None:
         raise ConfigurationError(
-            f"data.max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens. Pass "
-            "it to `diloco tokenize` instead."
+            f"max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens. Use it when "
+            "the text is tokenised."
         )
     if all(folders.values()):
         _check_heldout_fraction(settings, ready)

@@ -68,8 +68,8 @@ def split_lazily(
     if lowest >= highest:
         raise DataError(
             f"{train + heldout} documents were read, no two of them different, but at least one to train on and one to "
-            "hold out are needed. Give more files, a .jsonl with one document per line, or data.document_separator to "
-            "split long files into documents."
+            "hold out are needed. Give more files, a .jsonl with one document per line, or a document_separator in "
+            "data.sources to split long files into documents."
         )
     raise DataError(
         f"data.heldout_fraction={heldout_fraction:g} holds out {heldout} of {train + heldout} documents and leaves "

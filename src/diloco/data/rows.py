@@ -142,5 +142,5 @@ class PackedRows(PackedTokens):
             raise DataError(
                 f"The examples make {rows} rows of {self.length} tokens, but one batch of {batch_size} for each of "
                 f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
-                "(--batch-size), shorter rows (--sequence-length) or --data.no-packing."
+                "(--batch-size), shorter rows (--sequence-length) or --data.packing single."
             )

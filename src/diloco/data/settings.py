@@ -106,20 +106,20 @@ class DataSettings:
             ("prefetch_batches", self.prefetch_batches, 0),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"data.{name} must be at least {least}, got {value}.")
+                raise ConfigurationError(f"{name} must be at least {least}, got {value}.")
         if self.streaming and self.max_documents is not None:
             raise ConfigurationError(
-                f"data.max_documents={self.max_documents} can't be combined with data.streaming, which never has "
+                f"max_documents={self.max_documents} can't be combined with data.streaming, which never has "
                 "all documents to select from. Leave out one of them."
             )
         if self.streaming and self.sharding != "shuffled":
             raise ConfigurationError(
-                f"data.sharding={self.sharding!r} can't be combined with data.streaming, where replicas take turns "
+                f"sharding={self.sharding!r} can't be combined with data.streaming, where replicas take turns "
                 "reading blocks of documents. Leave out one of them."
             )
         self._check_chat()
         if self.document_separator == "":
-            raise ConfigurationError("data.document_separator must not be empty.")
+            raise ConfigurationError("document_separator must not be empty.")
         if not 0 < self.heldout_fraction < 1:
             raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, got {self.heldout_fraction}.")
         self.parsed_sources()

@@ -186,6 +186,6 @@ def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
     except (ValueError, TypeError, ImportError) as error:
         linear = sorted({n.rpartition(".")[2] for n, m in wrapped.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigurationError(
-            f"peft refused model.lora_targets={list(settings.lora_targets)}: {' '.join(str(error).split())[:300]} This "
-            f"model has {', '.join(linear)}."
+            f"peft refused model.arguments.lora_targets={list(settings.lora_targets)}: "
+            f"{' '.join(str(error).split())[:300]} This model has {', '.join(linear)}."
         ) from error

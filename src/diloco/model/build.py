@@ -57,8 +57,8 @@ class ForeignModel(LanguageModel):
             tokens = cache.extend(tokens)
         if tokens.shape[1] > self.max_sequence_length:
             raise ConfigurationError(
-                f"A sequence of {tokens.shape[1]} tokens is longer than model.max_sequence_length="
-                f"{self.max_sequence_length}. Shorten it, or increase that setting."
+                f"A sequence of {tokens.shape[1]} tokens is longer than max_sequence_length="
+                f"{self.max_sequence_length}. Shorten it, or increase model.arguments.max_sequence_length."
             )
         given: dict[str, Tensor] = {}
         if documents is not None:
@@ -96,8 +96,8 @@ class ForeignModel(LanguageModel):
 def build_foreign(settings: ModelSettings) -> LanguageModel:
     """Call the function that ``settings.source`` names, with those of these keyword arguments that it takes:
 
-    - ``vocab_size``: int, larger than every id: ``model.vocab_size``, or the vocabulary size of the tokeniser;
-    - ``max_sequence_length``: int, ``model.max_sequence_length``;
+    - ``vocab_size``: int, larger than every id: ``model.arguments.vocab_size``, or that of the tokeniser;
+    - ``max_sequence_length``: int, ``model.arguments.max_sequence_length``;
     - everything in ``model.arguments``, which it must take.
 
     It returns a `LanguageModel`, which is used directly, or another module, which is wrapped in a `ForeignModel`. The
@@ -116,7 +116,7 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
     if not isinstance(vocab_size, int):
         raise ConfigurationError(
             f"The vocabulary size of the model that {source} returned is unknown. Give the model an attribute "
-            "vocab_size, or set model.vocab_size."
+            "vocab_size, or set model.arguments.vocab_size."
         )
     longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
     return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)

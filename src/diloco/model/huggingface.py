@@ -249,7 +249,7 @@ class HuggingFaceModel(LanguageModel):
         if self.document_masks is None:
             raise ConfigurationError(
                 f"{type(self.wrapped).__name__} can't mask the documents of a packed row from each other. Give each "
-                "conversation its own row (--data.no-packing), turn off document masks, or use another architecture."
+                "conversation its own row (--data.packing single), use --data.packing joined, or another architecture."
             )
         positions = torch.arange(documents.shape[1], dtype=torch.int64, device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

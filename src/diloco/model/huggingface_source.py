@@ -85,8 +85,8 @@ def build_huggingface(
     if folder is not None and size is not None and size != config.vocab_size:
         if stored:
             raise ConfigurationError(
-                f"model.vocab_size={size} does not fit the weights in {folder}, which have {config.vocab_size}. Leave "
-                "it out, or use --model.arguments.weights fresh."
+                f"model.arguments.vocab_size={size} does not fit the weights in {folder}, which have "
+                f"{config.vocab_size}. Leave it out, or use --model.arguments.weights fresh."
             )
         config.vocab_size = size
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one

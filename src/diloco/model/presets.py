@@ -43,7 +43,7 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     * head width with QK-norm, else 0.
 
     Args:
-        vocab_size: V, instead of ``model.vocab_size``.
+        vocab_size: V, instead of that of ``model``.
 
     Raises:
         ConfigurationError: neither gives the vocabulary size.
@@ -54,7 +54,7 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     vocabulary = vocab_size if vocab_size is not None else model.vocab_size
     if vocabulary is None:
         raise ConfigurationError(
-            "model.vocab_size is required to count parameters: the vocabulary size of the tokeniser, 257 for bytes."
+            "vocab_size is required to count parameters: the vocabulary size of the tokeniser, 257 for bytes."
         )
     width, head_width = model.width, model.width // model.heads
     kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width

@@ -50,7 +50,7 @@ class Transformer(LanguageModel):
     def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         if settings.vocab_size is None:
-            raise ConfigurationError("model.vocab_size is required: the tokeniser's vocabulary size, 257 for bytes.")
+            raise ConfigurationError("vocab_size is required: the tokeniser's vocabulary size, 257 for bytes.")
         self.settings = settings
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length
@@ -125,7 +125,7 @@ class Transformer(LanguageModel):
         end = start + tokens.shape[1]
         if end > self.settings.max_sequence_length:
             raise ConfigurationError(
-                f"A sequence of {end} tokens is longer than model.max_sequence_length="
+                f"A sequence of {end} tokens is longer than max_sequence_length="
                 f"{self.settings.max_sequence_length}. Shorten it, or build the model with a larger one."
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]

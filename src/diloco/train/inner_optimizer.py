@@ -49,8 +49,8 @@ def make_inner_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
     if arguments.get("fused") and not may_fuse and not is_own(name):
         raise ConfigurationError(
-            f"inner.arguments.fused can't be used here: the fused kernel of {name} does not support parameters that "
-            "are sharded over ranks. Leave it out."
+            f"optimizer.arguments.fused can't be used here: the fused kernel of {name} does not support parameters "
+            "that are sharded over ranks. Leave it out."
         )
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
@@ -85,7 +85,7 @@ def check_inner_arguments(settings: OptimizerSettings) -> tuple[Callable[..., to
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(
-                f"inner.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
+                f"optimizer.arguments.{argument} is not an argument of {name}; {nearest(argument, accepted)}"
             )
     if is_own(name):
         check_arguments("optimizer.name", name, make, settings.arguments)

@@ -88,8 +88,8 @@ def check_network(settings: RunSettings) -> None:
         )
         refuse_if(
             network.straggler != "wait",
-            f"network.straggler={network.straggler!r} can't be used with {chosen}: only a swarm goes on without a late "
-            "replica. Use --transport hivemind, or leave it out.",
+            f"network.straggler={network.straggler!r} can't be used with {chosen}: only a swarm continues without a "
+            "late replica. Use --transport hivemind, or leave it out.",
         )
         for name in ("allow", "announce", "behind_nat"):
             refuse_if(
@@ -126,7 +126,7 @@ def _check_swarm(settings: RunSettings) -> None:
         ("network.replica_size", network.replica_size, 1),
         ("emulate.bandwidth", emulate.bandwidth, ()),
         ("emulate.latency", emulate.latency, ()),
-        ("data.sharding", settings.data.sharding, "shuffled"),
+        ("sharding", settings.data.sharding, "shuffled"),
     ):
         refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")
     refuse_if(

@@ -116,15 +116,15 @@ def _notes_on_rounds(settings: RunSettings) -> list[str]:
     found = []
     if unsent := [fragment for fragment, count in enumerate(rounds) if not count]:
         found.append(
-            f"Fragment {', '.join(map(str, unsent))} is never sent in the {steps} steps{after}, so its global "
-            f"parameters do not change: with sync.inner_steps={schedule.inner_steps} the last fragment is first "
+            f"Never sent in the {steps} steps{after}: fragment {', '.join(map(str, unsent))}. Its global "
+            f"parameters do not change. With sync.inner_steps={schedule.inner_steps} the last fragment is first "
             f"sent after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
         )
     gain = settings.sync.lasting_gain
     # after a shared start, a high gain was best even with 40 rounds (benchmarks/parity)
     if gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
         found.append(
-            f"The outer optimizer has a gain of {gain:.3g} but only {max(rounds)} rounds per fragment, too few for its "
+            f"The outer optimizer has a gain of {gain:.3g} but too few rounds per fragment ({max(rounds)}) for its "
             f"momentum to build up. Below about {_MANY_ROUNDS} rounds, a gain of 1 to 2 often gives a lower loss. Try "
             "--outer-learning-rate 0.7 --outer-momentum 0.6."
         )

@@ -97,7 +97,7 @@ def role_of(settings: NetworkSettings, torchrun: TorchRun | None) -> Role:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, but {settings.replicas} replicas of {size} ranks "
                 f"need {settings.num_ranks}. Leave out --replicas, start that many processes, or start one torchrun "
-                "per replica with --replica and --rendezvous."
+                "per replica with --replica and --join."
             )
         replica, position = divmod(torchrun.rank, size)
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)

@@ -116,7 +116,9 @@ def generate(
     window = longest if window is None else window
     device = next(model.parameters()).device
     _check(max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {max_new_tokens}.")
-    _check(1 <= window <= longest, f"window must be between 1 and model.max_sequence_length={longest}, got {window}.")
+    _check(
+        1 <= window <= longest, f"window must be between 1 and the model's max_sequence_length={longest}, got {window}."
+    )
     _check(len(prompt_tokens) >= 1, "The prompt is empty. Give at least one token, such as the end-of-document token.")
     for token in (*prompt_tokens, *stop_tokens):
         _check(0 <= token < vocabulary, f"The token {token} is not in the model's vocabulary, 0 to {vocabulary - 1}.")

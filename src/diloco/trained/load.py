@@ -245,7 +245,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
 def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
     one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
     if odd := [name for name in SIZES if getattr(one_way, name) != getattr(there, name)]:
-        given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
+        given = ", ".join(f"model.arguments.{name}={getattr(model, name)!r}" for name in odd)
         held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
             f"{given} can't be combined with train.init_from={path}: the model there has {held}. Leave out the former."

@@ -87,8 +87,8 @@ def address_of_interface(name: str) -> str:
         except OSError as error:
             why = error.strerror
     raise TransportError(
-        f"The IPv4 address of the network interface {name!r} can't be determined: {why}. Give an address of "
-        "this machine as network.listen (`ip address` lists them)."
+        f"The IPv4 address of the network interface {name!r} can't be determined: {why}. Choose another interface "
+        "(`ip address` lists them), or an address of this machine with network.listen."
     )
 
 

@@ -78,7 +78,7 @@ class DirectStreams:
             except OSError as error:
                 raise TransportError(
                     f"this peer can't listen for direct streams at port {self.port or port} of {host}: {error}. Choose "
-                    "another network.listen."
+                    "another one as LAST of network.listen HOST:FIRST-LAST."
                 ) from error
             self.port = self._servers[0].sockets[0].getsockname()[1]
 

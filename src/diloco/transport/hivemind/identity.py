@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 from diloco.membership import Candidate, View
-from diloco.private_files import create_private, make_private_folder, read_private
+from diloco.private_files import create_private, read_private
 from diloco.protocol import Fields, json_object, view_message, view_of
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
@@ -58,12 +58,8 @@ def load_identity(path: Path) -> Identity:
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            make_private_folder(path.parent)
-            create_private(half, data)
-            os.replace(half, path)
-        except OSError as error:
-            raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
+        create_private(half, data)
+        os.replace(half, path)
     data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
@@ -71,7 +67,8 @@ def load_identity(path: Path) -> Identity:
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # Hivemind's parsers raise errors of many types
         raise ConfigurationError(
-            f"{path} holds no usable private key ({error}). Remove the file to have a new key created."
+            f"{path} holds no usable private key ({error}). Choose another file, or remove it to have a new "
+            "key created."
         ) from error
     return Identity(path, peer_id, key)
 

@@ -62,7 +62,7 @@ class PayloadRoutes(LinkManager):
         offer = {} if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
         self._tell(request, "direct", {"wanted": mode != "never", "offer": offer})
         theirs = self._told(request, "direct")
-        why = "one of the two peers does not use direct streams (swarm.direct)"
+        why = "one of the two peers does not use direct streams"
         if mode != "never" and theirs.get("wanted") is True:
             why = "neither can be reached directly"
             for turn, tries in (("first", request.first), ("second", not request.first)):
@@ -78,8 +78,8 @@ class PayloadRoutes(LinkManager):
         if mode == "only":
             raise TransportError(
                 f"there is no direct connection between replica {request.rank} ({peer}) and this one: {why}. "
-                "swarm.direct='only' allows no other. Make the swarm.direct_port of one of the two reachable, or use "
-                "swarm.direct='auto'"
+                "direct='only' allows no other. Make the port for direct streams of one of the two reachable (LAST of "
+                "network.listen HOST:FIRST-LAST), or use direct='auto'"
             )
         streams = request.streams if request.chosen else 1
         return self.open_over(Route(f"libp2p ({why})", single=True), replace(request, streams=streams))

@@ -61,7 +61,7 @@ class PeerStreams:
     def direct_description(self) -> str:
         """A description of the routes of payloads, for display."""
         if self.place.direct == "never":
-            return "over libp2p (swarm.direct='never')"
+            return "over libp2p (direct='never')"
         origin = f"accepted at port {self.direct.port}" if self.direct.port else "opened by this peer only"
         otherwise = "; no other route" if self.place.direct == "only" else "; over libp2p where they are impossible"
         return f"direct streams (TLS 1.3), {origin}{otherwise}"

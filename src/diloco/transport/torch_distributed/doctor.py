@@ -102,7 +102,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     try:
         return Finding(given, resolved, True, *await _measure(reader, writer, num_bytes, timeout_s))
     except TimeoutError:
-        advice = "check that the process is not frozen, or move fewer bytes (--megabytes)"
+        advice = "check that the process is not frozen, or transfer less (--size)"
         problem = f"it accepted the connection but did not respond for {timeout_s:g} s"
         return Finding(given, resolved, problem=problem, advice=advice)
     except TurnedAwayError as error:

@@ -85,8 +85,7 @@ async def _connect_to_all(
             failed = f"at {connections.address} was not reached by rank {rank} at"
         lacking[rank] = (
             f"rank {me} {failed} {address} within {waited_s:.0f} s: {why}. If that rank has ended, restart all ranks. "
-            "Otherwise open its port, or use another network.listen there; `diloco doctor` checks "
-            "the connection."
+            "Otherwise open its port, or use another network.listen there; `diloco doctor` checks the connection."
         )
         if table.running and loop.time() - refused_s <= refused_for_s:
             raise RendezvousError(lacking[rank], replicas=[rank // len(mine)])

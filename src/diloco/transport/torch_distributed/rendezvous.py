@@ -139,7 +139,7 @@ async def _ask(
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}{_refused(answer)}. "
-                    "Start the missing ranks, or choose a longer transport.rendezvous_timeout_s."
+                    "Start the missing ranks, or choose a longer network.round_timeout, of which this is half."
                 )
             entries = entries_of(Fields(answer), "entries")
             return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
