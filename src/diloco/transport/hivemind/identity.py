@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 from diloco.membership import Candidate, View
-from diloco.private_files import create_private, read_private
+from diloco.private_files import create_private, make_private_folder, read_private
 from diloco.protocol import Fields, json_object, view_message, view_of
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.peer_config import Admission
@@ -58,8 +58,12 @@ def load_identity(path: Path) -> Identity:
         key = engine.RSAPrivateKey()
         data = engine.crypto_pb2.PrivateKey(key_type=engine.crypto_pb2.RSA, data=key.to_bytes()).SerializeToString()
         half = path.with_name(f".{path.name}.{os.getpid()}")
-        create_private(half, data)
-        os.replace(half, path)
+        try:
+            make_private_folder(path.parent)
+            create_private(half, data)
+            os.replace(half, path)
+        except OSError as error:
+            raise ConfigurationError(f"the private key {path} can't be created: {error}.") from error
     data = read_private(path, f"The private key {path}")
     try:
         peer_id = str(engine.PeerID.from_identity(data))
