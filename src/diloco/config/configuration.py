@@ -19,15 +19,14 @@ from diloco.train import RunSettings
 
 __all__ = ["Configuration", "compose", "load_configuration", "overlay", "parse_arguments"]
 
-DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo.
+DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo. Flags override a TOML
+file, which overrides the preset. The defaults shown are those of the preset tiny.
 
 Examples:
   diloco train                               the quick start, on bundled text
   diloco train run.toml --steps 2000         settings from a file and from flags
   diloco train --algorithm data-parallel     the baseline, all else the same
-  diloco train --resume runs/streaming-tiny  resume a stopped run
-A TOML file overrides the preset, and flags override both. The defaults shown are
-those of the preset tiny."""
+  diloco train --resume runs/streaming-tiny  resume a stopped run"""
 
 _NAMED_BY = {"optimizer.arguments": "optimizer.name", "model.arguments": "model.source"}
 """Each table of arguments, and the key that names the object which takes them."""
