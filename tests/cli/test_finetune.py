@@ -128,10 +128,10 @@ def test_an_adapter_of_a_tied_projection_is_merged(
 
 
 REFUSED = (
-    ("export RUN x", "Use --merge for a whole model, or --to adapter"),
-    ("export RUN x.safetensors --to safetensors --merge", "--merge needs --to hf"),
-    ("export RUN RUN --to adapter", "is not an exported model"),
-    ("export BASE x --merge", "has no adapters, so --merge"),
+    ("export RUN --out x", "Use --merge for a whole model, or --to adapter"),
+    ("export RUN --out x.safetensors --to safetensors --merge", "--merge needs --to hf"),
+    ("export RUN --out RUN --to adapter", "is not an exported model"),
+    ("export BASE --out x --merge", "has no adapters, so --merge"),
     ("generate RUN --chat --json", "--chat can't be combined"),
     ("generate RUN --system x", "--system needs --chat"),
 )

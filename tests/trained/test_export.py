@@ -106,9 +106,8 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
         "absent",
     ]
     changed = load_configuration(flags)
-    with pytest.raises(
-        ConfigurationError, match=r"model.layers=3, model.rope_theta=5 can't be combined with .* layers 2"
-    ):
+    words = r"model\.arguments\.layers=3, model\.arguments\.rope_theta=5 can't be combined with .* layers 2"
+    with pytest.raises(ConfigurationError, match=words):
         read_weights(exported, changed.model.settings)
 
 
