@@ -45,7 +45,7 @@ class Peers:
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer of a swarm, always with the same key and port."""
         listen = f"/ip4/{self.network.address(0)}/tcp/{self._port}"
-        options = ["--listen", listen, "--identity", str(self.folder / "dht.key"), "--no-map-ports"]
+        options = ["--listen", listen, "--identity", str(self.folder / "dht.key")]
         self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "relay", *options))
 
     def start(self, peer: int, folder: Path | None = None) -> None:
