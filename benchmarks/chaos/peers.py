@@ -44,7 +44,7 @@ class Peers:
 
     def start_bootstrap(self) -> None:
         """Start the bootstrap peer of a swarm, always with the same key and port."""
-        listen = f"/ip4/{self.network.address(0)}/tcp/{self._port}"
+        listen = f"{self.network.address(0)}:{self._port}"
         options = ["--listen", listen, "--identity", str(self.folder / "dht.key")]
         self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "relay", *options))
 
@@ -59,7 +59,7 @@ class Peers:
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
         joins += [other.address() for other in self._one_training(peer)]
-        where = ["--network.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0"]
+        where = ["--network.listen", f"{self.network.address(peer + 1)}:0"]
         where += ["--join", *filter(None, joins)] if any(joins) else []
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
