@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.wan.plan import ROUND_VALUES, Job
@@ -16,6 +18,7 @@ from benchmarks.wan.work import InnerLoop, Layers, digest
 __all__ = ["Program", "Rounds", "ring_bytes"]
 
 REPEATS, PAUSE_S = 4, 1.5
+GLOO_PORT = 29500
 
 
 class Program(abc.ABC):
@@ -62,6 +65,16 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def digest(self) -> str:
         """Return the digest of the values that should be equal on all replicas; empty if the method has none."""
+
+    def join_gloo(self) -> None:
+        """Join the process group of all replicas on gloo."""
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{self.job.addresses[0]}:{GLOO_PORT}",
+            rank=self.replica,
+            world_size=self.job.num_replicas,
+            timeout=timedelta(seconds=self.job.timeout_s),
+        )
 
     def close(self) -> None:  # noqa: B027 - not every method has to
         """Release everything; all replicas have been measured."""

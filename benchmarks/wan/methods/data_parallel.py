@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from benchmarks.wan.work import digest
 
 __all__ = ["Program"]
 
-PORT = 29500
-
 
 class Program(base.Program):
     """The pause takes the place of forward and backward pass; the all-reduce does not overlap it."""
@@ -29,13 +26,7 @@ class Program(base.Program):
         self.measured_steps = self.work.data_parallel_steps
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{self.job.addresses[0]}:{PORT}",
-            rank=self.replica,
-            world_size=self.job.num_replicas,
-            timeout=timedelta(seconds=self.job.timeout_s),
-        )
+        self.join_gloo()
         self.parallel = DistributedDataParallel(self.model)
 
     def step(self, step: int) -> None:

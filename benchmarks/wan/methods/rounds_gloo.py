@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,20 +13,12 @@ from benchmarks.wan.methods import base
 
 __all__ = ["Program"]
 
-PORT = 29500
-
 
 class Program(base.Rounds):
     """The option ``dtype`` is that in which values are sent and summed; casting to it and back is part of a round."""
 
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{self.job.addresses[0]}:{PORT}",
-            rank=self.replica,
-            world_size=self.job.num_replicas,
-            timeout=timedelta(seconds=self.job.timeout_s),
-        )
+        self.join_gloo()
 
     def average(self, index: int, number: int, values: Tensor) -> Tensor:
         summed = values.to(getattr(torch, self.options["dtype"]), copy=True)

@@ -129,7 +129,7 @@ def overlay(below: Values, above: Values, beneath: Mapping[str, Any] = {}) -> Va
     for table in keys_of(Configuration):
         if table in others:
             lower[table] = {}
-        elif (
+        elif (  # with ``beneath``, a later call puts the table on what lies below, which may be another model's
             not beneath and table in _NAMED_BY and table not in lower and any(name.startswith(table) for name in above)
         ):
             lower[table] = before[table]

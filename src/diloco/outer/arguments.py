@@ -252,7 +252,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         raise ConfigurationError(f"The buffer {', '.join(offloaded)} has no values (meta). Keep buffers in memory.")
     for module in model.modules():
         # known by name, since importing FSDP is slow
-        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":  # type: ignore[union-attr]
+        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":  # type: ignore[union-attr]  # of FSDP
             raise ConfigurationError(
                 "FullyShardedDataParallel (FSDP1) shards parameters over ranks without DTensors, which can't be "
                 "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."

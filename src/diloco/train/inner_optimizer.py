@@ -151,7 +151,7 @@ def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., tor
     methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
     plain = {name: inspect.unwrap(getattr(make, name)) for name in methods}
     made: Any = type(make.__name__, (make,), plain | {"step": torch.no_grad()(plain["step"])})
-    return made  # type: ignore[no-any-return]
+    return made  # type: ignore[no-any-return]  # a subclass of `make`
 
 
 def _groups(model: nn.Module, *, decays: bool) -> list[dict[str, Any]]:
