@@ -59,7 +59,8 @@ def main(seeds: int) -> None:
     """Print how many of ``seeds`` runs of three to seven members end with one history, with none, or wrongly."""
     for replicas in range(3, 8):
         outcomes = collections.Counter(outcome(bridge(replicas, seed)) for seed in range(seeds))
-        print(f"{replicas} members: " + ", ".join(f"{how} {count}" for how, count in outcomes.most_common()), flush=True)
+        counts = ", ".join(f"{how} {count}" for how, count in outcomes.most_common())
+        print(f"{replicas} members: {counts}", flush=True)
 
 
 if __name__ == "__main__":
