@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODEL_TYPES = {
+MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {
     ("swiglu", False): "llama",
     ("swiglu", True): "qwen3",
     ("gelu", False): "arcee",
@@ -165,8 +165,8 @@ def _configuration(settings: ModelSettings) -> PretrainedConfig:
 def _read_settings(folder: Path) -> tuple[ModelSettings | None, str]:
     """Return the settings of the equal native decoder, or None and why there is none."""
     model_type = read_json(folder / CONFIG_NAME).get("model_type")
-    kind = next((each for each, name in MODEL_TYPES.items() if name == model_type), None)
-    if kind is None:
+    kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
+    if not kinds:
         known = ", ".join(MODEL_TYPES.values())
         return None, f"a model of type {model_type!r}, but the native decoder equals only {known}"
     transformers = import_transformers()
@@ -176,15 +176,11 @@ def _read_settings(folder: Path) -> tuple[ModelSettings | None, str]:
         if values["kv_heads"] == values["heads"]:
             values["kv_heads"] = None
         theta = float(config.rope_parameters["rope_theta"])
-        settings = ModelSettings(**values, ffn=kind[0], qk_norm=kind[1], rope_theta=theta)
+        settings = ModelSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
-    there, equal, general = (
-        config.to_dict(),
-        _configuration(settings).to_dict(),
-        transformers.PretrainedConfig().to_dict(),
-    )
-    names = [name for name in equal if name not in (*general, *_WITHOUT_EFFECT)]
+    there, equal = config.to_dict(), _configuration(settings).to_dict()
+    names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
     odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
     odd += ["quantization_config"] if there.get("quantization_config") else []
     if odd:
