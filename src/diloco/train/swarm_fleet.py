@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from diloco.data import Assignment, Shares
+from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
@@ -104,7 +104,7 @@ class SwarmFleet(PeerFleet):
     def _read_welcome(self, note: Mapping[str, Any]) -> None:
         super()._read_welcome(note)
         self.begun = Fields(note).flag("begun")
-        self.shares = Shares.from_message(Fields(note).message("shares"))
+        self.shares = read_message(note.get("shares"), Shares)
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         self.transport.close_to_joiners("")
@@ -228,15 +228,15 @@ class SwarmFleet(PeerFleet):
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
-            shares, swarm = self.shares.to_message(), self.connected.swarm
+            shares, swarm = as_message(self.shares), self.connected.swarm
             return {**super().state_dict(), "shares": shares, "begun": self.begun, "swarm": swarm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned, with this replica as the only member."""
         super().load_state_dict(state)
         with self._changed:
-            continued = Shares.from_message(state["shares"]).following(
-                self.transport.step, self.local, joined=(), left={}, margin=0, batch_size=self._batch_size
+            continued = read_message(state["shares"], Shares).following(
+                self.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
             )
             self.shares = Shares(continued.chain[-1:])  # earlier assignments no longer matter
             self._assignments = self.shares.of_member(self.transport.replica)
@@ -250,13 +250,12 @@ class SwarmFleet(PeerFleet):
                     following.from_step - 1,
                     members,
                     joined=following.joined,
-                    left=dict(following.left),
                     margin=self._margin if was_begun else 0,  # no replica takes a step before the run begins
                     batch_size=self._batch_size,
                 )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-            return {**super()._follow(following), "shares": self.shares.to_message(), "begun": self.begun}
+            return {**super()._follow(following), "shares": as_message(self.shares), "begun": self.begun}
 
     def _note_members(self, members: int) -> None:
         self.begun = self.begun or members >= self._start_replicas
