@@ -15,7 +15,7 @@ from diloco.checkpoint import whole
 from diloco.cores import usable_cores
 from diloco.events import Evaluated, SampleGenerated
 from diloco.model import LanguageModel
-from diloco.outer import Arguments
+from diloco.outer import argument_facts
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.components import make_configured_codec, outer_arguments
 from diloco.train.describe import describe
@@ -54,7 +54,7 @@ def handshake_facts(
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
-        outer = Arguments(**outer_arguments(settings, model)).facts(model)
+        outer = argument_facts(model, outer_arguments(settings, model))
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": model_fingerprint(trainable_parameters(model)),
@@ -151,7 +151,6 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
 def checkpoint_about(session: Session) -> dict[str, Any]:
     """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
     settings, diloco = session.settings, session.replicas[0].diloco
-    states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
     return {
         "algorithm": settings.algorithm,
         "num_replicas": settings.network.replicas,
@@ -165,8 +164,8 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "global_params_digest": session.global_digest(),
         "fragments": [
-            {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}
-            for p, (fragment, state) in enumerate(states)
+            {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
+            for f in (diloco.fragments if diloco else ())
         ],
         "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
     }

@@ -20,8 +20,7 @@ from diloco.algorithm import RoundId
 from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.local_replica import Replica, share_global_state
-from diloco.train.replica_state import with_rounds_void
+from diloco.train.local_replica import Replica
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
 from diloco.trained import REST, rest_of_state
@@ -98,12 +97,11 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         else:
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
-            replica.diloco.shared.data_order = replica.sampler.order
-            replica.diloco.shared.begun_after = session.totals.steps - replica.diloco.steps
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
             if source != replica.number:  # a new replica keeps only the shared state
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
-        share_global_state(replica, session.replicas[0])
     lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
     return (*saved.changes(), *dict.fromkeys(lost))
 
@@ -215,10 +213,9 @@ def _load_whole(
     void: tuple[RoundId, ...] = ()
     if diloco is not None:
         if saved.differ:
-            void = tuple(RoundId(int(entry["fragment"]), int(entry["outer_step"])) for entry in diloco["in_flight"])
-            codecs = [None if codec is None else {"residual": codec["residual"]} for codec in diloco["codecs"]]
-            diloco = with_rounds_void({**diloco, "codecs": codecs, "in_flight": []}, void)
-        session.begin_diloco(replica).load_state_dict(diloco)
+            flights = [(p, fragment["in_flight"]) for p, fragment in enumerate(diloco["fragments"])]
+            void = tuple(RoundId(p, int(flight["outer_step"])) for p, flight in flights if flight is not None)
+        session.begin_diloco(replica).load_state_dict(diloco, resubmit=not saved.differ)
     return void
 
 
