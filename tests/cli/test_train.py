@@ -161,7 +161,7 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     )
     facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
     assert facts["rounds"] == "2 data-parallel steps, then 2 fragments every 3 steps as int8"
-    assert facts["batch"] == "2 replicas x 1 sequences x 16 tokens"
+    assert facts["token weighting"] == "by the steps trained, in batches of 1 x 16"
 
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(

@@ -194,7 +194,7 @@ class StateRecovery:
             The failures, as sentences.
         """
         failures: list[str] = []
-        while True:
+        while self._fetch is not None or self._greatest is not list:  # ranks must ask each other
             if wait and self._fetch is not None:
                 _ended(self._fetch.fetching, None)
             outcome = self._outcome()
@@ -214,7 +214,8 @@ class StateRecovery:
                     self._forget(fragment)
             self._start_next()
             if not ({_ARRIVED, _FAILED} & set(agreed) or (wait and any(agreed))):
-                return tuple(failures)
+                break
+        return tuple(failures)
 
     def _progress(self, fragment: Fragment, outcome: _Arrived | TransportError | None) -> int:
         if fragment.donor is None:
