@@ -35,7 +35,7 @@ class TokenizeSettings:
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Folder to create."""
     shard_tokens: int = 1 << 28
-    """Tokens per file; a file ends with the document that reaches this number."""
+    """Tokens per file."""
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ def run(arguments: Sequence[str]) -> int:
     elapsed_s = time.monotonic() - started_s
     for name, split in folder.splits.items():
         print(
-            f"{name:8} {split.documents:,} documents, {format_bytes(split.bytes)}, {split.tokens:,} tokens "
-            f"in {len(split.shards)} files"
+            f"{name:8} {split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens "
+            f"in {len(split.pieces)} files"
         )
-    size = sum(split.bytes for split in folder.splits.values())
+    size = sum(split.num_bytes for split in folder.splits.values())
     print(f"{settings.out}: {folder.vocab_size:,} ids, {elapsed_s:.1f} s, {size / 1e6 / elapsed_s:.1f} MB of text/s")
     return 0
