@@ -90,7 +90,9 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
         import datasets
     with _as_data_error(str(path)):
         files = glob.escape(str(path))
-        data_set = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+        data_set = datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=True, trust_remote_code=False
+        )
     yield from rows_of(data_set, str(path))
 
 
