@@ -10,7 +10,7 @@ import pytest
 
 from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
-from diloco.train import Held, PeerThreads, Seats, SwarmFleet
+from diloco.train import Held, SwarmFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
@@ -22,7 +22,7 @@ WINDOW_S = 3.0  # enough for a busy machine to start a daemon and be found
 
 
 @pytest.fixture
-def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
+def make(keys: Path) -> Iterator[Make]:
     fleets: list[SwarmFleet] = []
 
     def made(
@@ -51,7 +51,6 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
-                threads=PeerThreads(Seats(tmp_path / "seats")),
             )
         )
         return fleets[-1]

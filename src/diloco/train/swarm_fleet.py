@@ -12,9 +12,8 @@ from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
-from diloco.train.fleet.peer_fleet import PeerFleet
+from diloco.train.fleet import PeerFleet
 from diloco.train.resuming import Held
-from diloco.train.torch_threads import PeerThreads
 from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
 
@@ -35,7 +34,6 @@ class SwarmFleet(PeerFleet):
         start_replicas: the number of replicas at which training starts.
         margin: the number of inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
-        threads: this replica's share of the cores of its machine.
     """
 
     elastic = True
@@ -50,7 +48,6 @@ class SwarmFleet(PeerFleet):
         start_replicas: int,
         margin: int,
         batch_size: int,
-        threads: PeerThreads,
     ) -> None:
         number = held.replica if place.replica is None else place.replica
         self._place = dataclasses.replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
@@ -61,7 +58,6 @@ class SwarmFleet(PeerFleet):
         self._batch_size = batch_size
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
-        self.threads = threads
         self.left_at: tuple[str, ...] = ()  # once it has left: addresses at which the run goes on without it
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -132,9 +128,6 @@ class SwarmFleet(PeerFleet):
             self._taken = self._assignments
             return taken
 
-    def take_notices(self) -> str:
-        return " ".join(filter(None, (self.threads.follow(), super().take_notices())))
-
     def note(self, **seen: Any) -> None:
         self._place.status.seen.update(seen)
 
@@ -157,7 +150,6 @@ class SwarmFleet(PeerFleet):
         """Leave the swarm explicitly, so that the others do not have to detect the loss of this replica."""
         if self._leaving is not None:
             self._leaving.cancel()
-        self.threads.leave()
         self.left_at = self._others_at()
         self.transport.leave()
         self.transport.close()
