@@ -201,6 +201,11 @@ class ModelSettings:
         size: int | None = self.arguments.get("vocab_size")
         return size
 
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> ModelSettings:
+        """Return the settings that were `described`, perhaps by a file from elsewhere."""
+        return _converted(described, cls, "model")
+
     def described(self) -> dict[str, Any]:
         """Return the section as JSON, with all values of a native decoder, for a version with other defaults."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -238,21 +243,19 @@ class ModelSettings:
         return self.kind == "hf" and getattr(self.huggingface, name) != getattr(HuggingFaceSettings, name)
 
 
-def _converted(values: Mapping[str, Any], kind: type[Kind]) -> Kind:
-    """Return the dataclass with ``values``, which may come from a file."""
+def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.arguments") -> Kind:
+    """Return the dataclass with ``values``, which may come from a file, of a section or table."""
     import msgspec
 
     names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in names:
-            raise ConfigurationError(
-                f"model.arguments.{name} is not a setting of the native decoder; {nearest(name, names)}"
-            )
+            raise ConfigurationError(f"{table}.{name} is not a setting of this model; {nearest(name, names)}")
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
         said = str(error)
-        raise ConfigurationError(said if said.startswith("model.") else f"model.arguments: {said}.") from error
+        raise ConfigurationError(said if said.startswith("model.") else f"{table}: {said}.") from error
 
 
 def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:

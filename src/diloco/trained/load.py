@@ -161,8 +161,8 @@ def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     if source is not None and not same_code(stored, source):
         raise _no_own_code(checkpoint.path, source)
     try:
-        return ModelSettings(**described | {"source": source or stored})
-    except (TypeError, ConfigurationError) as error:
+        return ModelSettings.of(described | {"source": source or stored})
+    except ConfigurationError as error:
         raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}") from error
 
 
