@@ -133,7 +133,7 @@ class HuggingFaceSettings:
     weights: Literal["auto", "stored", "fresh"] = "auto"  # auto is stored if there are any, else fresh
     vocab_size: int | None = None  # of fresh weights; None: the configuration's
     z_loss: float = 0.0
-    attn_implementation: str | None = None  # None: the library's choice
+    attn_implementation: str | dict[str, Any] | None = None  # None: the choice of the library
     lora_alpha: float | None = None  # None: twice the rank
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)
