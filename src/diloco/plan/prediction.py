@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, make_codec
-from diloco.plan.cluster import Cluster, Conditions, Overheads
+from diloco.plan.cluster import Cluster, Conditions, Overheads, outer_traffic
 from diloco.plan.simulate import Simulated, simulate_cycles
-from diloco.plan.traffic import outer_traffic
 from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
 from diloco.transport import Link
 

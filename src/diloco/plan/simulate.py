@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.algorithm import Send
-from diloco.plan.cluster import Cluster, Floats
-from diloco.plan.traffic import Parcel, Traffic
+from diloco.plan.cluster import Cluster, Floats, Parcel, Traffic
 from diloco.transport import RoundTimes, round_times
 
 
