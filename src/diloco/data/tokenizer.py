@@ -341,7 +341,7 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         try:
-            with fetching(place, "models"):
+            with fetching(place):
                 file = Path(hf_hub_download(place, "tokenizer.json"))
                 with suppress(EntryNotFoundError):
                     hf_hub_download(place, "tokenizer_config.json")  # read by `load_tokenizer`
@@ -370,7 +370,7 @@ def library_tokenizer(name: str, extra: str, needs: str) -> Any:
     place = name.removeprefix(HUB_PREFIX)
     local = Path(place).expanduser()
     try:
-        with fetching(place, "models"):
+        with fetching(place):
             library: Any = AutoTokenizer.from_pretrained(
                 str(local) if local.exists() else place, trust_remote_code=False
             )
