@@ -1,13 +1,12 @@
 from .cluster import ACCURACY as ACCURACY
 from .cluster import Cluster as Cluster
 from .cluster import Conditions as Conditions
+from .cluster import Exchange as Exchange
 from .cluster import Overheads as Overheads
 from .cluster import Parcel as Parcel
 from .cluster import Traffic as Traffic
 from .cluster import Workload as Workload
-from .cluster import outer_traffic as outer_traffic
 from .measure import measure_step as measure_step
-from .prediction import Exchange as Exchange
 from .prediction import Prediction as Prediction
 from .prediction import Site as Site
 from .prediction import predict as predict

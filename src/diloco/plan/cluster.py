@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,19 @@ from diloco.algorithm import (
     MeanEncoding,
     SyncSchedule,
     Uplink,
+    make_codec,
     plan_exchange,
     steps_to_train,
     trains_at,
 )
 from diloco.errors import ConfigurationError
-from diloco.train import LAYERS_PER_FRAGMENT
+from diloco.train import (
+    LAYERS_PER_FRAGMENT,
+    RunSettings,
+    make_configured_codec,
+    make_mean_encoding,
+    make_schedule,
+)
 from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Link, LinkArrays, Tcp, streams_to_each
 
 Floats = NDArray[np.float64]
@@ -50,34 +57,50 @@ class Traffic:
     parcels: tuple[Parcel, ...]
 
 
-def outer_traffic(
-    schedule: SyncSchedule,
-    fragment_sizes: Sequence[int],
-    codec: Codec,
-    num_replicas: int,
-    *,
-    mean: MeanEncoding = PLAIN_MEAN,
-    whole: bool = False,
-    uplinks: Sequence[Uplink] = (),
-) -> Traffic:
-    """Return the traffic of replicas that average encoded values, by the exchange that transports choose.
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What replicas send each other, and when."""
 
-    Args:
-        schedule: the schedule of sends and merges.
-        fragment_sizes: the number of values in each fragment.
-        codec: the codec of the contributions.
-        num_replicas: M.
-        mean, whole, uplinks: as for `plan_exchange`.
+    schedule: SyncSchedule
+    fragment_sizes: tuple[int, ...]  # number of values of each fragment
+    codec: Codec
+    mean: MeanEncoding = PLAIN_MEAN
+    whole: bool = False  # whether every replica needs whole contributions
+    dynamic_steps: bool = False  # whether slow replicas skip steps
+    gradients: bool = False  # whether these are the gradients of data-parallel steps, whose work is not counted
 
-    >>> from diloco.algorithm import SyncSchedule, make_codec
-    >>> outer_traffic(SyncSchedule(inner_steps=100), [1000], make_codec("float32"), 2).parcels[0].sent_bytes
-    array([4000., 4000.])
-    """
-    parcels: dict[int, Parcel] = {}
-    for numel in set(fragment_sizes):
-        exchange = plan_exchange(codec, numel, num_replicas, mean=mean, whole=whole, uplinks=uplinks)
-        parcels[numel] = Parcel(np.array(exchange.sent, float), np.array(exchange.received, float), numel)
-    return Traffic(schedule, tuple(parcels[numel] for numel in fragment_sizes))
+    @classmethod
+    def of(cls, settings: RunSettings, fragment_sizes: Sequence[int]) -> Exchange:
+        """Return the exchange of resolved ``settings`` for a model with these fragments."""
+        if settings.algorithm == "data-parallel":
+            return cls.of_gradients(sum(fragment_sizes), settings.sync.codec or "float32")
+        return cls(
+            schedule=make_schedule(settings),
+            fragment_sizes=tuple(fragment_sizes),
+            codec=make_configured_codec(settings.sync),
+            mean=make_mean_encoding(settings.sync),
+            whole=settings.sync.whole_contributions,
+            dynamic_steps=settings.network.straggler == "dynamic",
+        )
+
+    @classmethod
+    def of_gradients(cls, parameters: int, codec: str = "float32") -> Exchange:
+        """Return the exchange of data-parallel steps, as the trainer takes them: all gradients after the step."""
+        schedule = SyncSchedule(inner_steps=1)
+        return cls(schedule=schedule, fragment_sizes=(parameters,), codec=make_codec(codec), gradients=True)
+
+    def traffic(self, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Traffic:
+        """Return what ``num_replicas`` replicas send, by the exchange that transports choose for their ``uplinks``.
+
+        >>> exchange = Exchange(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
+        >>> exchange.traffic(2).parcels[0].sent_bytes
+        array([532., 532.])
+        """
+        parcels: dict[int, Parcel] = {}
+        for numel in set(self.fragment_sizes):
+            plan = plan_exchange(self.codec, numel, num_replicas, mean=self.mean, whole=self.whole, uplinks=uplinks)
+            parcels[numel] = Parcel(np.array(plan.sent, float), np.array(plan.received, float), numel)
+        return Traffic(self.schedule, tuple(parcels[numel] for numel in self.fragment_sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +206,7 @@ class Conditions:
 class Cluster:
     """Replicas, their links and their speeds. Arrays may have leading scenario dimensions: ``(..., M)``."""
 
-    bandwidth_bits_per_s: Floats  # in each direction
-    latency_s: Floats  # one-way latency
+    links: LinkArrays
     step_time_s: Floats  # compute time of one inner step, ``(M,)``
     # H, if replicas slower than the fastest skip steps (DyLU); None: every replica trains every step
     dynamic_of: int | None = None
@@ -206,25 +228,24 @@ class Cluster:
                 f"a cluster needs one link and one step time above 0 s per replica, got {len(links)} links and the "
                 f"step times {times}."
             )
-        rates, latencies = zip(*((link.bandwidth_bits_per_s, link.latency_s) for link in links), strict=True)
-        return cls(
-            bandwidth_bits_per_s=np.array(rates), latency_s=np.array(latencies), step_time_s=np.array(times), **more
-        )
+        return cls(links=LinkArrays.of(links), step_time_s=np.array(times), **more)
 
     @property
-    def links(self) -> LinkArrays:
+    def used_links(self) -> LinkArrays:
         """The links with the bandwidth that TCP uses of them."""
-        rates, tcp = self.bandwidth_bits_per_s, self.overheads.tcp
-        if tcp is not None:
-            rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
-        return LinkArrays(rates, self.latency_s)
+        links, tcp = self.links, self.overheads.tcp
+        if tcp is None:
+            return links
+        return replace(
+            links, bandwidth_bits_per_s=tcp.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s)
+        )
 
     def overhead_s(self, parcel: Parcel, links: LinkArrays) -> Floats:
         """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.
 
         Args:
             parcel: the payload of the round.
-            links: the links of the participants, as returned by `links`. A lone replica has no overhead.
+            links: `used_links`. A lone replica has no overhead.
         """
         if links.latency_s.shape[-1] == 1:
             return np.zeros(1)
