@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class Exchange:
 
         >>> exchange = Exchange(schedule=SyncSchedule(inner_steps=9), fragment_sizes=(1000,), codec=make_codec("fp4"))
         >>> exchange.traffic(2).parcels[0].sent_bytes
-        array([532., 532.])
+        array([504., 504.])
         """
         parcels: dict[int, Parcel] = {}
         for numel in set(self.fragment_sizes):
@@ -236,9 +236,7 @@ class Cluster:
         links, tcp = self.links, self.overheads.tcp
         if tcp is None:
             return links
-        return replace(
-            links, bandwidth_bits_per_s=tcp.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s)
-        )
+        return LinkArrays(tcp.carried_bits_per_s(links.bandwidth_bits_per_s, 2 * links.latency_s), links.latency_s)
 
     def overhead_s(self, parcel: Parcel, links: LinkArrays) -> Floats:
         """Return the time that a round takes in addition to the transfer of its payload and a vote, ``(..., 1)``.

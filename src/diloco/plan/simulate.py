@@ -64,7 +64,8 @@ def simulate(
     >>> from diloco.transport import Link
     >>> schedule = SyncSchedule(inner_steps=10)
     >>> diloco = Exchange(schedule=schedule, fragment_sizes=(1_000_000,), codec=make_codec("float32"))
-    >>> simulate(diloco.traffic(2), Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
+    >>> two = Cluster.of([Link(8e6)] * 2, 1.0)
+    >>> simulate(diloco.traffic(2), two, steps=20).compute_utilization  # two rounds of 4 s
     np.float64(0.714...)
     """
     run, before = _Run(traffic, cluster, steps), None
