@@ -5,7 +5,6 @@ from .folders import is_huggingface_folder as is_huggingface_folder
 from .folders import native_settings as native_settings
 from .folders import native_weights as native_weights
 from .folders import stored_tensors as stored_tensors
-from .folders import why_not_native as why_not_native
 from .folders import without_progress_bars as without_progress_bars
 from .huggingface import HuggingFaceModel as HuggingFaceModel
 from .language_model import LanguageModel as LanguageModel
