@@ -173,8 +173,6 @@ def test_what_cannot_be_followed_is_refused_by_its_line_or_left_out(
 UNUSED = (
     (said("q", "a", source="web"), "the field 'source' is not used"),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the field 'rejected' is not used"),
-    (said("q", answer("a", name="n")), "leaves out the field 'name' of messages"),
-    (said("q", called({}), {"role": "tool", "content": "o", "tool_call_id": "1"}, "a"), "the field 'tool_call_id' of"),
     (said({"role": "user", "content": "q", "weight": 1}, "a"), "messages with the role 'user' to be learned"),
 )
 
