@@ -18,7 +18,7 @@ from diloco.data.settings import DataSettings
 from diloco.data.stream import DocumentStream, Source
 from diloco.data.text import is_heldout, split_documents
 from diloco.data.token_folder import SPLITS, TokenFolder, token_folders
-from diloco.data.tokenizer import Tokenizer, given_tokenizer, make_tokenizer
+from diloco.data.tokenizer import Tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
@@ -148,7 +148,7 @@ def corpus_vocabulary_size(settings: DataSettings) -> int:
     folders = [folder for source in settings.parsed_sources() for folder in token_folders(source)]
     if folders:
         return folders[0].vocab_size
-    return settings.bpe_vocab_size or given_tokenizer(settings).vocab_size
+    return settings.bpe_vocab_size or make_tokenizer(settings).vocab_size
 
 
 def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
@@ -230,7 +230,7 @@ def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_
                 "no effect. Pass it to `diloco tokenize`, or leave it out."
             )
     other = settings.bpe_vocab_size is not None
-    if other or (settings.tokenizer != "bytes" and given_tokenizer(settings).to_json() != tokenizer):
+    if other or (settings.tokenizer != "bytes" and make_tokenizer(settings).to_json() != tokenizer):
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} was given, but {first.path} was made with another tokenizer. Leave "
             "out data.tokenizer."
