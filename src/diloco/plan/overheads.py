@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from diloco.errors import ConfigurationError
-from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Tcp, streams_to_each
+from diloco.plan.tcp import KEEPING_THEIR_RATE, CongestionControl, Tcp
+from diloco.transport import streams_to_each
 
 __all__ = ["ACCURACY", "IDEAL", "Conditions", "Overheads"]
 
@@ -78,7 +79,7 @@ class Conditions:
             tcp=Tcp(
                 congestion_control=self.congestion_control,
                 loss=self.loss,
-                connections=max(1, others) * streams_to_each(others, self.congestion_control),
+                connections=max(1, others) * streams_to_each(others),
             ),
             queue_trips=P90_QUEUE_TRIPS if p90 else 0.0,
             average_s_per_value=slower * self.average_s_per_value,

@@ -77,7 +77,7 @@ def check_averaging(settings: RunSettings) -> None:
 
 def check_network(settings: RunSettings) -> None:
     """Refuse settings that the chosen transport does not support."""
-    network, emulate = settings.network, settings.emulate
+    network = settings.network
     chosen = f"network.transport={network.transport!r}"
     if network.transport == "hivemind":
         _check_swarm(settings)
@@ -105,10 +105,6 @@ def check_network(settings: RunSettings) -> None:
             )
     else:
         refuse_if(
-            bool(emulate.step_time),
-            f"emulate.step_time can't be used with {chosen}. Use --transport in-process, or leave it out.",
-        )
-        refuse_if(
             settings.algorithm == "none",
             f"algorithm='none' sends nothing and can't be used with {chosen}. Use --transport in-process.",
         )
@@ -116,7 +112,7 @@ def check_network(settings: RunSettings) -> None:
 
 def _check_swarm(settings: RunSettings) -> None:
     """Check the settings that a swarm needs, and refuse those that can't work with replicas that join and leave."""
-    network, emulate = settings.network, settings.emulate
+    network = settings.network
     chosen = "network.transport='hivemind'"
     refuse_if(
         network.run is None,
@@ -124,8 +120,6 @@ def _check_swarm(settings: RunSettings) -> None:
     )
     for name, value, works in (
         ("network.replica_size", network.replica_size, 1),
-        ("emulate.bandwidth", emulate.bandwidth, ()),
-        ("emulate.latency", emulate.latency, ()),
         ("sharding", settings.data.sharding, "shuffled"),
     ):
         refuse_if(value != works, f"{name}={value!r} can't be used with {chosen}. Use {works!r}.")

@@ -8,9 +8,10 @@ from .base import Transport as Transport
 from .connections.backoff import Backoff as Backoff
 from .connections.connection_limit import ConnectionLimit as ConnectionLimit
 from .connections.connection_manager import ConnectionManager as ConnectionManager
+from .connections.pace import UplinkMeter as UplinkMeter
+from .connections.pace import streams_to_each as streams_to_each
 from .connections.payload_connection import PayloadConnection as PayloadConnection
 from .connections.reliable_link import ReliableLink as ReliableLink
-from .connections.send_scheduler import SendScheduler as SendScheduler
 from .connections.tcp_streams import TcpStreams as TcpStreams
 from .hivemind.connect import connect_swarm as connect_swarm
 from .hivemind.direct_streams import DirectStreams as DirectStreams
@@ -33,8 +34,6 @@ from .hivemind.status_client import status_of as status_of
 from .hivemind.swarm import SwarmTable as SwarmTable
 from .in_process import InProcessTransport as InProcessTransport
 from .injected_faults import Fault as Fault
-from .injected_faults import FaultKind as FaultKind
-from .injected_faults import parse_fault as parse_fault
 from .leader import LeaderTransport as LeaderTransport
 from .links import Link as Link
 from .links import LinkArrays as LinkArrays
@@ -58,11 +57,6 @@ from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
 from .settings import multiaddress as multiaddress
 from .shaping import TokenBucket as TokenBucket
-from .tcp import KEEPING_THEIR_RATE as KEEPING_THEIR_RATE
-from .tcp import CongestionControl as CongestionControl
-from .tcp import Tcp as Tcp
-from .tcp import congestion_control as congestion_control
-from .tcp import streams_to_each as streams_to_each
 from .torch_distributed.connect import Place as Place
 from .torch_distributed.connect import TcpWire as TcpWire
 from .torch_distributed.connect import connect as connect

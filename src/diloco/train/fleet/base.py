@@ -113,7 +113,7 @@ class InProcessFleet(Fleet):
 
     @property
     def network(self) -> VirtualNetwork | None:
-        return self.hub.rounds.network
+        return self.hub.network
 
     def endpoint(self, replica: int) -> Transport:
         return self.hub.endpoint(replica)

@@ -13,7 +13,6 @@ from diloco.transport import (
     ReplicaGroup,
     TcpStreams,
     TcpWire,
-    congestion_control,
     connect_again,
     streams_to_each,
 )
@@ -77,7 +76,7 @@ class TorchFleet(PeerFleet):
     def _details(self) -> dict[str, str]:
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
-        streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
+        streams = streams_to_each(self._place.num_replicas - 1)
         others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
         if self.rejoins:
             others += ", and the lost replica rejoins them by itself"
