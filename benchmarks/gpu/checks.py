@@ -92,7 +92,7 @@ def _model(sizes: Sizes, device: torch.device, **changes: Any) -> Transformer:
 
 
 def _gradients(model: Transformer, precision: torch.dtype | None, *, documents: bool = False) -> list[Tensor]:
-    tokens, targets = (each.to(model.embedding.weight.device) for each in _batch(model))
+    tokens, targets = (each.to(model.model.embed_tokens.weight.device) for each in _batch(model))
     model.zero_grad()
     with torch.autocast(tokens.device.type, precision, enabled=precision is not None):
         loss = model.loss(tokens, targets, document_numbers(tokens, 7) if documents else None).loss
@@ -113,7 +113,7 @@ def _below(error: float, limit: float) -> str:
 
 
 def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
-    device = model.embedding.weight.device
+    device = model.model.embed_tokens.weight.device
     parallel = parallelise(model, strategy, group, device) if group is not None else ParallelModel(model)
     optimizer = make_inner_optimizer(OptimizerSettings(), model)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
@@ -198,7 +198,7 @@ def masked_step(sizes: Sizes, device: torch.device) -> str:
     _train(loop, 2)
     held = [p.detach().clone() for p in loop.model.parameters()]
     loop.accumulate_gradients(*_batch(loop.model))
-    gradient = loop.model.get_parameter("layers.0.attention.query.weight").grad
+    gradient = loop.model.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
     assert gradient is not None
     gradient[0, 0] = math.nan
     try:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diloco.algorithm import RoundId
 from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.local_replica import Replica, share_global_state
+from diloco.train.replica import Replica, load_process_random, process_random, share_global_state
 from diloco.train.replica_state import with_rounds_void
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
@@ -29,7 +31,7 @@ from diloco.trained import REST, rest_of_state
 __all__ = ["load_session", "save_session"]
 
 
-def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep: int) -> Path:
+def save_session(session: Session, folder: Path, keep: int) -> Path:
     """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
     A replica in its own processes is always saved as shards, even by a single rank, so that another number of ranks can
@@ -37,18 +39,18 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
 
     Args:
         folder: the checkpoints folder.
-        about: the checkpoint's metadata.
         keep: the number of newest checkpoints to keep.
 
     Raises:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
-    step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
+    step = session.totals.steps
+    run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
     rest = rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters)
     agreed = {"global": session.global_params()} | ({REST: rest} if rest else {})
     if session.fleet.in_one_process:
         replicas = {f"replica-{replica.number}": _whole_state(replica) for replica in session.replicas}
-        return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about, keep=keep)
+        return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about(session), keep=keep)
     (replica,), name = session.replicas, f"replica-{session.replicas[0].number}"
     own = {"diloco": replica.state.own(), "random": replica.random_state.state_dict()}
     return save_checkpoint(
@@ -57,10 +59,33 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
         {"run": run, name: {"common": replica.state.common(), "sampler": replica.sampler.state_dict()}},
         shards={name: Shards(replica.state.values(), own, _num_shards(session))},
         gathered=agreed,
-        about=about,
+        about=about(session),
         keep=keep,
         group=session.fleet.group,
     )
+
+
+def about(session: Session) -> dict[str, Any]:
+    """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
+    settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
+    states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
+    return {
+        "algorithm": settings.algorithm,
+        "num_replicas": settings.network.replicas,
+        "parameters": model.num_parameters(),
+        "sequence_length": settings.train.sequence_length,
+        "seed": settings.seed,
+        "model": settings.model.settings.described(),
+        "definition": model.definition(),
+        "identity": dict(session.identity),
+        "threads": torch.get_num_threads(),
+        "global_params_digest": session.global_digest(),
+        "fragments": [
+            {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}
+            for p, (fragment, state) in enumerate(states)
+        ],
+        "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
+    }
 
 
 def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[str, ...]:
@@ -79,6 +104,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
+    load_process_random(run["random"])
     session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":

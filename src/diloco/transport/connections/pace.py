@@ -21,7 +21,7 @@ _FULL_TRIPS, _FULL_BYTES = 2.0, 1 << 18  # a transfer is full if it takes so man
 _OVERFLOW = 0.05  # share of the segments that are sent again if a queue overflows; loss alone is usually lower
 _FADING = 0.95  # of the highest rate, per full transfer: the path may have become slower
 _SEARCH, _GROWTH, _RETREAT = 1.25, 1.05, 0.9
-"""Factors of the pace after a full transfer that overflowed nothing, at first and once one has, and after one that did."""
+"""Factors of the pace after a full transfer without an overflow (at first, and later), and after one with it."""
 _FUTILE = 32  # full transfers without a pace after one that did not lower the loss
 
 
