@@ -6,8 +6,9 @@ from .base import Pending as Pending
 from .base import SnapshotSource as SnapshotSource
 from .base import Transport as Transport
 from .connections.backoff import Backoff as Backoff
-from .connections.connection_limit import ConnectionLimit as ConnectionLimit
 from .connections.connection_manager import ConnectionManager as ConnectionManager
+from .connections.limits import ConnectionLimit as ConnectionLimit
+from .connections.limits import TokenBucket as TokenBucket
 from .connections.pace import UplinkMeter as UplinkMeter
 from .connections.pace import streams_to_each as streams_to_each
 from .connections.payload_connection import PayloadConnection as PayloadConnection
@@ -33,7 +34,6 @@ from .hivemind.status_client import open_status_client as open_status_client
 from .hivemind.status_client import status_of as status_of
 from .hivemind.swarm import SwarmTable as SwarmTable
 from .in_process import InProcessTransport as InProcessTransport
-from .injected_faults import Fault as Fault
 from .leader import LeaderTransport as LeaderTransport
 from .links import Link as Link
 from .links import LinkArrays as LinkArrays
@@ -56,7 +56,6 @@ from .secret import read_secret as read_secret
 from .settings import EmulateSettings as EmulateSettings
 from .settings import NetworkSettings as NetworkSettings
 from .settings import multiaddress as multiaddress
-from .shaping import TokenBucket as TokenBucket
 from .torch_distributed.connect import Place as Place
 from .torch_distributed.connect import TcpWire as TcpWire
 from .torch_distributed.connect import connect as connect
