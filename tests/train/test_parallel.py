@@ -63,7 +63,7 @@ def rank_trains(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
         "digests": digests,
         "values": rank.values(),
         "held": sum(local_shard(parameter).numel() for parameter in rank.model.parameters()),
-        "global held": sum(values.numel() for values in rank.diloco.outer_loop.global_params),
+        "global held": sum(fragment.numel for fragment in rank.diloco.fragments),
         "committed": rank.diloco.rounds_committed,
     }
 
