@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from diloco.events import (
     StepFinished,
 )
 from diloco.trained import load_trained
+from diloco.transport import InProcessTransport
 from tests.faults import Fault, FaultyTransport
 from tests.runs import Listener, train, write_text
 
@@ -178,7 +178,8 @@ def train_with(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     """Return a function that trains with faults in its rounds."""
 
     def run(*faults: Fault, arguments: str = "", sink: Listener) -> dict[str, Any]:
-        monkeypatch.setattr("diloco.train.components.InProcessTransport", partial(FaultyTransport, faults=faults))
+        monkeypatch.setattr(InProcessTransport, "faults", faults, raising=False)
+        monkeypatch.setattr(InProcessTransport, "judge", FaultyTransport.judge)
         return train(data, tmp_path / "run", arguments, sink=sink)
 
     return run
