@@ -55,36 +55,8 @@ def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
         CheckpointError: if a value can't be represented. The message contains its path inside the tree.
     """
     tensors: dict[str, torch.Tensor] = {}
-
-    def encode(value: Any, path: str) -> JSON:
-        # types are compared exactly, because a subclass would be restored as its parent class
-        kind = type(value)
-        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-            return value  # type: ignore[no-any-return]  # narrowed by `kind`, which mypy does not follow
-        if kind is float:
-            return {"float": str(value)}
-        if kind in (list, tuple):
-            items: list[JSON] = [encode(item, f"{path}.{number}") for number, item in enumerate(value)]
-            return items if kind is list else {"tuple": items}
-        if isinstance(value, dict) and all(type(key) in _KEYS for key in value):
-            pairs: list[tuple[Any, JSON]] = [(key, encode(item, f"{path}.{key}")) for key, item in value.items()]
-            return {"dict": dict(pairs) if all(type(key) is str for key in value) else [list(pair) for pair in pairs]}
-        if isinstance(value, torch.Tensor) and _fits(value):
-            name = path.removeprefix(".") or "value"
-            while name in tensors or name == "__metadata__":  # which safetensors reserves
-                name += "~"
-            tensors[name] = value
-            return {"tensor": name}
-        what = f"{kind.__module__}.{kind.__qualname__}"
-        if isinstance(value, torch.Tensor):
-            what += f" of {value.dtype}, {value.layout}{', which requires a gradient' if value.requires_grad else ''}"
-        raise CheckpointError(
-            f"{path.removeprefix('.')!r} in the state is a {what}, which can't be saved. Use plain values and detached "
-            "tensors. Nothing was saved."
-        )
-
     try:
-        return encode(tree, ""), tensors
+        return _encode(tree, "", tensors), tensors
     except RecursionError as error:
         raise CheckpointError("The state is nested too deeply to be saved. Nothing was saved.") from error
 
@@ -99,39 +71,68 @@ def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
         CheckpointError: if the skeleton is malformed or does not belong to ``tensors``.
     """
     unused = set(tensors)
-
-    def decode(node: JSON) -> Any:
-        match node:
-            case list():
-                return [decode(item) for item in node]
-            case {"tuple": list(items), **rest} if not rest:
-                return tuple(map(decode, items))
-            case {"dict": dict(items), **rest} if not rest:
-                return {key: decode(item) for key, item in items.items()}
-            case {"dict": list(pairs), **rest} if not rest:
-                return dict(map(decode_pair, pairs))
-            case {"tensor": str(name), **rest} if not rest:
-                unused.discard(name)
-                return tensors[name]
-            case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
-                return float(text)
-            case dict():
-                raise ValueError(f"{node!r:.100} is not part of the format")
-        return node
-
-    def decode_pair(pair: JSON) -> tuple[Any, Any]:
-        match pair:
-            case [str() | int() | float() | None as key, item]:
-                return key, decode(item)
-        raise ValueError(f"{pair!r:.100} is not a key and its value")
-
     try:
-        tree = decode(skeleton)
+        tree = _decode(skeleton, tensors, unused)
         if unused:
             raise ValueError(f"it does not name the tensors {', '.join(sorted(unused)[:5])}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"The saved state is malformed: {error!r}. Nothing was loaded.") from error
     return tree
+
+
+# Not closures: a function that refers to itself would keep the tensors until Python collects garbage.
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
+    # types are compared exactly, because a subclass would be restored as its parent class
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value  # type: ignore[no-any-return]  # narrowed by `kind`, which mypy does not follow
+    if kind is float:
+        return {"float": str(value)}
+    if kind in (list, tuple):
+        items: list[JSON] = [_encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if isinstance(value, dict) and all(type(key) in _KEYS for key in value):
+        pairs: list[tuple[Any, JSON]] = [(key, _encode(item, f"{path}.{key}", tensors)) for key, item in value.items()]
+        return {"dict": dict(pairs) if all(type(key) is str for key in value) else [list(pair) for pair in pairs]}
+    if isinstance(value, torch.Tensor) and _fits(value):
+        name = path.removeprefix(".") or "value"
+        while name in tensors or name == "__metadata__":  # which safetensors reserves
+            name += "~"
+        tensors[name] = value
+        return {"tensor": name}
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        what += f" of {value.dtype}, {value.layout}{', which requires a gradient' if value.requires_grad else ''}"
+    raise CheckpointError(
+        f"{path.removeprefix('.')!r} in the state is a {what}, which can't be saved. Use plain values and detached "
+        "tensors. Nothing was saved."
+    )
+
+
+def _decode(node: JSON, tensors: Mapping[str, torch.Tensor], unused: set[str]) -> Any:
+    match node:
+        case list():
+            return [_decode(item, tensors, unused) for item in node]
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(_decode(item, tensors, unused) for item in items)
+        case {"dict": dict(items), **rest} if not rest:
+            return {key: _decode(item, tensors, unused) for key, item in items.items()}
+        case {"dict": list(pairs), **rest} if not rest:
+            return {_key(pair): _decode(pair[1], tensors, unused) for pair in pairs}  # type: ignore[index]  # checked
+        case {"tensor": str(name), **rest} if not rest:
+            unused.discard(name)
+            return tensors[name]
+        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
+            return float(text)
+        case dict():
+            raise ValueError(f"{node!r:.100} is not part of the format")
+    return node
+
+
+def _key(pair: JSON) -> Any:
+    if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS:
+        raise ValueError(f"{pair!r:.100} is not a key and its value")
+    return pair[0]
 
 
 def _fits(tensor: torch.Tensor) -> bool:
