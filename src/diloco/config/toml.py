@@ -15,7 +15,7 @@ from diloco.config.keys import Key, Values, flatten, keys_of, leaf_type
 from diloco.config.names import nearest_key
 from diloco.config.renamed import OldKeyError, replacement
 from diloco.errors import ConfigurationError
-from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
+from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
 __all__ = [
     "MAY_BE_EMPTY",
@@ -142,7 +142,7 @@ def _decode(kind: type, value: Any) -> Any:
         return Path(value)
     if kind in (Duration, Rate):
         try:
-            return kind((parse_duration_s if kind is Duration else parse_rate_bits_per_s)(str(value), ""))
+            return kind(parse(str(value), "", DURATION if kind is Duration else RATE))
         except ConfigurationError:
             raise msgspec.ValidationError("unit") from None
     raise msgspec.ValidationError("Expected another type")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco.algorithm import data_parallel_bytes, make_codec, plan_exchange, trainable_parameters
 from diloco.model import LanguageModel, ModelSettings, base_digest, build_language_model
-from diloco.outer import Arguments, frozen_digests
+from diloco.outer import argument_facts, frozen_digests
 from diloco.protocol import PROTOCOL_VERSION
 from diloco.train.components import (
     make_configured_codec,
@@ -51,7 +51,7 @@ def identity(settings: RunSettings, model: LanguageModel, data: str = "", base: 
         replicas = f"any number, {network.replicas} to begin with"
     outer = {"codec": str(settings.sync.codec)}
     if settings.algorithm in ("streaming", "diloco"):
-        outer = Arguments(**outer_arguments(settings, model)).facts(model)
+        outer = argument_facts(model, outer_arguments(settings, model))
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": _model_fingerprint(trainable_parameters(model)),

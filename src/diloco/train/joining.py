@@ -191,9 +191,9 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
         totals.steps = fleet.join(timeout_s)
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # an estimate of what the others trained
     if replica.diloco is not None:
-        shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.shared.begun_after)
+        shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start
-    replica.sampler.join_at(totals.steps, replica.diloco.shared.data_order if replica.diloco else "")
+    replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
 
 
 def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:

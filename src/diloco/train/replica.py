@@ -35,7 +35,6 @@ __all__ = [
     "load_process_random",
     "process_random",
     "seed_process",
-    "share_global_state",
 ]
 
 AHEAD = 4  # default number of batches to prefetch if the data is read from files
@@ -157,8 +156,8 @@ class ReplicaMaker:
                 endpoint = self.fleet.endpoint(replica.number)
                 replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
 
-    def diloco(self, replica: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
-        """Return the outer loop of a replica, whose current parameters become the global parameters.
+    def diloco(self, replica: Replica, first: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
+        """Return the outer loop of a replica. The parameters of the first replica become the global parameters.
 
         With an Apple GPU, which lacks some operations of the codecs, the global state is kept on the host.
         """
@@ -172,6 +171,8 @@ class ReplicaMaker:
             global_device="cpu" if on_host else None,
             on_event=on_event,
             compare_arguments=False,  # the replicas compared their settings when they met
+            # a replica that misses a commit by an injected fault must not see it in the state of the others
+            global_state_of=None if settings.network.faults else first.diloco,
         )
 
     def _inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
@@ -194,12 +195,6 @@ class ReplicaMaker:
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
-
-
-def share_global_state(replica: Replica, first: Replica) -> None:
-    """Make a replica share the memory of its global state with the first replica of the process."""
-    if replica.diloco and first.diloco and first is not replica:
-        replica.diloco.outer_loop.share(first.diloco.outer_loop)
 
 
 def _may_share(model: LanguageModel, settings: RunSettings) -> bool:

@@ -23,7 +23,7 @@ from diloco.outer import DiLoCo
 from diloco.train.data_parallel import average_gradients
 from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.replica import Replica, ReplicaMaker, share_global_state
+from diloco.train.replica import Replica, ReplicaMaker
 from diloco.train.settings import RunSettings
 
 __all__ = ["DynamicSteps", "Session", "Totals"]
@@ -248,10 +248,9 @@ class Session:
         If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
         """
         if replica.diloco is None:
-            replica.diloco = self._maker.diloco(replica, self._emit)
-            replica.diloco.shared.data_order = replica.sampler.order
-            replica.diloco.shared.begun_after = self.totals.steps
-            share_global_state(replica, self.replicas[0])
+            replica.diloco = self._maker.diloco(replica, self.replicas[0], self._emit)
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = self.totals.steps
             self.fleet.close_to_joiners("")
         return replica.diloco
 
@@ -271,7 +270,6 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()
-                share_global_state(replica, self.replicas[0])
 
     def global_params(self) -> dict[str, Tensor]:
         """Return the global parameters by name, or those of the first replica if nothing is exchanged.
@@ -354,7 +352,6 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
-                share_global_state(replica, self.replicas[0])
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()

@@ -22,7 +22,7 @@ from diloco.algorithm import RoundId
 from diloco.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.replica import Replica, load_process_random, process_random, share_global_state
+from diloco.train.replica import Replica, load_process_random, process_random
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
 from diloco.trained import REST, rest_of_state
@@ -61,7 +61,6 @@ def save_session(session: Session, folder: Path, keep: int) -> Path:
 def about(session: Session) -> dict[str, Any]:
     """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
     settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
-    states = zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True) if diloco else ()
     return {
         "algorithm": settings.algorithm,
         "num_replicas": settings.network.replicas,
@@ -74,8 +73,8 @@ def about(session: Session) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "global_params_digest": session.global_digest(),
         "fragments": [
-            {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}
-            for p, (fragment, state) in enumerate(states)
+            {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
+            for f in (diloco.fragments if diloco else ())
         ],
         "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
     }
@@ -116,12 +115,11 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         else:
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
-            replica.diloco.shared.data_order = replica.sampler.order
-            replica.diloco.shared.begun_after = session.totals.steps - replica.diloco.steps
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
             if source != replica.number:  # a new replica keeps only the shared state
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
-        share_global_state(replica, session.replicas[0])
     lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
     return (*saved.changes(), *dict.fromkeys(lost))
 

@@ -15,24 +15,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.layers import group_layers, match_patterns
-from diloco.algorithm.model_tensors import all_parameters, local_shard, named_parameters, overlaps, unfit_parameter
-from diloco.algorithm.numbers import check_type, check_whole
+from diloco.algorithm.checks import check_type, check_whole
+from diloco.algorithm.tensors import all_parameters, local_shard, named_parameters, overlaps, unfit_parameter
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
 __all__ = [
-    "Fragment",
+    "FragmentLayout",
     "Strategy",
     "bind",
     "check_coverage",
     "check_parameters",
     "flatten",
+    "group_layers",
     "holding",
+    "host_copy",
+    "layer_container",
+    "match_patterns",
     "partition",
     "trainable_parameters",
     "unflatten_",
@@ -42,7 +46,7 @@ Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
 
 @dataclass(frozen=True)
-class Fragment:
+class FragmentLayout:
     """Parameters that are sent together.
 
     Attributes:
@@ -68,7 +72,7 @@ class Fragment:
     def named(self, values: Tensor) -> dict[str, Tensor]:
         """Return name -> view of its part of the flat vector ``values``, ``(numel,)``, in the parameter's shape.
 
-        >>> Fragment(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
+        >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
         """
         pieces = torch.split(values, list(self.sizes))
@@ -109,7 +113,7 @@ def partition(
     num_fragments: int = 1,
     strategy: Strategy = "strided",
     patterns: Sequence[Sequence[str]] = (),
-) -> tuple[Fragment, ...]:
+) -> tuple[FragmentLayout, ...]:
     """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
 
     Strategies:
@@ -148,14 +152,14 @@ def partition(
     else:
         groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
     fragments = tuple(
-        Fragment(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
+        FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
     )
     check_coverage(model, fragments)
     return fragments
 
 
-def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
+def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> None:
     """Raise `FragmentError` unless every trainable parameter of ``model`` is in exactly one of ``fragments``."""
     parameters = trainable_parameters(model)
     seen: dict[str, int] = {}
@@ -185,7 +189,7 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
         )
 
 
-def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
+def bind(model: nn.Module, fragment: FragmentLayout) -> list[nn.Parameter]:
     """Return the parameters of ``fragment`` in ``model``, in order."""
     parameters = trainable_parameters(model)
     return [parameters[name] for name in fragment.names]
@@ -218,7 +222,8 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Set ``parameters`` to ``values`` of the same names inside a ``with`` block and restore them at its end.
 
-    For a DTensor parameter, ``values`` contains this rank's shard.
+    For a DTensor parameter, ``values`` contains this rank's shard. What the parameters held waits in host memory, so
+    that a GPU does not need room for all of them twice.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -229,7 +234,7 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     True
     """
     shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
-    before = {name: shard.clone() for name, shard in shards.items()}
+    before = {name: host_copy(shard) for name, shard in shards.items()}
     try:
         for name, shard in shards.items():
             shard.copy_(values[name])
@@ -237,6 +242,12 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     finally:
         for name, shard in shards.items():
             shard.copy_(before[name])
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` in host memory, which is pinned if it is on a GPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor)
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
@@ -283,4 +294,103 @@ def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
         lightest = min(range(num_fragments), key=lambda index: (loads[index], len(groups[index])))
         groups[lightest].append(name)
         loads[lightest] += sizes[name]
+    return groups
+
+
+def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
+    """Return the parameters outside the layers and those of each layer, in the order of the layers' numbers.
+
+    The layers are the numbered children of one container; see `layer_container`.
+
+    >>> group_layers({"embedding": 4, "layers.0.w": 2, "layers.1.w": 2, "layers.1.b": 1})
+    (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
+    """
+    container = layer_container(sizes)
+    if container is None:
+        return list(sizes), []
+    rest: list[str] = []
+    layers: dict[int, list[str]] = {}
+    for name in sizes:
+        parts = tuple(name.split("."))
+        depth = len(container)
+        if parts[:depth] == container and len(parts) > depth and parts[depth].isdigit():
+            layers.setdefault(int(parts[depth]), []).append(name)
+        else:
+            rest.append(name)
+    return rest, [layers[number] for number in sorted(layers)]
+
+
+def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the path of the module that contains the layers, such as ``("model", "layers")``.
+
+    The candidates are all prefixes followed by a number, such as ``model.layers`` in ``model.layers.3.mlp.weight``.
+    Candidates inside a container with similar children (the experts of a layer), or inside an only child, do not count.
+    Children are similar if two of them have a parameter of equal name and size. A container with similar children is
+    preferred to one without, such as an embedding and a decoder in sequence, or the norm and the matrix of a head.
+    Among the remaining candidates the one with the most values wins, and among equals the outermost.
+
+    It is None if no module is numbered.
+
+    >>> layer_container({"head.0.w": 9, "head.1.w": 900, "blocks.0.w": 4, "blocks.1.w": 4})
+    ('blocks',)
+    """
+    children: dict[tuple[str, ...], dict[str, dict[str, int]]] = {}
+    for name, size in sizes.items():
+        parts = tuple(name.split("."))
+        for position, part in enumerate(parts):
+            if part.isdigit():
+                inside = children.setdefault(parts[:position], {}).setdefault(part, {})
+                inside[".".join(parts[position + 1 :])] = size
+    alike = {prefix: _have_something_in_common(list(numbered.values())) for prefix, numbered in children.items()}
+    closed = [prefix for prefix, numbered in children.items() if alike[prefix] or len(numbered) == 1]
+    outermost = [
+        prefix
+        for prefix in children
+        if not any(len(other) < len(prefix) and prefix[: len(other)] == other for other in closed)
+    ]
+    totals = {prefix: sum(sum(child.values()) for child in children[prefix].values()) for prefix in outermost}
+    return max(outermost, key=lambda prefix: (alike[prefix], totals[prefix], -len(prefix)), default=None)
+
+
+def _have_something_in_common(children: Sequence[Mapping[str, int]]) -> bool:
+    """Return whether two children have a parameter of equal name and size."""
+    parameters = [parameter for child in children for parameter in child.items()]
+    return len(set(parameters)) < len(parameters)
+
+
+def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Group parameter names by the list of shell-style patterns that they match.
+
+    Args:
+        aliases: Parameter name -> all its names (tied weights have several). A pattern may match any of them.
+        patterns: The patterns of each fragment.
+
+    Raises:
+        FragmentError: if a name matches the patterns of no fragment or of several, or a pattern matches no name.
+
+    >>> match_patterns({"a.w": ["a.w"], "b.w": ["b.w"]}, [["b.*"], ["a.*"]])
+    [['b.w'], ['a.w']]
+    """
+    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not listed or any(isinstance(group, str) or not isinstance(group, Sequence) for group in patterns):
+        raise FragmentError(
+            "patterns must be a list of patterns for each fragment, such as [['layers.0.*'], ['layers.1.*', 'head.*']],"
+            f" got {patterns!r}."
+        )
+    groups: list[list[str]] = [[] for _ in patterns]
+    for name, names in aliases.items():
+        hits = [
+            index
+            for index, group in enumerate(patterns)
+            if any(fnmatchcase(alias, pattern) for pattern in group for alias in names)
+        ]
+        if len(hits) != 1:
+            where = f"the patterns of fragments {hits}" if hits else "no pattern of any fragment"
+            raise FragmentError(f"The parameter {name!r} matches {where}; it must match those of exactly one fragment.")
+        groups[hits[0]].append(name)
+    every = [alias for names in aliases.values() for alias in names]
+    for index, group in enumerate(patterns):
+        for pattern in group:
+            if not any(fnmatchcase(alias, pattern) for alias in every):
+                raise FragmentError(f"The pattern {pattern!r} of fragment {index} matches no trainable parameter.")
     return groups
