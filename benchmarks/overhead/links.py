@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from diloco.algorithm import RoundId, make_codec
-from diloco.transport import DirectStreams, PayloadConnection, ReliableLink, RoundMessages, SendScheduler
+from diloco.transport import DirectStreams, PayloadConnection, ReliableLink, RoundMessages, UplinkMeter
 
 HOST, LIMIT_S = "127.0.0.1", 60.0
 LINKS, VALUES = 7, 6_295_552 // 8
@@ -78,7 +78,7 @@ class End:
         return receiving
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, transport = ReliableLink(SendScheduler(self._loop)), writer.transport
+        link, transport = ReliableLink(self._loop, UplinkMeter()), writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         reader.feed_eof()

@@ -20,7 +20,7 @@ from tests.protocol.simulated_rank import Rank
 
 __all__ = ["PHASES", "Counted", "counted"]
 
-_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+_POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
 _MOST_TRIPS = 10_000
 
 

@@ -24,7 +24,7 @@ Forgery = Callable[[int, Message], Iterable[Message]]
 HONEST = (0, 1, 2)
 LIAR = 3
 MAX_MEMORY_BYTES = 64 << 20
-POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+POLICIES = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
 
 
 class Member(Rank):

@@ -53,7 +53,7 @@ class Rank:
     """Rank 0 of replicas of two ranks each, connected to ranks 1 to 5; its actions are not carried out."""
 
     def __init__(self) -> None:
-        policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+        policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
         for rank in range(1, 6):
             self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 @pytest.mark.parametrize("second", ["gone", "cut"])
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
-    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
     machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)

@@ -101,7 +101,7 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network.alive -= candidates  # their transports are closed
     explore(network, [])
     steps = {number: rank(network, number).step for number in candidates}
-    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(quorum, continue_without_lost=True, raise_on_loss=False, connect_timeout_s=1.0)
 
     def rejoin(number: int, founded: View | None) -> None:
         network.make = lambda each: Rank(

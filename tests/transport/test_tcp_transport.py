@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.protocol import header_of
-from diloco.transport import PeerTransport, Transport, congestion_control, streams_to_each
+from diloco.transport import PeerTransport, Transport
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires, at_once, in_thread
 
@@ -35,13 +34,6 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
     averages = exchange(transports, [contribution(m) for m in range(2)])
     assert averages[0].contributors == (0, 1)
     assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
-
-
-def test_of_a_congestion_control_that_loss_slows_down_more_streams_are_opened() -> None:
-    assert congestion_control() in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    for others in (1, 2, 4):
-        assert streams_to_each(others, "bbr") * others == 4
-        assert streams_to_each(others, "cubic") == streams_to_each(others, "") == 4 * streams_to_each(others, "bbr")
 
 
 # Contributions that are refused name who sent them.

@@ -18,7 +18,6 @@ class Timing:
 
     heartbeat_s: float = 2.0  # the interval between two heartbeats
     silence_s: float = 15.0  # a rank counts as lost if nothing is received from it for this long
-    latency_s: float = 0.0  # emulated latency: every message is delivered this much later
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ class Policies:
     # whether a round that can't take place raises `ReplicaLostError`; otherwise it is void, and the owner checks
     # `ViewManager.failure`
     raise_on_loss: bool
-    streams: int  # payload connections to each peer
     connect_timeout_s: float  # longest time to open one
     together: bool = True  # whether all ranks stop when one has to
 

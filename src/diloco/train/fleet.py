@@ -26,7 +26,6 @@ from diloco.transport import (
     TcpWire,
     Transport,
     VirtualNetwork,
-    congestion_control,
     connect_again,
     join,
     streams_to_each,
@@ -77,7 +76,7 @@ class Fleet:
     @property
     def network(self) -> VirtualNetwork | None:
         """The emulated links with a virtual clock, or None."""
-        return self._hub.rounds.network if self._hub else None
+        return self._hub.network if self._hub else None
 
     @property
     def failure(self) -> TransportError | None:
@@ -440,7 +439,7 @@ class TorchFleet(PeerFleet):
     def _details(self) -> dict[str, str]:
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
-        streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
+        streams = streams_to_each(self._place.num_replicas - 1)
         others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
         if self.rejoins:
             others += ", and the lost replica rejoins them by itself"

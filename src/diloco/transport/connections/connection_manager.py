@@ -8,7 +8,6 @@ compared.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
@@ -23,17 +22,15 @@ from diloco.protocol import (
     Fields,
     Loss,
     Lost,
-    MessageError,
     Pulse,
-    Received,
     Timing,
     silent_ones,
 )
 from diloco.transport.address import Address
-from diloco.transport.connections.connection_limit import ConnectionLimit
 from diloco.transport.connections.control_connection import ControlConnection, say_who
 from diloco.transport.connections.control_thread import ControlThread
 from diloco.transport.connections.handshakes import PendingHellos, send_hello
+from diloco.transport.connections.limits import ConnectionLimit
 from diloco.transport.connections.streams import (
     UNKNOWN_PEER_BLOB_BYTES,
     UNKNOWN_PEER_BYTES,
@@ -255,7 +252,7 @@ class ConnectionManager(ControlThread):
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, functools.partial(self._deliver, connection))
+        ended = await connection.listen(reader, self.arrived, self._on_event)
         if self._connections.get(connection.rank) is not connection:
             return
         del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
@@ -266,18 +263,6 @@ class ConnectionManager(ControlThread):
         loss = await connection.why_lost(ended, self.open, longest_s, was_suspended=was_suspended)
         if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._on_event(Lost(connection.rank, loss))
-
-    def _deliver(self, connection: ControlConnection, received: Received) -> None:
-        if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._deliver_late, connection, received)
-        else:
-            self._on_event(received)
-
-    def _deliver_late(self, connection: ControlConnection, received: Received) -> None:
-        try:
-            self._on_event(received)
-        except MessageError as error:
-            self._drop(connection, f"it sent an invalid message: {error}")
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)

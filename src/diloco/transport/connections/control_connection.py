@@ -11,6 +11,7 @@ from diloco.errors import TransportError
 from diloco.protocol import Loss, MessageError, Received
 from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
+from diloco.transport.connections.limits import TokenBucket
 from diloco.transport.connections.streams import (
     MAX_BLOB_BYTES,
     MAX_JSON_BYTES,
@@ -22,7 +23,6 @@ from diloco.transport.connections.streams import (
     read_head,
     within,
 )
-from diloco.transport.shaping import TokenBucket
 
 __all__ = ["ControlConnection", "Ending", "say_who"]
 
@@ -61,7 +61,7 @@ class ControlConnection:
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
 
     async def listen(
-        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], None]
+        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], object]
     ) -> Ending:
         """Deliver messages until the connection ends, at no more than the rate that `_PACES` allows.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from typing import Any
 
 from diloco.errors import TransportError
@@ -13,21 +12,15 @@ from diloco.transport.address import Address
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.path import together
+from diloco.transport.connections.pace import UplinkMeter
 from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
-from diloco.transport.connections.send_scheduler import SendScheduler
 from diloco.transport.connections.streams import Stream, pack, read_frame, within
-from diloco.transport.links import Link
-from diloco.transport.shaping import Pacer
-from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestion_control, connections_worth_having
 
 __all__ = ["MOST_CONNECTIONS", "LinkManager"]
 
 MOST_CONNECTIONS = 64  # of one link
 
-_OBSERVE_S = 0.05
-_WORTH_TELLING = 0.1  # relative change of the pacing rate that is worth showing
 _RETRY_S, _RETRY_PART = (
     0.2,
     4,
@@ -42,29 +35,12 @@ class LinkManager:
 
     Args:
         patience_s: How long a link may have no connection before it ends.
-        paces: Whether to pace payloads to the measured bandwidth of the uplink. This applies only where congestion
-            control keeps its rate. Elsewhere the first loss slows TCP down, and late acknowledgements of a busy machine
-            would be mistaken for a queue.
         compresses: Whether to compress payloads on slow paths; see `PayloadConnection`.
-        emulated: The emulated link of this rank, which then paces all payloads alone; None: no emulation.
     """
 
-    def __init__(
-        self,
-        connections: ConnectionManager,
-        patience_s: float,
-        *,
-        paces: bool = True,
-        compresses: bool = True,
-        emulated: Link | None = None,
-    ) -> None:
-        self._scheduler = SendScheduler(connections.loop)
-        self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
-        self._paces = paces and emulated is None and not self._slows_down
+    def __init__(self, connections: ConnectionManager, patience_s: float, *, compresses: bool = True) -> None:
+        self._meter = UplinkMeter()
         self._compresses = compresses
-        self._pacer = Pacer(emulated) if emulated else None
-        self._shown_bits_per_s = 0.0
-        self._observing: asyncio.Task[None] | None = None
         self._connections = connections
         self._patience_s = patience_s
         self._links: dict[str, OpenedLink] = {}
@@ -93,7 +69,7 @@ class LinkManager:
         return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
-        link = ReliableLink(self._scheduler, route.name, self._pacer)
+        link = ReliableLink(self._connections.loop, self._meter, route.name)
         opened = OpenedLink(request, route, link)
         async with self._changed:
             if before := self._links.get(request.key):
@@ -101,10 +77,8 @@ class LinkManager:
             self._links[request.key] = opened
             self._changed.notify_all()
         opened.watching = self._connections.begin(self._forget_ended(opened))
-        if self._observing is None:
-            self._observing = self._connections.begin(self._observe_often())
         if opened.dials:
-            self._keep_at_least(opened, request.streams if request.chosen else 1)
+            self._keep_at_least(opened, 1)
         with contextlib.suppress(TimeoutError):
             await within(request.timeout_s, link.settled.wait())
         if not link.ended and link.uses:
@@ -129,43 +103,9 @@ class LinkManager:
                 task.cancel()
 
     def _keep_at_least(self, opened: OpenedLink, number: int) -> None:
-        """Maintain at least ``number`` connections from now on, up to `MOST_CONNECTIONS`."""
-        for index in range(len(opened.keeping), min(number, MOST_CONNECTIONS)):
+        """Maintain at least ``number`` connections from now on."""
+        for index in range(len(opened.keeping), number):
             opened.keeping.append(self._connections.begin(self._keep(opened, index)))
-
-    async def _observe_often(self) -> None:
-        """Measure the links with data in flight at regular intervals, and adjust pacing and connections."""
-        loop, links = self._connections.loop, self._links
-        before_s = loop.time()
-        while True:
-            await asyncio.sleep(_OBSERVE_S)
-            now_s, active = loop.time(), [each for each in links.values() if each.link.active or each.path.in_burst]
-            samples = [each.observe(now_s - before_s) for each in active]
-            if samples and self._paces:
-                self._scheduler.pace.observe(now_s, together(samples))
-                known, told = self._scheduler.pace.bits_per_s, self._shown_bits_per_s
-                if math.isfinite(known) and abs(known - told) > _WORTH_TELLING * told:
-                    self._shown_bits_per_s = known
-            for opened in active:
-                self._adjust_number(opened)
-                opened.describe(self._shown_bits_per_s)
-            before_s = now_s
-
-    def _adjust_number(self, opened: OpenedLink) -> None:
-        """Adjust the number of connections to what the path needs, unless the user chose it."""
-        request, link, path = opened.request, opened.link, opened.path
-        if request.chosen or opened.route.single:
-            return
-        wanted = link.wanted if opened.dials else 0
-        if path.loss is not None and path.burst_bytes and self._slows_down:
-            bandwidth, hosts = path.bandwidth_bits_per_s, len(self._links)
-            own = connections_worth_having(path.burst_bytes, path.least_round_trip_s, path.loss, bandwidth, hosts)
-            wanted = max(wanted, own)
-        if opened.dials:
-            self._keep_at_least(opened, wanted)
-        elif wanted > max(opened.told, len(link.connections)) and link.connections:
-            opened.told = wanted
-            next(iter(link.connections.values())).want(wanted)
 
     async def _keep(self, opened: OpenedLink, index: int) -> None:
         """Maintain one connection: dial it, and dial it again when it ends."""
@@ -191,8 +131,6 @@ class LinkManager:
                 if answer["kind"] == "refused":
                     self._end(opened, Fields(answer).words("reason"))
                     return
-                more = Fields(answer).integer("streams", 1, MOST_CONNECTIONS)
-            self._keep_at_least(opened, max(more, _initial_connections(request, writer)))
             await self._use(opened, index, reader, writer)
         except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
             link.why = str(error) or type(error).__name__
@@ -225,7 +163,7 @@ class LinkManager:
         if request.rank != rank or opened.dials or opened.link.ended:
             return
         self._connections.vouch(writer)
-        writer.write(pack({"kind": "link", "streams": _initial_connections(request, writer)}))
+        writer.write(pack({"kind": "link"}))
         await self._use(opened, index, reader, writer)
 
     async def _use(
@@ -241,6 +179,8 @@ class LinkManager:
         try:
             connection.begin(already)
             opened.link.add(index, connection)
+            if opened.dials and not connection.near and not opened.route.single:
+                self._keep_at_least(opened, opened.request.streams)
             await connection.ended
         finally:
             connection.end()
@@ -258,10 +198,3 @@ class LinkManager:
             return
         done = "it could not be reopened" if opened.dials else "the other side did not reconnect"
         self._end(opened, f"{link.why}, and {done} within {self._patience_s:g} s")
-
-
-def _initial_connections(request: LinkRequest, writer: asyncio.StreamWriter) -> int:
-    """Return the number of connections to start with once the first is open: one suffices over a short round trip."""
-    counters = Counters.of(writer.get_extra_info("socket"))
-    near = counters is not None and counters.round_trip_s < NEAR_S
-    return 1 if near and not request.chosen else request.streams

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from diloco.errors import TransportError
@@ -17,7 +16,6 @@ from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.streams import Stream
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.links import Link
 from diloco.transport.peers.background import Mailbox
 from diloco.units import visible
 
@@ -36,7 +34,7 @@ class PayloadRoutes(LinkManager):
         connections: the control connections of this peer.
         streams: the streams of this peer.
         mailbox: receives the messages of the other peers.
-        patience_s, paces, compresses, emulated: as in `LinkManager`.
+        patience_s, compresses: as in `LinkManager`.
     """
 
     def __init__(
@@ -46,11 +44,9 @@ class PayloadRoutes(LinkManager):
         mailbox: Mailbox,
         patience_s: float,
         *,
-        paces: bool = True,
         compresses: bool = True,
-        emulated: Link | None = None,
     ) -> None:
-        super().__init__(connections, patience_s, paces=paces, compresses=compresses, emulated=emulated)
+        super().__init__(connections, patience_s, compresses=compresses)
         self._streams = streams
         self._mailbox = mailbox
         self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> the time before which it is not tried, and why
@@ -81,8 +77,7 @@ class PayloadRoutes(LinkManager):
                 "direct='only' allows no other. Make the port for direct streams of one of the two reachable (LAST of "
                 "network.listen HOST:FIRST-LAST), or use direct='auto'"
             )
-        streams = request.streams if request.chosen else 1
-        return self.open_over(Route(f"libp2p ({why})", single=True), replace(request, streams=streams))
+        return self.open_over(Route(f"libp2p ({why})", single=True), request)
 
     def _try(self, peer: str, offer: object) -> tuple[Route | None, str]:
         """Return a route to a peer that has made an offer and "", or None and the reason."""

@@ -29,9 +29,9 @@ import xxhash
 from diloco.errors import TransportError
 from diloco.protocol import Fields
 from diloco.transport.base import SnapshotSource
+from diloco.transport.connections.limits import TokenBucket
 from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
-from diloco.transport.shaping import TokenBucket
 
 __all__ = ["MAX_CHUNK_BYTES", "MAX_FETCHERS", "DonorService", "Snapshot", "SnapshotCache"]
 

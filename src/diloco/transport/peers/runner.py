@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm import RoundId
@@ -31,7 +30,6 @@ from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import Streams, within
-from diloco.transport.links import Link
 from diloco.transport.peers.background import Mailbox, Threads
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import Links, PayloadLinks
@@ -49,19 +47,16 @@ class ProtocolRunner:
 
     The machine handles one event at a time, in the control thread and under a lock. Other threads read its state under
     the same lock.
-
-    Args:
-        link: The emulated link of this end, or None.
     """
 
     view: View  # the current view
     registry: Registry
     open_link: OpenLink
 
-    def __init__(self, rules: Rules, policies: Policies, timing: Timing, streams: Streams, link: Link | None) -> None:
+    def __init__(self, rules: Rules, policies: Policies, timing: Timing, streams: Streams) -> None:
         self.rules = rules
         self.policies = policies
-        self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
+        self.timing = timing
         # longer than any round takes unless there is an unforeseen fault
         self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
         self.reason = ""  # why the current view replaced the one before

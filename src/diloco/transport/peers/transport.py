@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.algorithm import Contribution, RoundId
+from diloco.algorithm import Contribution, RoundId, Uplink
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.events import Event
 from diloco.membership import View
@@ -27,7 +27,6 @@ from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.connections.opened_link import OpenLink
 from diloco.transport.connections.streams import Streams
-from diloco.transport.links import Link
 from diloco.transport.peers.background import in_thread
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
@@ -47,7 +46,7 @@ class PeerTransport(ProtocolRunner, Transport):
     methods are for the training thread.
 
     Args:
-        rules, policies, timing, streams, link: See `ProtocolRunner`.
+        rules, policies, timing, streams: See `ProtocolRunner`.
         together: Whether all ranks stop when one has to.
         state_bytes_per_s: Rate limit for all ranks together that fetch state from this one; None: unlimited.
     """
@@ -58,12 +57,11 @@ class PeerTransport(ProtocolRunner, Transport):
         policies: Policies,
         timing: Timing,
         streams: Streams,
-        link: Link | None = None,
         *,
         together: bool = True,
         state_bytes_per_s: float | None = None,
     ) -> None:
-        super().__init__(rules, replace(policies, together=together), timing, streams, link)
+        super().__init__(rules, replace(policies, together=together), timing, streams)
         self.replica = rules.replica
         self.run_is_over = False  # whether others have finished the run while this rank was not a member
         self.welcome_note: Mapping[str, Any] = {}  # the result of a member's `on_change` when this rank joined
@@ -106,6 +104,11 @@ class PeerTransport(ProtocolRunner, Transport):
         return self._machine.views.agreed_view
 
     @property
+    def uplink(self) -> Uplink:
+        """What is known about the bandwidth with which this rank sends."""
+        return self._links.uplink
+
+    @property
     def link_descriptions(self) -> Mapping[int, str]:
         """The description of the link to each replica."""
         return self._links.descriptions
@@ -119,7 +122,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def average(self, contribution: Contribution) -> Pending:
         self.check_name(contribution)
         pending = self._contributed.add(contribution, self._guard_s, self)
-        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self._links.uplink)
+        submitted = events.Submitted(contribution, self.step, pending.sent_s, uplink=self.uplink)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             self._copies.after(copied, lambda: self._post(replace(submitted, contribution=host)), self._fail)
