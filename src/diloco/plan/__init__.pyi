@@ -14,3 +14,4 @@ from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
+from .tcp import CongestionControl as CongestionControl

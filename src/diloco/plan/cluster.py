@@ -25,6 +25,7 @@ from diloco.algorithm import (
     trains_at,
 )
 from diloco.errors import ConfigurationError
+from diloco.plan.tcp import CongestionControl, Tcp
 from diloco.train import (
     LAYERS_PER_FRAGMENT,
     RunSettings,
@@ -32,7 +33,7 @@ from diloco.train import (
     make_mean_encoding,
     make_schedule,
 )
-from diloco.transport import KEEPING_THEIR_RATE, CongestionControl, Link, LinkArrays, Tcp, streams_to_each
+from diloco.transport import Link, LinkArrays, streams_to_each
 
 Floats = NDArray[np.float64]
 
@@ -181,8 +182,8 @@ class Conditions:
 
     @property
     def measures_uplinks(self) -> bool:
-        """Whether replicas learn how fast they can send, so that slow ones sum less."""
-        return self.congestion_control in KEEPING_THEIR_RATE
+        """Whether replicas learn how fast they can send, so that slow ones sum less: where losses don't slow them."""
+        return self.congestion_control == "bbr"
 
     def overheads(self, others: int, *, p90: bool = False) -> Overheads:
         """Return the overheads of a run under these conditions.
@@ -192,7 +193,7 @@ class Conditions:
             p90: return values that one round in ten exceeds, instead of every other round.
         """
         slower = P90_WORK if p90 else 1.0
-        connections = max(1, others) * streams_to_each(others, self.congestion_control)
+        connections = max(1, others) * streams_to_each(others)
         return Overheads(
             tcp=Tcp(congestion_control=self.congestion_control, loss=self.loss, connections=connections),
             queue_trips=P90_QUEUE_TRIPS if p90 else 0.0,
