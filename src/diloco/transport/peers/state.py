@@ -7,12 +7,12 @@ continues at the next one where the last one stopped. What arrives must match th
 
 ::
 
-    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": ""}
-    donor    {"kind": "offer", "skeleton", "tensors", "bytes", "snapshot"}    see `state_wire`
-    fetcher  {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset"}
-    donor    {"kind": "chunk", "offset", "checksum"} and bytes, until all bytes are sent
-             {"kind": "moved"}            the snapshot no longer exists
-    or       {"kind": "later", "reason"}, {"kind": "refused", "reason"}
+    fetcher  Fetch(fragment, after)
+    donor    Offer(...)                              see `state_wire`
+    fetcher  Fetch(fragment, after, snapshot, offset)
+    donor    Chunk(offset, checksum) and bytes, until all bytes are sent
+             Moved()                                 the snapshot no longer exists
+    or       Later(reason), Refused(reason)
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import xxhash
 
 from diloco.errors import TransportError
-from diloco.membership import byzantine_quorum
-from diloco.protocol import Entry, Fields, Rules
+from diloco.membership import Count, Digest, Words, byzantine_quorum
+from diloco.protocol import Entry, Refused, Rules, WireMessage
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.connections.connection_manager import ConnectionManager
-from diloco.transport.connections.streams import MAX_JSON_BYTES, Streams, pack, read_frame
+from diloco.transport.connections.streams import MAX_MESSAGE_BYTES, Streams, pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe, not_finite
-from diloco.units import visible
 
 __all__ = ["StateTransfer"]
 
@@ -52,6 +52,44 @@ _MOST_FAILURES = 3
 _PAUSES_S = 0.05, 1.0
 _GRACE_S = 1.0  # a choice that is possible waits this long for more offers
 _CANCEL_AGAIN_S = 0.2
+
+
+class Fetch(WireMessage):
+    """The question what a donor holds, or for a snapshot from an offset on."""
+
+    fragment: Count
+    after: Count  # rounds that the state must include
+    snapshot: Digest = ""  # "": which one?
+    offset: Count = 0
+
+
+class Offer(WireMessage):
+    """A `Description` of a snapshot, which checks it."""
+
+    skeleton: Any
+    tensors: Any
+    bytes: Any
+    snapshot: Any
+
+
+class Chunk(WireMessage):
+    """A part of a snapshot, whose bytes follow."""
+
+    offset: Count
+    checksum: Digest
+
+
+class Moved(WireMessage):
+    """The snapshot no longer exists."""
+
+
+class Later(WireMessage):
+    """The donor can't answer now."""
+
+    reason: Words
+
+
+Answer = Offer | Chunk | Moved | Later | Refused
 
 
 @dataclass(eq=False)
@@ -78,7 +116,7 @@ class StateTransfer:
         self._snapshots: dict[int, Snapshot] = {}  # fragment -> its snapshot, one at a time
         self._fetchers = 0
         self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
-        connections.services["fetch"] = self._serve
+        connections.services[Fetch] = self._serve
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
         """Serve ``source``; see `Transport.publish`. ``version`` is called in the control thread."""
@@ -128,19 +166,17 @@ class StateTransfer:
 
     # Serving, in the control thread.
 
-    async def _serve(
-        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve(self, asked: Fetch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection until it ends."""
         if self._fetchers >= MAX_FETCHERS:
-            await _write(writer, {"kind": "later", "reason": f"it is serving {self._fetchers} others"})
+            await _write(writer, Later(f"it is serving {self._fetchers} others"))
             return
         self._fetchers += 1
         try:
             while True:
-                await self._answer(message, writer)
+                await self._answer(asked, writer)
                 async with asyncio.timeout(_IDLE_S):
-                    message, _ = await read_frame(reader)
+                    asked, _ = await read_frame(reader, Fetch)
         except asyncio.IncompleteReadError:
             pass  # the fetcher has what it wants
         except BaseException:
@@ -149,43 +185,42 @@ class StateTransfer:
         finally:
             self._fetchers -= 1
 
-    async def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        fields, clock = Fields(message), asyncio.get_running_loop()
-        fragment, after, digest = fields.integer("fragment"), fields.integer("after"), fields.text("snapshot")
-        if not digest:
-            await _write(writer, await self._offer(fragment, after))
+    async def _answer(self, asked: Fetch, writer: asyncio.StreamWriter) -> None:
+        if not asked.snapshot:
+            await _write(writer, await self._offer(asked.fragment, asked.after))
             return
-        snapshot = self._snapshots.get(fragment)
-        if snapshot is None or snapshot.description.digest != digest:
-            await _write(writer, {"kind": "moved"})
+        snapshot = self._snapshots.get(asked.fragment)
+        if snapshot is None or snapshot.description.digest != asked.snapshot:
+            await _write(writer, Moved())
             return
-        offset = fields.integer("offset", 0, max(0, snapshot.values.size_bytes - 1))
+        size_bytes = snapshot.values.size_bytes
+        if asked.offset >= size_bytes:
+            raise TransportError(f"byte {asked.offset} of {size_bytes} was requested")
         snapshot.users += 1
         try:
-            for start in range(offset, snapshot.values.size_bytes, MAX_CHUNK_BYTES):
-                data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, snapshot.values.size_bytes - start))
-                head = {"kind": "chunk", "offset": start, "checksum": xxhash.xxh3_64_hexdigest(data)}
-                await _write(writer, head, data)
+            for start in range(asked.offset, size_bytes, MAX_CHUNK_BYTES):
+                data = snapshot.values.read(start, min(MAX_CHUNK_BYTES, size_bytes - start))
+                await _write(writer, Chunk(start, xxhash.xxh3_64_hexdigest(data)), data)
         except BaseException:
-            snapshot.held_until_s = clock.time() + _HELD_S
+            snapshot.held_until_s = asyncio.get_running_loop().time() + _HELD_S
             raise
         finally:
             snapshot.users -= 1
-            self._leave(fragment, snapshot)
+            self._leave(asked.fragment, snapshot)
 
-    async def _offer(self, fragment: int, after: int) -> dict[str, Any]:
+    async def _offer(self, fragment: int, after: int) -> WireMessage:
         try:
             snapshot = await self._snapshot(fragment)
         except TransportError as error:
-            return {"kind": "refused", "reason": str(error)}
+            return Refused(str(error))
         except Exception as error:  # of the source
-            return {"kind": "refused", "reason": f"{type(error).__name__}: {error}"}
+            return Refused(f"{type(error).__name__}: {error}")
         if snapshot is None:
-            return {"kind": "later", "reason": "it is still sending an earlier state"}
+            return Later("it is still sending an earlier state")
         finished = snapshot.description.finished_rounds
         if finished is not None and finished < after:
-            return {"kind": "later", "reason": f"it has finished {finished} of {after} rounds"}
-        return {"kind": "offer", **snapshot.description.to_message()}
+            return Later(f"it has finished {finished} of {after} rounds")
+        return Offer(**snapshot.description.to_message())
 
     async def _snapshot(self, fragment: int) -> Snapshot | None:
         """Return a snapshot of the current state, copied if necessary; None while an earlier one is being sent.
@@ -222,7 +257,7 @@ class StateTransfer:
         loop.call_later(_KEPT_S, drop)
 
 
-async def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any], data: bytes = b"") -> None:
+async def _write(writer: asyncio.StreamWriter, message: WireMessage, data: bytes = b"") -> None:
     writer.write(pack(message, data))
     async with asyncio.timeout(_STALLED_S):
         await writer.drain()
@@ -344,13 +379,13 @@ class _Fetch:
         return {donor: offer for donor, offer in offers.items() if donor in self._donors}
 
     async def _ask(self, donor: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Description | None:
-        writer.write(pack(self._request("")))
+        writer.write(pack(Fetch(self._fragment, self._after)))
         message, _ = await self._read(reader)
-        if message["kind"] != "offer":
+        if not isinstance(message, Offer):
             self._take_reason(donor, message)
             return None
         try:
-            offer = Description.from_message(message, self._expected_bytes)
+            offer = Description.from_message(msgspec.structs.asdict(message), self._expected_bytes)
         except TransportError as error:
             raise _Dropped(str(error)) from error
         finished = self._after if offer.finished_rounds is None else offer.finished_rounds
@@ -360,21 +395,17 @@ class _Fetch:
             return None
         return offer
 
-    def _request(self, snapshot: str, **part: int) -> dict[str, Any]:
-        """Return the request for an offer, or for a snapshot from an offset on."""
-        return {"kind": "fetch", "fragment": self._fragment, "after": self._after, "snapshot": snapshot, **part}
-
-    def _take_reason(self, donor: int, message: Mapping[str, Any]) -> None:
+    def _take_reason(self, donor: int, message: Answer) -> None:
         """Process an answer that holds no state: note its reason, or drop the donor."""
-        reason = visible(str(message.get("reason", f"it answered {message['kind']!r}")), 500)
-        if message["kind"] not in ("later", "moved"):
-            raise _Dropped(reason)
+        if not isinstance(message, Later | Moved):
+            words = message.reason if isinstance(message, Refused) else f"it answered {type(message).__name__}"
+            raise _Dropped(words)
         self._failures[donor] = 0
-        self._trouble[donor] = reason if message["kind"] == "later" else "its state has changed in the meantime"
+        self._trouble[donor] = message.reason if isinstance(message, Later) else "its state has changed in the meantime"
 
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[Answer, bytes]:
         async with asyncio.timeout(_SLOW_S):
-            return await read_frame(reader, MAX_JSON_BYTES, MAX_CHUNK_BYTES)
+            return await read_frame(reader, Answer, MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES)
 
     async def _receive(self, wanted: Description, holders: Sequence[int]) -> dict[str, Any] | None:
         """Fetch a snapshot from one donor after the other. Return None if none of them has all of it any more."""
@@ -409,10 +440,10 @@ class _Fetch:
         """Receive what is missing. Return True if the donor no longer has the snapshot."""
         clock = asyncio.get_running_loop()
         began_s, began, size = clock.time(), arrival.offset, arrival.wanted.size_bytes
-        writer.write(pack(self._request(arrival.wanted.digest, offset=began)))
+        writer.write(pack(Fetch(self._fragment, self._after, arrival.wanted.digest, began)))
         while not arrival.complete:
             message, data = await self._read(reader)
-            if message["kind"] != "chunk":
+            if not isinstance(message, Chunk):
                 self._take_reason(donor, message)
                 return True
             self._count(len(data))
@@ -450,12 +481,11 @@ class _Arrival:
         """The digest of what has arrived."""
         return self._digest.hexdigest()
 
-    def put(self, message: Mapping[str, Any], data: bytes, sender: int) -> None:
+    def put(self, chunk: Chunk, data: bytes, sender: int) -> None:
         """Add a chunk; raise `TransportError` unless it is undamaged and holds the next bytes."""
-        if message.get("offset") != self.offset or not 0 < len(data) <= self.wanted.size_bytes - self.offset:
-            place = visible(str(message.get("offset")), 40)
-            raise TransportError(f"{len(data)} bytes at {place} arrived where byte {self.offset} was next")
-        if message.get("checksum") != xxhash.xxh3_64_hexdigest(data):
+        if chunk.offset != self.offset or not 0 < len(data) <= self.wanted.size_bytes - self.offset:
+            raise TransportError(f"{len(data)} bytes at {chunk.offset} arrived where byte {self.offset} was next")
+        if chunk.checksum != xxhash.xxh3_64_hexdigest(data):
             raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged in transit")
         self._values.write(self.offset, data)
         self._digest.update(data)
