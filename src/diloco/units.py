@@ -16,7 +16,6 @@ from diloco.errors import ConfigurationError
 __all__ = [
     "Duration",
     "Rate",
-    "escape",
     "format_bytes",
     "format_count",
     "format_duration",
@@ -29,7 +28,6 @@ __all__ = [
     "parse_rate_bits_per_s",
     "parse_share",
     "perplexity",
-    "unescape",
     "visible",
     "visible_lines",
 ]
@@ -56,32 +54,6 @@ def visible_lines(text: str) -> str:
     'a\tb\n\\x1b[2Jc\\r\\u202ed'
     """
     return _escaped(text, but="\n\t" + _WRITTEN)
-
-
-def unescape(text: str) -> str:
-    r"""Replace the escapes ``\n``, ``\r``, ``\t``, ``\\``, ``\xXX`` and ``\uXXXX``; any other backslash stays one.
-
-    >>> unescape(r"a\n"), unescape(r"a\\n"), unescape(r"\u00e9\end")
-    ('a\n', 'a\\n', 'é\\end')
-    """
-
-    def replaced(found: re.Match[str]) -> str:
-        number = found[2] or found[3]
-        return chr(int(number, 16)) if number else _ESCAPES[found[1]]
-
-    return re.sub(r"\\([nrt\\]|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))", replaced, text)
-
-
-def escape(text: str) -> str:
-    r"""Write a text so that `unescape` returns it, with escapes for what is not shown.
-
-    >>> escape("a\n\\n") == r"a\n\\n"
-    True
-    """
-    return _escaped(text.replace("\\", r"\\"))
-
-
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 _WRITTEN = "\xa0\u2009\u200a\u202f\u3000\u200c\u200d"
