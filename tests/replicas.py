@@ -104,7 +104,7 @@ class Swarm:
 
     def global_params(self, replica: int) -> Tensor:
         """Return all global parameters that a replica holds, as one flat vector in the model's order."""
-        named = self.replicas[replica].outer_loop.named_global_params()
+        named = self.replicas[replica].named_global_params()
         return torch.cat([named[name].flatten() for name, _ in self.models[replica].named_parameters()])
 
 
@@ -141,5 +141,5 @@ def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int
 
 def agree(swarm: Swarm) -> bool:
     """Return whether all replicas hold the same global parameters and outer state."""
-    digests = [[d.outer_loop.digest(p) for p in range(len(d.fragments))] for d in swarm.replicas]
+    digests = [[d.fragments[p].state.digest() for p in range(len(d.fragments))] for d in swarm.replicas]
     return all(each == digests[0] for each in digests)

@@ -59,7 +59,7 @@ def test_the_package_computes_the_bits_of_the_algorithm_written_from_scratch() -
             replica.finish()
     for replica in replicas:
         for fragment, values in zip(replica.fragments, expected, strict=True):
-            named = replica.outer_loop.named_global_params()
+            named = replica.named_global_params()
             order = [name for name, _ in first.named_parameters() if name in fragment.names]
             assert torch.equal(torch.cat([named[name].flatten() for name in order]), values)
     assert losses[-1] < losses[0] / 10

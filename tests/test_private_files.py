@@ -13,7 +13,6 @@ import pytest
 
 from diloco.cli import main
 from diloco.private_files import make_private_folder
-from diloco.train import Seats
 from diloco.transport import DirectStreams, PeerStreams
 from tests.cli.runs import SMALL
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
@@ -69,28 +68,6 @@ def test_nobody_else_can_read_what_a_run_writes(tmp_path: Path, umask: int, monk
     written = list(top.rglob("*"))
     assert {"config.toml", "metrics.jsonl", "summary.json"} <= {path.name for path in written}
     assert not [path for path in written if open_to_others(path, top)]
-
-
-@UMASKS
-def test_nobody_else_can_take_a_seat(tmp_path: Path, umask: int) -> None:
-    with under(umask):
-        seats = Seats(tmp_path / "seats")
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "seats").iterdir()} == {
-        "seat-0": 0o600
-    }
-    assert stat.S_IMODE((tmp_path / "seats").stat().st_mode) == 0o700
-    seats.leave()
-
-
-def test_a_folder_of_seats_that_was_open_to_others_is_closed_and_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine").chmod(0o777)
-    (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert Seats(tmp_path / "link").taken() == 1
-    assert list((tmp_path / "mine").iterdir()) == []
-    seats = Seats(tmp_path / "mine")
-    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
-    seats.leave()
 
 
 @UMASKS

@@ -15,7 +15,9 @@ import torch.multiprocessing
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.gpu.sessions import settle
 from benchmarks.gpu.sizes import Sizes
+from diloco import DiLoCo
 from diloco.algorithm import (
     CODECS,
     Adam,
@@ -92,7 +94,7 @@ def _model(sizes: Sizes, device: torch.device, **changes: Any) -> Transformer:
 
 
 def _gradients(model: Transformer, precision: torch.dtype | None, *, documents: bool = False) -> list[Tensor]:
-    tokens, targets = (each.to(model.embedding.weight.device) for each in _batch(model))
+    tokens, targets = (each.to(model.model.embed_tokens.weight.device) for each in _batch(model))
     model.zero_grad()
     with torch.autocast(tokens.device.type, precision, enabled=precision is not None):
         loss = model.loss(tokens, targets, document_numbers(tokens, 7) if documents else None).loss
@@ -113,7 +115,7 @@ def _below(error: float, limit: float) -> str:
 
 
 def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
-    device = model.embedding.weight.device
+    device = model.model.embed_tokens.weight.device
     parallel = parallelise(model, strategy, group, device) if group is not None else ParallelModel(model)
     optimizer = make_inner_optimizer(OptimizerSettings(), model)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
@@ -198,7 +200,7 @@ def masked_step(sizes: Sizes, device: torch.device) -> str:
     _train(loop, 2)
     held = [p.detach().clone() for p in loop.model.parameters()]
     loop.accumulate_gradients(*_batch(loop.model))
-    gradient = loop.model.get_parameter("layers.0.attention.query.weight").grad
+    gradient = loop.model.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
     assert gradient is not None
     gradient[0, 0] = math.nan
     try:
@@ -307,6 +309,36 @@ def digests(sizes: Sizes, device: torch.device) -> str:
     return f"the digest of {format_bytes(values.nbytes)} equals the CPU's"
 
 
+def held_globals(sizes: Sizes, device: torch.device) -> str:
+    """Put the global parameters into a model, which must not need room for a second copy of the local ones."""
+    _require_cuda(device)
+    model = torch.nn.Linear(4096, 4096, bias=False, device=device)
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters()))
+    settle(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with diloco.global_model():
+        more = torch.cuda.max_memory_allocated(device) - before
+    assert more < model.weight.nbytes // 2, f"{format_bytes(more)} more are held during an evaluation"
+    return "the local parameters wait in host memory"
+
+
+def background_digest(sizes: Sizes, device: torch.device) -> str:
+    """Change a global state on a busy stream again and again; its digest must be that of the finished change."""
+    model = torch.nn.Linear(2048, 2048, bias=False, device=device)
+    state = DiLoCo(model, torch.optim.SGD(model.parameters())).fragments[0].state
+    busy = torch.randn(2048, 2048, device=device)
+    for number in range(5):
+        with state.changing():
+            for _ in range(20):
+                busy = (busy @ busy).clamp_(-1, 1)
+            state.values.add_(busy.view(-1)).add_(number)
+        digest = state.digest()
+        settle(device)
+        assert digest == state.digest_of(state.tensors()), "the thread read a state in change"
+    return "five digests computed beside the training"
+
+
 def sharded(sizes: Sizes, device: torch.device) -> str:
     if dist.is_initialized():
         raise SkippedError("torch.distributed is already initialised")
@@ -364,6 +396,8 @@ CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
     "outer steps give the CPU's bits": outer_steps,
     "copies from another GPU arrive": other_gpu,
     "digests": digests,
+    "digests in a thread": background_digest,
+    "global parameters to evaluate": held_globals,
     "ddp and fsdp on one rank": sharded,
     "NCCL inside a replica": ranks,
 }

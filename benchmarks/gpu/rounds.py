@@ -11,14 +11,14 @@ import torch
 
 from benchmarks.gpu.sessions import free, make_session, settle, time_session
 from benchmarks.gpu.sizes import Job, Sizes
+from diloco import DiLoCo
 from diloco.algorithm import (
     AlphaMerge,
     Contribution,
     Nesterov,
-    OuterLoop,
     RoundId,
+    digest_state,
     make_codec,
-    partition,
     weighted_mean,
 )
 from diloco.model import build_model
@@ -58,26 +58,28 @@ def measure_rounds(job: Job, sizes: Sizes, device: torch.device) -> list[dict[st
 
 def _parts(job: Job, sizes: Sizes, device: torch.device, home: torch.device) -> dict[str, float]:
     model = build_model(job.model, seed=0, device=device)
-    loop = OuterLoop(model, partition(model, num_fragments=1), Nesterov(learning_rate=0.4), home)
+    outer, inner = Nesterov(learning_rate=0.4), torch.optim.SGD(model.parameters())
+    (fragment,) = DiLoCo(model, inner, outer_optimizer=outer, global_device=home).fragments
+    state = fragment.state
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.001)
     codec = make_codec("fp4")
-    delta, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    delta, _, _ = fragment.pseudo_gradient()
     payload = codec.encode(delta)
     numel = delta.numel()
     contributions = [
         Contribution(round=RoundId(0, 0), replica=m, codec=codec, numel=numel, payload=payload)
         for m in range(sizes.contributors)
     ]
-    mean = weighted_mean(contributions).values
+    mean = weighted_mean(contributions).values.to(home)
     return {
-        "pseudo-gradient": _time(lambda: loop.pseudo_gradient(0, keep_local=False), device),
+        "pseudo-gradient": _time(fragment.pseudo_gradient, device),
         "fp4 encode": _time(lambda: codec.encode(delta), device),
-        "digest": _time(lambda: loop.digest(0), device),
+        "digest, in its thread": _time(lambda: digest_state(state.values, state.outer), device),
         f"fp4 decode and mean of {sizes.contributors}": _time(lambda: weighted_mean(contributions), device),
-        "outer step": _time(lambda: loop.outer_step(0, mean), device),
-        "merge": _time(lambda: loop.merge(0, AlphaMerge(), None), device),
+        "outer step": _time(lambda: outer.update(mean, state.outer, state.values), device),
+        "merge": _time(lambda: fragment.reset_local(AlphaMerge()), device),
     }
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu.sizes import Job
 from diloco.algorithm import SyncSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
 from diloco.model import ModelSection
-from diloco.train import InProcessFleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
+from diloco.train import Fleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import NetworkSettings
 
 __all__ = ["ADAMW", "Measured", "free", "make_session", "settle", "time_session"]
@@ -93,7 +93,7 @@ def make_session(
         model=ModelSection.of(job.model),
     )
     settings = resolve(settings, num_layers=job.model.layers)
-    fleet = InProcessFleet(make_transport(settings))
+    fleet = Fleet(make_transport(settings))
     return Session(settings, _random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 
 from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, make_codec, muon, partition
-from diloco.algorithm import OuterLoop, largest_magnitude, measured_outer_step, sampled_ranges, spread_terms
+from diloco.algorithm import largest_magnitude, measured_outer_step, sampled_ranges, spread_terms
 from diloco.model import Transformer, build_model, get_preset
 
 
@@ -113,17 +113,19 @@ def print_muon(widths: Sequence[int] = (128, 256, 512, 1024, 2048), tokens: int 
 def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> None:
     """Print the cost of telemetry for one round of each fragment, also as a fraction of the steps between rounds."""
     fragments = partition(model, num_fragments=3)
-    loop, codec = OuterLoop(model, fragments, Nesterov(learning_rate=0.4)), make_codec("fp4")
+    outer, codec, device = Nesterov(learning_rate=0.4), make_codec("fp4"), next(model.parameters()).device
     plain_s, measured_s, spread_s = 0.0, 0.0, 0.0
     for fragment in fragments:
-        mean, last = torch.full((fragment.numel,), 1e-9, device=loop.device), None
+        mean, last = torch.full((fragment.numel,), 1e-9, device=device), None
+        values = torch.zeros_like(mean)
+        state = outer.init(values)
         payloads = [(1.0, codec.encode(torch.randn_like(mean))) for _ in range(4)]
         times: list[list[float]] = [[], [], []]
         for _ in range(rounds):
             marks = [time.perf_counter()]
-            loop.outer_step(fragment.index, mean)
+            outer.update(mean, state, values)
             marks.append(time.perf_counter())
-            _, last = measured_outer_step(loop, fragment.index, mean, last)
+            _, last = measured_outer_step(outer, mean, state, values, last)
             marks.append(time.perf_counter())
             spread_terms(codec, payloads, fragment.numel, sampled_ranges(fragment.numel, codec.block_size))
             marks.append(time.perf_counter())

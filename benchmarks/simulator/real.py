@@ -71,9 +71,7 @@ def _predict(row: Mapping[str, Any], bare_s: float) -> Prediction:
     )
     exchange = Exchange(
         schedule=schedule,
-        fragment_sizes=Workload(parameters=work.values, layers=work.layers, step_time_s=bare_s).fragment_sizes(
-            work.num_fragments
-        ),
+        fragment_sizes=Workload(parameters=work.values, layers=work.layers).fragment_sizes(work.num_fragments),
         codec=make_codec(options["codec"]),
         mean=MeanEncoding.of(options.get("mean_codec", "auto")),
     )

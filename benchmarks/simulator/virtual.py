@@ -14,7 +14,7 @@ from diloco.data import build_corpus
 from diloco.model import build_model
 from diloco.plan import Cluster, outer_traffic, simulate
 from diloco.train import (
-    InProcessFleet,
+    Fleet,
     Session,
     make_configured_codec,
     make_fragments,
@@ -63,7 +63,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _train(settings: Configuration) -> dict[str, float]:
     transport = make_transport(settings)
-    fleet, corpus = InProcessFleet(transport), build_corpus(settings.data)
+    fleet, corpus = Fleet(transport), build_corpus(settings.data)
     session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
     for _ in range(STEPS):
         session.step()

@@ -2,7 +2,7 @@ from .algorithm import Adam as Adam
 from .algorithm import AlphaMerge as AlphaMerge
 from .algorithm import AverageRule as AverageRule
 from .algorithm import Codec as Codec
-from .algorithm import Fragment as Fragment
+from .algorithm import FragmentLayout as FragmentLayout
 from .algorithm import Merge as Merge
 from .algorithm import MergeRule as MergeRule
 from .algorithm import Muon as Muon

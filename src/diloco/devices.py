@@ -1,16 +1,26 @@
-"""Devices: choosing one by name, copying tensors to it, and its peak throughput."""
+"""Devices: choosing one by name, copying tensors to it, its peak throughput, and the number of torch's threads."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
+from diloco.cores import share, threads_are_chosen
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:  # `check_device` is part of the configuration, which must not import torch
     import torch
 
-__all__ = ["check_device", "choose_device", "flops_utilization", "known_peak_flops_per_s", "to_device", "use_device"]
+__all__ = [
+    "check_device",
+    "choose_device",
+    "choose_threads",
+    "flops_utilization",
+    "known_peak_flops_per_s",
+    "to_device",
+    "use_device",
+]
 
 TERA = 1e12
 
@@ -84,6 +94,18 @@ def use_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is not None:  # without an index it is the current one
         torch.cuda.set_device(device)
     return device
+
+
+def choose_threads(processes: int = 1) -> None:
+    """Use at most this process's share of the cores, unless the user has chosen a number (OMP_NUM_THREADS).
+
+    Args:
+        processes: the number of processes that compute on this machine at the same time, including this one.
+    """
+    import torch
+
+    if not threads_are_chosen(os.environ) and torch.get_num_threads() > share(processes):
+        torch.set_num_threads(share(processes))
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -30,29 +30,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = [
-    "DEBUG",
-    "CheckpointError",
-    "CodecError",
-    "ConfigurationError",
-    "ContractError",
-    "DataError",
-    "DiLoCoError",
-    "DivergedError",
-    "FragmentError",
-    "NoDataError",
-    "NonFiniteError",
-    "RendezvousError",
-    "ReplicaLostError",
-    "RoundTimeoutError",
-    "RoundVoidError",
-    "RunFinishedError",
-    "TransportError",
-    "ViewChangedError",
-    "from_extra",
-    "nearest",
-]
-
 DEBUG = ContextVar("DEBUG", default=False)
 """Whether the command was called with --debug, so that it shows a traceback with every error."""
 

@@ -14,27 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "CheckpointSaved",
-    "Evaluated",
-    "Event",
-    "Interrupted",
-    "Note",
-    "RoundCommitted",
-    "RoundSent",
-    "RoundVoid",
-    "RunFinished",
-    "RunStarted",
-    "SampleGenerated",
-    "Sink",
-    "StateFetched",
-    "StepFinished",
-    "ViewChanged",
-    "json_ready",
-    "to_record",
-]
-
 SCHEMA_VERSION = 1
 """The version of the ``metrics.jsonl`` schema. Within one version, fields may be added but never renamed or removed."""
 

@@ -6,7 +6,6 @@ name a class or function. Only the user names code: what a folder, a checkpoint 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -15,30 +14,12 @@ import os
 import re
 import shlex
 import sys
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from diloco.errors import ConfigurationError, nearest
-
-__all__ = [
-    "KEYS",
-    "absolute",
-    "arguments_key",
-    "call",
-    "check_arguments",
-    "code_digest",
-    "confirm",
-    "find",
-    "is_own",
-    "names_in",
-    "own_code",
-    "same_code",
-    "split",
-    "takes",
-]
 
 KEYS = (
     *("model.source", "sync.codec", "sync.outer", "sync.average", "sync.merge", "optimizer.name"),
@@ -128,16 +109,6 @@ def confirm(where: object, stored: Mapping[str, Any], typed: Mapping[str, Any]) 
         )
 
 
-def arguments_key(key: str) -> str:
-    """Return the table with the arguments of the code that ``key`` names.
-
-    >>> arguments_key("sync.codec"), arguments_key("model.source")
-    ('sync.arguments.codec', 'model.arguments')
-    """
-    section, _, role = key.partition(".")
-    return f"sync.arguments.{role}" if section == "sync" else f"{section}.arguments"
-
-
 def find(key: str, text: str, kind: type) -> Callable[..., Any]:
     """Return the class or function that ``text``, the value of setting ``key``, names. It is not called.
 
@@ -152,7 +123,7 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
     if not is_own(text):
         raise ConfigurationError(f"{key}={text} does not name your own code. Use module:name or FILE.py:name.")
     place, name = split(text)
-    _refuse_library(key, text, place)
+    _refuse_library(key, text, place, sys.stdlib_module_names)
     try:
         module = _load_file(place) if place.endswith(".py") else _load_module(place)
     except Exception as error:
@@ -166,24 +137,17 @@ def find(key: str, text: str, kind: type) -> Callable[..., Any]:
         raise ConfigurationError(
             f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
-    inner = inspect.unwrap(function)
-    # a function is of the library that defines it; a partial or a bound method is of the module that makes it
-    origin = inner.__module__ if isinstance(inner, types.FunctionType | types.BuiltinFunctionType) else None
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    if not inspect.isclass(inner):
-        _refuse_library(key, text, origin or place, functions=True)
+    if not inspect.isclass(function):
+        inner = inspect.unwrap(function)  # a function is of the library that defines it, whoever imports it
+        origin = inner.__module__ if inspect.isfunction(inner) or inspect.isbuiltin(inner) else None
+        required = {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
+        _refuse_library(key, text, origin or place, required | sys.stdlib_module_names)
     # calling a class of one's own may give something other than its instance, so that only the result tells
-    elif (lack := _lack(inner, kind)) and not (
-        inner.__module__ == module.__name__ and (type(inner).__call__ is not type.__call__ or "__new__" in vars(inner))
+    elif (lack := _lack(function, kind)) and not (
+        function.__module__ == module.__name__
+        and (type(function).__call__ is not type.__call__ or "__new__" in vars(function))
     ):
-        raise ConfigurationError(f"{key}={text} can't be used: {inner.__name__} {lack}.")
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"The arguments of {key}={text} are unknown ({str(error)[:100]}). Write a function that calls it."
-        ) from error
+        raise ConfigurationError(f"{key}={text} can't be used: {function.__name__} {lack}.")
     return function  # type: ignore[no-any-return]  # callable, as checked above
 
 
@@ -210,33 +174,29 @@ def call(
     check_arguments(key, text, function, arguments)
     fitting = {name: value for name, value in (offered or {}).items() if takes(function, name)}
     try:
-        made = function(*given, **(fitting | dict(arguments)))
+        result = function(*given, **(fitting | dict(arguments)))
     except Exception as error:
         raise ConfigurationError(
             f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
-    if lack := "is a class and not its instance" if inspect.isclass(made) else _lack(made, kind):
-        raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(made).__name__}, which {lack}.")
-    return made
+    if lack := "is a class and not its instance" if inspect.isclass(result) else _lack(result, kind):
+        raise ConfigurationError(f"{key}={text} can't be used: it returned a {type(result).__name__}, which {lack}.")
+    return result
 
 
-def _lack(made: Any, kind: type) -> str:
+def _lack(value: Any, kind: type) -> str:
     """Return what a class or an object lacks of ``kind``, a class or protocol, as the end of a sentence."""
     if not getattr(kind, "_is_protocol", False):
-        fits = issubclass(made, kind) if inspect.isclass(made) else isinstance(made, kind)
+        fits = issubclass(value, kind) if inspect.isclass(value) else isinstance(value, kind)
         return "" if fits else f"is no {kind.__name__} of {kind.__module__.partition('.')[0]}"
-    for name, value in vars(kind).items():
-        if inspect.isfunction(value) and not name.startswith("_") and not callable(getattr(made, name, None)):
-            return f"has no method {name}"
-    return ""
+    methods = (name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_"))
+    lacking = [name for name in methods if not callable(getattr(value, name, None))]
+    return f"has no method {lacking[0]}" if lacking else ""
 
 
-def _refuse_library(key: str, text: str, module: str, *, functions: bool = False) -> None:
-    """Refuse a module of Python, and a function of the libraries that diloco uses: ``os:system`` builds no model."""
+def _refuse_library(key: str, text: str, module: str, libraries: Collection[str]) -> None:
+    """Refuse what a library has, such as ``os:system``, which would run whatever the arguments in a TOML file say."""
     root = module.partition(".")[0]
-    libraries = set(sys.stdlib_module_names)
-    if functions:
-        libraries |= {re.split(r"[^\w.-]", each)[0] for each in metadata.requires("diloco") or ()}
     if root in libraries and not module.endswith(".py"):
         raise ConfigurationError(
             f"{key}={text} names something of the library {root}, which is not your own code. Name your own class or "
@@ -246,17 +206,24 @@ def _refuse_library(key: str, text: str, module: str, *, functions: bool = False
 
 def check_arguments(key: str, text: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
     """Raise `ConfigurationError` unless ``function``, which ``text`` names, takes all of these keyword arguments."""
+    section, _, role = key.partition(".")
+    table = f"sync.arguments.{role}" if section == "sync" else f"{section}.arguments"
     for name in arguments:
         if not takes(function, name):
-            accepted = inspect.signature(function).parameters
-            raise ConfigurationError(
-                f"{arguments_key(key)}.{name} is not an argument of {text}; {nearest(name, accepted)}"
-            )
+            hint = nearest(name, inspect.signature(function).parameters)
+            raise ConfigurationError(f"{table}.{name} is not an argument of {text}; {hint}")
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether ``function`` takes a keyword argument of this name."""
-    parameters = inspect.signature(function).parameters
+    """Return whether ``function`` takes a keyword argument of this name.
+
+    Raises:
+        ConfigurationError: its arguments are unknown, as of a function that is written in C.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{str(error)[:100]}. Write a function in Python that calls it.") from error
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 

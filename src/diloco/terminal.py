@@ -18,8 +18,6 @@ from typing import Any, TextIO
 from diloco.errors import ConfigurationError
 from diloco.units import visible_lines
 
-__all__ = ["StandardOutput", "VisibleStream", "as_typed", "make_streams_safe", "plain", "show_visibly"]
-
 _BAR = re.compile(r"(?:\x1b\[A)*\r?")  # how a progress bar of a library (tqdm) begins what it writes
 
 

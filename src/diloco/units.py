@@ -9,28 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.errors import ConfigurationError
-
-__all__ = [
-    "Duration",
-    "Rate",
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_perplexity",
-    "format_rate",
-    "format_ratio",
-    "parse_bytes",
-    "parse_count",
-    "parse_duration_s",
-    "parse_rate_bits_per_s",
-    "parse_share",
-    "perplexity",
-    "visible",
-    "visible_lines",
-]
 
 
 def visible(text: str, most: int = 200) -> str:
@@ -187,72 +168,58 @@ def _with_unit(value: float, units: Mapping[str, float]) -> str:
     return f"{float(value)!r}{unit}"
 
 
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_RATES = {
-    f"{scale}{word}": factor
-    for scale, factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
-    for word in ("bit", "bit/s", "bps", "bits/s")
-}
+class Quantity(NamedTuple):
+    """A kind of number that `parse` reads."""
+
+    units: Mapping[str, float]  # unit in small letters -> its size
+    expected: str  # what is valid, to follow "must be"
+    least: float = 0.0
+    below: float = math.inf
 
 
-def parse_duration_s(text: str, name: str) -> float:
-    """Parse a duration and return seconds. The unit is required.
+DURATION = Quantity(
+    {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0},
+    "a number with us, ms, s, min, h or d, such as 80ms",
+)
+"""Seconds."""
+RATE = Quantity(
+    {
+        f"{scale}{unit}": size
+        for scale, size in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+        for unit in ("bit", "bit/s", "bps", "bits/s")
+    },
+    "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit",
+)
+"""Bits per second."""
+BYTES = Quantity(
+    {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}, "a positive number of kB, MB, GB or TB, such as 500MB", 0.5
+)
+COUNT = Quantity(
+    {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12},
+    "a positive number, optionally with K, M, B or T",
+    0.5,
+)
+PERCENTAGE = Quantity({"": 1.0, "%": 1.0}, "a percentage below 100, such as 5%", below=100.0)
 
-    >>> parse_duration_s("80ms", "--latency"), parse_duration_s("1.5h", "--away")
-    (0.08, 5400.0)
-    """
-    return _parse(text, name, _DURATIONS, "a number with us, ms, s, min, h or d, such as 80ms")
 
+def parse(text: str, name: str, quantity: Quantity) -> float:
+    """Parse a number with a unit. A unit is required, unless ``quantity`` has the unit "".
 
-def parse_rate_bits_per_s(text: str, name: str) -> float:
-    """Parse a data rate and return bits per second. The unit is required, to avoid confusing bits with bytes.
+    Raises:
+        ConfigurationError: ``text`` is not valid; ``name`` is the option that it was given for.
 
-    >>> parse_rate_bits_per_s("500Mbit", "--bandwidth"), parse_rate_bits_per_s("1 Gbit/s", "--bandwidth")
-    (500000000.0, 1000000000.0)
-    >>> parse_rate_bits_per_s("500MB", "--bandwidth")
+    >>> parse("80ms", "--latency", DURATION), parse("1.5h", "--away", DURATION), parse("1 Gbit/s", "--bandwidth", RATE)
+    (0.08, 5400.0, 1000000000.0)
+    >>> parse("1.5 GB", "--size", BYTES), parse("1.1B", "--parameters", COUNT), parse("99.5", "--loss", PERCENTAGE)
+    (1500000000.0, 1100000000.0, 99.5)
+    >>> parse("500MB", "--bandwidth", RATE)
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: --bandwidth must be a number with kbit, Mbit, Gbit or Tbit, such as ...
     """
-    return _parse(text, name, _RATES, "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit")
-
-
-def parse_count(text: str, name: str) -> int:
-    """Parse a positive count, optionally with K, M, B or T for 10^3, 10^6, 10^9 or 10^12, rounded to an integer.
-
-    >>> parse_count("1e9", "--parameters"), parse_count("1.1B", "--parameters"), parse_count("24", "--layers")
-    (1000000000, 1100000000, 24)
-    """
-    return round(_parse(text, name, _COUNTS, "a positive number, optionally with K, M, B or T", least=0.5))
-
-
-def parse_bytes(text: str, name: str) -> int:
-    """Parse a positive number of bytes. The unit is required.
-
-    >>> parse_bytes("500MB", "--size"), parse_bytes("1.5 GB", "--size")
-    (500000000, 1500000000)
-    """
-    return round(_parse(text, name, _BYTES, "a positive number of kB, MB, GB or TB, such as 500MB", least=0.5))
-
-
-def parse_share(text: str, name: str) -> float:
-    """Parse a percentage below 100, with or without the sign, and return it as a fraction.
-
-    >>> parse_share("95%", "--loss"), parse_share("99.5", "--loss")
-    (0.95, 0.995)
-    """
-    percent = _parse(text, name, {"": 1.0, "%": 1.0}, "a percentage below 100, such as 5%", below=100.0)
-    return round(percent / 100, 12)
-
-
-def _parse(
-    text: str, name: str, units: Mapping[str, float], works: str, *, least: float = 0.0, below: float = math.inf
-) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
-    number = math.inf if match is None or match[2] not in units else float(match[1]) * units[match[2]]
-    if not least <= number < below:
-        raise ConfigurationError(f"{name} must be {works}; got {text!r}.")
+    number = math.inf if match is None or match[2] not in quantity.units else float(match[1]) * quantity.units[match[2]]
+    if not quantity.least <= number < quantity.below:
+        raise ConfigurationError(f"{name} must be {quantity.expected}; got {text!r}.")
     return number
 
 

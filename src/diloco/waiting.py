@@ -13,8 +13,6 @@ from typing import Literal
 
 from diloco.units import format_bytes
 
-__all__ = ["LOGGER", "fetching", "log_to_stderr", "report_wait", "waiting_for"]
-
 LOGGER = logging.getLogger("diloco.waiting")
 """The logger of the reports. It warns, so that a program that has not configured logging prints them to stderr."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm import Fragment, Strategy, bind, check_coverage, flatten, partition, unflatten_
+from diloco.algorithm import FragmentLayout, Strategy, bind, check_coverage, flatten, partition, unflatten_
 from diloco.errors import FragmentError
 from tests.gpus import Cuda, on_gpu
 
@@ -25,7 +25,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def layer_numbers(fragment: Fragment) -> set[int]:
+def layer_numbers(fragment: FragmentLayout) -> set[int]:
     return {int(name.split(".")[1]) for name in fragment.names if name.startswith("layers")}
 
 
@@ -94,9 +94,9 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         partition(nn.ReLU())
 
 
-def fragment_of(model: nn.Module, index: int, *names: str) -> Fragment:
+def fragment_of(model: nn.Module, index: int, *names: str) -> FragmentLayout:
     parameters = dict(model.named_parameters())
-    return Fragment(index, names, tuple(tuple(parameters[name].shape) for name in names))
+    return FragmentLayout(index, names, tuple(tuple(parameters[name].shape) for name in names))
 
 
 def test_a_parameter_left_out_twice_or_unknown_is_named() -> None:
@@ -106,9 +106,9 @@ def test_a_parameter_left_out_twice_or_unknown_is_named() -> None:
     with pytest.raises(FragmentError, match="'bias' is in fragments 0 and 1"):
         check_coverage(model, [fragment_of(model, 0, "weight", "bias"), fragment_of(model, 1, "bias")])
     with pytest.raises(FragmentError, match=r"names 'weight' of shape \(2, 2\)"):
-        check_coverage(model, [Fragment(0, ("weight",), ((2, 2),))])
+        check_coverage(model, [FragmentLayout(0, ("weight",), ((2, 2),))])
     with pytest.raises(FragmentError, match="no fragment may be empty"):
-        check_coverage(model, [fragment_of(model, 0, "weight", "bias"), Fragment(1, (), ())])
+        check_coverage(model, [fragment_of(model, 0, "weight", "bias"), FragmentLayout(1, (), ())])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -123,7 +123,7 @@ def test_the_memory_is_what_a_replica_keeps(
     model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
     optimizer.step()
     kept = [*model.parameters(), *(parameter.grad for parameter in trained)]
-    kept += loop.outer_loop.named_global_params().values()
+    kept += loop.named_global_params().values()
     kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     num_bytes = sum(value.numel() * value.element_size() for value in kept if value is not None)
     assert plan["model"]["memory_bytes"] == num_bytes

@@ -91,7 +91,7 @@ def trained_by_us(
     for *_, diloco in replicas:
         diloco.drain()
         assert diloco.rounds_committed == 2 * first.fragments
-    return [dict(model.named_parameters()) for model in models], diloco.outer_loop.named_global_params()
+    return [dict(model.named_parameters()) for model in models], diloco.named_global_params()
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -181,7 +181,7 @@ def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_
                 optimizer.step()
                 optimizer.zero_grad()
                 diloco.step()
-        return diloco.outer_loop.named_global_params()
+        return diloco.named_global_params()
 
     here, away = trained(0, 2), trained(0, 2, **spread)
     assert all(torch.equal(away[name], value) for name, value in here.items())

@@ -32,14 +32,14 @@ def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-        model.embedding.weight.normal_(0, 1, generator=generator)
+        model.model.embed_tokens.weight.normal_(0, 1, generator=generator)
     return model
 
 
 def build_lively(settings: ModelSettings, seed: int = 0) -> Transformer:
     """Return a decoder whose logits are far enough apart that greedy choices vary and do not depend on round-off."""
     model = build_model(settings, seed=seed)
-    assert model.head is not None
+    assert model.lm_head is not None
     with torch.no_grad():
-        model.head.weight.mul_(20)
+        model.lm_head.weight.mul_(20)
     return model

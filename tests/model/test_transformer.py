@@ -26,11 +26,12 @@ def test_a_later_token_changes_no_earlier_logits(settings: ModelSettings) -> Non
 def test_attention_depends_on_distances_only() -> None:
     """Rotary positions: tokens at positions 7 to 10 give the same logits as at 0 to 3."""
     model = build_uneven(replace(SMALL, layers=1))
-    tokens, cosine, sine = random_tokens(1, 4), model.rotary_cosine, model.rotary_sine
+    decoder, tokens = model.model, random_tokens(1, 4)
+    cosine, sine = decoder.rotary_cosine, decoder.rotary_sine
     at_0 = model(tokens)
-    model.rotary_cosine, model.rotary_sine = cosine[7:], sine[7:]
+    decoder.rotary_cosine, decoder.rotary_sine = cosine[7:], sine[7:]
     torch.testing.assert_close(model(tokens), at_0, rtol=1e-4, atol=1e-4)
-    model.rotary_cosine, model.rotary_sine = cosine[::2], sine[::2]  # twice as far apart
+    decoder.rotary_cosine, decoder.rotary_sine = cosine[::2], sine[::2]  # twice as far apart
     assert (model(tokens) - at_0).abs().max() > 0.01
 
 
@@ -49,7 +50,7 @@ def test_loss_gradient_equals_that_of_plain_operations(z_loss: float) -> None:
 def test_tied_weights_are_counted_once_and_held_once() -> None:
     untied, tied = build_model(SMALL, seed=0), build_model(replace(SMALL, tie_embeddings=True), seed=0)
     assert untied.num_parameters() - tied.num_parameters() == 31 * 24
-    assert "head.weight" not in tied.state_dict()
+    assert "lm_head.weight" not in tied.state_dict()
     assert tied.flops_per_token() == untied.flops_per_token()
 
 
@@ -75,11 +76,11 @@ def test_the_seed_decides_every_bit_and_the_global_generator_none() -> None:
 def test_initial_scales() -> None:
     model = build_model(replace(SMALL, layers=8, width=192, ffn_width=400, heads=4, vocab_size=300), seed=0)
     for name, expected in {
-        "embedding.weight": 192**-0.5,
-        "head.weight": 0.02,
-        "layers.3.attention.query.weight": 192**-0.5,
-        "layers.3.attention.output.weight": 192**-0.5 / 4,
-        "layers.3.feed_forward.up.weight": 192**-0.5,
-        "layers.3.feed_forward.down.weight": 400**-0.5 / 4,
+        "model.embed_tokens.weight": 192**-0.5,
+        "lm_head.weight": 0.02,
+        "model.layers.3.self_attn.q_proj.weight": 192**-0.5,
+        "model.layers.3.self_attn.o_proj.weight": 192**-0.5 / 4,
+        "model.layers.3.mlp.up_proj.weight": 192**-0.5,
+        "model.layers.3.mlp.down_proj.weight": 400**-0.5 / 4,
     }.items():
         assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.03), name

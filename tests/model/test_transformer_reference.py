@@ -31,38 +31,38 @@ def reference_logits(model: Transformer, tokens: list[int]) -> np.ndarray:
     s = model.settings
     w = {name: value.double().numpy() for name, value in model.state_dict().items()}
     head_width, group = s.width // s.heads, s.heads // (s.kv_heads or s.heads)
-    stream = [w["embedding.weight"][token] for token in tokens]
+    stream = [w["model.embed_tokens.weight"][token] for token in tokens]
     for layer in range(s.layers):
-        p = f"layers.{layer}."
-        normed = [reference_norm(x, w[p + "attention_norm.weight"], s.norm_epsilon) for x in stream]
-        heads: dict[str, list[list[np.ndarray]]] = {"query": [], "key": [], "value": []}
+        p = f"model.layers.{layer}."
+        normed = [reference_norm(x, w[p + "input_layernorm.weight"], s.norm_epsilon) for x in stream]
+        heads: dict[str, list[list[np.ndarray]]] = {"q": [], "k": [], "v": []}
         for kind, rows in heads.items():
             for position, x in enumerate(normed):
-                row = list((w[f"{p}attention.{kind}.weight"] @ x).reshape(-1, head_width))
-                if s.qk_norm and kind != "value":
-                    row = [reference_norm(h, w[f"{p}attention.{kind}_norm.weight"], s.norm_epsilon) for h in row]
-                if kind != "value":
+                row = list((w[f"{p}self_attn.{kind}_proj.weight"] @ x).reshape(-1, head_width))
+                if s.qk_norm and kind != "v":
+                    row = [reference_norm(h, w[f"{p}self_attn.{kind}_norm.weight"], s.norm_epsilon) for h in row]
+                if kind != "v":
                     row = [reference_rotate(h, position, s.rope_theta) for h in row]
                 rows.append(row)
         for t in range(len(tokens)):
             outputs = []
             for h in range(s.heads):
-                scores = np.array([heads["query"][t][h] @ heads["key"][u][h // group] for u in range(t + 1)])
+                scores = np.array([heads["q"][t][h] @ heads["k"][u][h // group] for u in range(t + 1)])
                 weights = np.exp(scores / math.sqrt(head_width))
                 weights /= weights.sum()
-                outputs.append(sum(weights[u] * heads["value"][u][h // group] for u in range(t + 1)))
-            stream[t] = stream[t] + w[p + "attention.output.weight"] @ np.concatenate(outputs)
+                outputs.append(sum(weights[u] * heads["v"][u][h // group] for u in range(t + 1)))
+            stream[t] = stream[t] + w[p + "self_attn.o_proj.weight"] @ np.concatenate(outputs)
         for t, x in enumerate(stream):
-            x = reference_norm(x, w[p + "feed_forward_norm.weight"], s.norm_epsilon)
-            up = w[p + "feed_forward.up.weight"] @ x
+            x = reference_norm(x, w[p + "post_attention_layernorm.weight"], s.norm_epsilon)
+            up = w[p + "mlp.up_proj.weight"] @ x
             if s.ffn == "swiglu":
-                gate = w[p + "feed_forward.gate.weight"] @ x
+                gate = w[p + "mlp.gate_proj.weight"] @ x
                 hidden = gate / (1 + np.exp(-gate)) * up
             else:
                 hidden = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-            stream[t] = stream[t] + w[p + "feed_forward.down.weight"] @ hidden
-    head = w["embedding.weight" if s.tie_embeddings else "head.weight"]
-    return np.stack([head @ reference_norm(x, w["norm.weight"], s.norm_epsilon) for x in stream])
+            stream[t] = stream[t] + w[p + "mlp.down_proj.weight"] @ hidden
+    head = w["model.embed_tokens.weight" if s.tie_embeddings else "lm_head.weight"]
+    return np.stack([head @ reference_norm(x, w["model.norm.weight"], s.norm_epsilon) for x in stream])
 
 
 @every_variant

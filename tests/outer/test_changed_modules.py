@@ -131,7 +131,7 @@ def test_a_parameter_that_is_frozen_afterwards_is_still_synchronised(names: tupl
     swarm = run(freezing=True)
     diloco, model = swarm.replicas[0], swarm.models[0]
     assert diloco.digest() == swarm.replicas[1].digest() == run(freezing=False).replicas[0].digest()
-    agreed = diloco.outer_loop.named_global_params()
+    agreed = diloco.named_global_params()
     local = model.get_parameter("weight").detach().clone()
     with diloco.global_model() as shown:
         assert all(torch.equal(parameter, agreed[name]) for name, parameter in shown.named_parameters())

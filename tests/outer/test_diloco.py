@@ -46,8 +46,8 @@ def test_the_digest_tells_whether_replicas_agree() -> None:
     assert len(set(before)) == len(set(after)) == 1
     assert before[0] != after[0]
     assert not torch.equal(swarm.local(0), swarm.local(1))
-    swarm.replicas[1].outer_loop.outer_states[2].slots["momentum"][0] += 1
-    swarm.replicas[2].outer_loop.global_params[0][0] += 1
+    swarm.replicas[1].fragments[2].state.outer.slots["momentum"][0] += 1
+    swarm.replicas[2].fragments[0].global_params[0] += 1
     assert len({diloco.digest() for diloco in swarm.replicas}) == 3
 
 
@@ -68,7 +68,7 @@ class TestState:
         for m in range(3):
             assert torch.equal(second.local(m), whole.local(m))
             assert torch.equal(second.global_params(m), whole.global_params(m))
-            assert second.replicas[m].outer_loop.digest(0) == whole.replicas[m].outer_loop.digest(0)
+            assert second.replicas[m].fragments[0].state.digest() == whole.replicas[m].fragments[0].state.digest()
         assert second.replicas[0].rounds_committed == whole.replicas[0].rounds_committed
         assert second.transport.endpoint(0).sent_bytes == whole.transport.endpoint(0).sent_bytes
 
@@ -135,8 +135,8 @@ def test_outer_state_is_float32_whatever_the_model_is() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     diloco.step()
-    loop = diloco.outer_loop
-    assert loop.global_params[0].dtype == loop.outer_states[0].slots["momentum"].dtype == torch.float32
+    (fragment,) = diloco.fragments
+    assert fragment.global_params.dtype == fragment.state.outer.slots["momentum"].dtype == torch.float32
 
 
 def test_events_say_what_was_sent_and_committed() -> None:

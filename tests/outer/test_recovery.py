@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from diloco.algorithm import Contribution, Nesterov, OuterLoop, RoundId, SyncSchedule, partition
+from diloco.algorithm import Contribution, Nesterov, RoundId, SyncSchedule
 from diloco.errors import TransportError
 from diloco.events import Event, Note
 from diloco.membership import View
-from diloco.outer import DiLoCo, SharedState, StateRecovery
+from diloco.outer import DiLoCo, Fragment, StateRecovery
 from diloco.protocol import Average
 from diloco.transport import Fetching, Pending, Transport
 
@@ -24,10 +24,15 @@ FRAGMENTS = 2
 VIEW = View(1, (0, 1, 2))
 
 
-def outer_loop(seed: int) -> OuterLoop:
+def make_fragments(seed: int) -> tuple[Fragment, ...]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    return OuterLoop(model, partition(model, num_fragments=FRAGMENTS), Nesterov(learning_rate=0.5))
+    inner, schedule = torch.optim.SGD(model.parameters()), SyncSchedule(inner_steps=2, num_fragments=FRAGMENTS)
+    return DiLoCo(model, inner, schedule=schedule, outer_optimizer=Nesterov(learning_rate=0.5)).fragments
+
+
+def snapshot(seed: int, index: int) -> dict[str, Any]:
+    return make_fragments(seed)[index].state.snapshot()
 
 
 @dataclass
@@ -67,7 +72,7 @@ class FakeTransport(Transport):
         raise NotImplementedError
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        return self.pair.donor.snapshot(fragment)
+        return self.pair.donor[fragment].state.snapshot()
 
     def fetch_in_background(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.at_once:
@@ -96,7 +101,7 @@ class Pair:
     """A donor, and a joiner that lacks the donor's first round of each fragment."""
 
     def __init__(self) -> None:
-        self.donor, self.joiner = SharedState(outer_loop(0)), SharedState(outer_loop(1))
+        self.donor, self.joiner = make_fragments(0), make_fragments(1)
         self.rounds = [0] * FRAGMENTS
         self.transport = FakeTransport(self)
         self.recovery = StateRecovery(self.joiner, self.transport)
@@ -106,8 +111,8 @@ class Pair:
     def send(self, fragment: int) -> None:
         """Begin a round on both sides, with the joiner's state as in its header of the round."""
         self.catch_up(fragment)
-        self.recovery.round_begins(fragment)
-        digests = [shared.outer_loop.digest(fragment) for shared in (self.donor, self.joiner)]
+        self.joiner[fragment].adopted = -1  # as `Fragment.send` does
+        digests = [side[fragment].state.digest() for side in (self.donor, self.joiner)]
         matched = digests[0] == digests[1]
         self.flights[fragment] = Flight(self.average(fragment, None if matched else 0), matched)
 
@@ -119,9 +124,8 @@ class Pair:
         if not donor_lags:
             self.catch_up(fragment)
         if flight.void:
-            if fragment not in self.recovery.lacking:
-                finished = self.joiner.finished_rounds[fragment]
-                self.joiner.finished_rounds[fragment] = max(finished, self.rounds[fragment])
+            if self.joiner[fragment].donor is None:
+                self.joiner[fragment].state.count_void(flight.average.round.outer_step)
         elif flight.matched:
             self.apply(self.joiner, flight.average)
         else:
@@ -140,7 +144,7 @@ class Pair:
         if not flight.applied and not flight.void:
             self.apply(self.donor, flight.average)
         flight.applied = True
-        self.donor.finished_rounds[index] = max(self.donor.finished_rounds[index], outer_step + 1)
+        self.donor[index].state.count_void(outer_step)
 
     def rejoin(self) -> None:
         """Let the joiner rejoin: it fetches all fragments again, and the rounds in flight end without it."""
@@ -156,7 +160,7 @@ class Pair:
     def average(self, fragment: int, donor: int | None) -> Average:
         round_id = RoundId(fragment, self.rounds[fragment])
         torch.manual_seed(100 * fragment + round_id.outer_step)
-        values: Tensor = torch.randn(self.donor.outer_loop.fragments[fragment].numel)
+        values: Tensor = torch.randn(self.donor[fragment].numel)
         return Average(
             round=round_id,
             values=values,
@@ -167,25 +171,21 @@ class Pair:
             received_bytes=0,
             wait_s=0.0,
             donor=donor,
-            held=self.donor.outer_loop.digest(fragment),
+            held=self.donor[fragment].state.digest(),
         )
 
     @staticmethod
-    def apply(shared: SharedState, average: Average) -> None:
-        fragment = average.round.fragment
-        with shared.changing(fragment):
-            shared.outer_loop.outer_step(fragment, average.values)
-            shared.finished_rounds[fragment] = average.round.outer_step + 1
+    def apply(side: Sequence[Fragment], average: Average) -> None:
+        side[average.round.fragment].state.take_step(average, telemetry=False, keep=False)
 
     def answer(self, fragment: int) -> dict[str, Any]:
         self.catch_up(fragment)
-        return self.donor.snapshot(fragment)
+        return self.donor[fragment].state.snapshot()
 
     def differing(self) -> list[int]:
         for fragment in range(FRAGMENTS):
             self.catch_up(fragment)
-        loops = self.donor.outer_loop, self.joiner.outer_loop
-        return [f for f in range(FRAGMENTS) if loops[0].digest(f) != loops[1].digest(f)]
+        return [f for f in range(FRAGMENTS) if self.donor[f].state.digest() != self.joiner[f].state.digest()]
 
     def settle(self) -> None:
         """Answer every fetch and continue the rounds."""
@@ -205,7 +205,7 @@ def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
     pair = Pair()
     pair.send(0)
     assert "fetches in the background" in pair.merge(0)
-    assert 0 in pair.recovery.lacking
+    assert pair.joiner[0].donor is not None
     answer = pair.answer(0)
     for _ in range(3):
         pair.send(0)
@@ -213,9 +213,9 @@ def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1)]
     pair.transport.fetches[0].outcome = answer
     assert pair.recovery.poll() == ()
-    assert 0 not in pair.recovery.lacking
-    assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
-    assert pair.joiner.finished_rounds[0] == pair.donor.finished_rounds[0] == 4
+    assert pair.joiner[0].donor is None
+    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
+    assert pair.joiner[0].state.finished_rounds == pair.donor[0].state.finished_rounds == 4
 
 
 def test_state_that_comes_between_sending_and_merging_takes_up_the_round() -> None:
@@ -226,7 +226,7 @@ def test_state_that_comes_between_sending_and_merging_takes_up_the_round() -> No
     pair.transport.fetches[0].outcome = pair.answer(0)
     pair.recovery.poll()
     assert "this round is now applied to it" in pair.merge(0)
-    assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
+    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
     assert len(pair.transport.fetches) == 1
 
 
@@ -240,20 +240,20 @@ def test_state_with_the_round_in_flight_in_it_takes_it_up_once() -> None:
     pair.transport.fetches[0].outcome = pair.answer(0)
     pair.recovery.poll()
     assert "already contains this round" in pair.recovery.round_missed(average, 0)
-    assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
+    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
 
 
 def test_what_was_trained_stays_to_be_shared() -> None:
     pair = Pair()
-    loop = pair.joiner.outer_loop
+    fragment = pair.joiner[0]
     with torch.no_grad():
-        loop.parameters[0][0].add_(0.25)
-    before, _, _ = loop.pseudo_gradient(0, keep_local=False)
+        fragment.parameters[0].add_(0.25)
+    before, _, _ = fragment.pseudo_gradient()
     pair.send(0)
     pair.merge(0)
     pair.transport.fetches[0].outcome = pair.answer(0)
     pair.recovery.poll()
-    after, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    after, _, _ = fragment.pseudo_gradient()
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 
@@ -263,7 +263,7 @@ def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again()
     pair.merge(0)
     pair.transport.fetches[0].outcome = TransportError("gone.")
     assert pair.recovery.poll() == ("Adopting the state of replica 0 failed: gone.",)
-    assert 0 not in pair.recovery.lacking
+    assert pair.joiner[0].donor is None
     pair.send(0)
     pair.merge(0)
     assert len(pair.transport.fetches) == 2
@@ -274,30 +274,30 @@ def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:
     pair = Pair()
     pair.send(0)
     pair.merge(0)
-    pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
+    pair.transport.fetches[0].outcome = snapshot(7, 0) | {"finished_rounds": 1}
     pair.recovery.poll()
     pair.send(0)
     assert "fetches in the background" in pair.merge(0)
     pair.send(0)
-    pair.transport.fetches[1].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 2}
+    pair.transport.fetches[1].outcome = snapshot(7, 0) | {"finished_rounds": 2}
     pair.recovery.poll()
     assert "fetches in the background" in pair.merge(0), "it arrived after the round began"
     pair.transport.fetches[2].outcome = pair.answer(0)
     pair.recovery.poll()
-    assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
+    assert pair.joiner[0].state.digest() == pair.donor[0].state.digest()
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1), (0,), (1,)]
 
 
 def test_a_state_that_is_not_what_all_held_at_its_round_changes_nothing() -> None:
     pair = Pair()
-    before = pair.joiner.outer_loop.digest(0)
+    before = pair.joiner[0].state.digest()
     for _ in range(2):
         pair.send(0)
         pair.merge(0)
-    pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
+    pair.transport.fetches[0].outcome = snapshot(7, 0) | {"finished_rounds": 1}
     (failure,) = pair.recovery.poll()
     assert failure.endswith("failed: the received state differs from the one that the other replicas hold.")
-    assert pair.joiner.outer_loop.digest(0) == before
+    assert pair.joiner[0].state.digest() == before
     pair.send(0)
     pair.merge(0)
     assert pair.transport.fetches[1].donors == (0,)
@@ -308,13 +308,13 @@ def test_what_is_no_state_of_the_fragment_is_told_of_and_changes_nothing(odd: di
     pair = Pair()
     pair.send(0)
     pair.merge(0)
-    before = pair.joiner.outer_loop.digest(0)
+    before = pair.joiner[0].state.digest()
     pair.transport.fetches[0].outcome = pair.answer(0) | odd
     (failure,) = pair.recovery.poll()
     reason = "the received data is not a valid state of fragment 0: "
     assert failure.startswith(f"Adopting the state of replica 0 failed: {reason}")
-    assert pair.joiner.outer_loop.digest(0) == before
-    assert not pair.recovery.lacking
+    assert pair.joiner[0].state.digest() == before
+    assert pair.joiner[0].donor is None
 
 
 class NotThere(FakeTransport):
@@ -352,7 +352,7 @@ def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
     assert not [each for each in said if isinstance(each, Note)]
     joiner.step()
     one().load_state_dict(joiner.state_dict())
-    assert joiner.state_dict()["finished_rounds"] == [0], "the published state does not contain the round"
+    assert joiner.state_dict()["fragments"][0]["finished_rounds"] == 0, "the published state does not contain the round"
     (note,) = (each for each in said if isinstance(each, Note))
     assert note.text == "The state of fragment 0 was being fetched when this was saved. It is fetched again."
 
@@ -387,19 +387,22 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
         elif what == "merge" and flight is not None:
             pair.merge(fragment, donor_lags=True)
         elif what == "read" and open_fetch is not None:
-            if pair.donor.finished_rounds[fragment] >= open_fetch.after:  # else the donor asks it to try again later
-                read[id(open_fetch)] = pair.donor.snapshot(fragment)
+            if (
+                pair.donor[fragment].state.finished_rounds >= open_fetch.after
+            ):  # else the donor asks it to try again later
+                read[id(open_fetch)] = pair.donor[fragment].state.snapshot()
         elif what == "arrive" and open_fetch is not None:
             open_fetch.outcome = read.get(id(open_fetch)) or pair.answer(fragment)
         elif what == "fail" and open_fetch is not None:
             open_fetch.outcome = TransportError("gone.")
         elif what == "lie" and open_fetch is not None:
             claimed = {"finished_rounds": open_fetch.after + 1}
-            open_fetch.outcome = SharedState(outer_loop(7)).snapshot(fragment) | claimed
+            open_fetch.outcome = snapshot(7, fragment) | claimed
         elif what == "poll":
             pair.recovery.poll()
         elif what == "come back":
             pair.rejoin()
     pair.settle()
     assert pair.differing() == []
-    assert pair.joiner.finished_rounds == pair.donor.finished_rounds
+    finished = [[fragment.state.finished_rounds for fragment in side] for side in (pair.joiner, pair.donor)]
+    assert finished[0] == finished[1]

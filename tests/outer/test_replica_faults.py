@@ -23,14 +23,14 @@ def test_a_void_round_moves_nothing_and_loses_nothing(kind: FaultKind, codec: st
     swarm = streaming(faults=[fault], codec=codec, error_feedback=error_feedback)
     swarm.run(9, quadratic())
     first = swarm.replicas[0].fragments[0]
-    held = {name: swarm.replicas[0].outer_loop.named_global_params()[name].clone() for name in first.names}
+    held = {name: swarm.replicas[0].named_global_params()[name].clone() for name in first.names}
     swarm.run(1, quadratic())  # round (0, 1) was sent at 8 and would merge at 10
-    after = swarm.replicas[0].outer_loop.named_global_params()
+    after = swarm.replicas[0].named_global_params()
     assert all(torch.equal(after[name], held[name]) for name in first.names)
     assert [event.replica for event in swarm.events if isinstance(event, RoundVoid)] == [0, 1, 2]
     swarm.run(10, quadratic())
     assert agree(swarm)
-    moved = swarm.replicas[0].outer_loop.named_global_params()
+    moved = swarm.replicas[0].named_global_params()
     assert not any(torch.equal(moved[name], held[name]) for name in first.names)
     assert all(diloco.rounds_void == 1 for diloco in swarm.replicas)
 
@@ -52,8 +52,8 @@ def test_a_replica_left_out_of_the_mean_keeps_its_work(merge: MergeRule) -> None
     fault = Fault(kind="drop", replica=2, round=RoundId(0, 0))
     swarm = streaming(faults=[fault], least=2, merge=merge, codec="float32")
     swarm.run(5, quadratic())
-    loop = swarm.replicas[2].outer_loop
-    before, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    fragment = swarm.replicas[2].fragments[0]
+    before, _, _ = fragment.pseudo_gradient()
     local = swarm.models[2]
     held = [p.detach().clone() for p in local.parameters()]
     for diloco in swarm.replicas:
@@ -61,7 +61,7 @@ def test_a_replica_left_out_of_the_mean_keeps_its_work(merge: MergeRule) -> None
     for diloco in swarm.replicas:
         diloco.finish()
     assert agree(swarm)
-    after, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    after, _, _ = fragment.pseudo_gradient()
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(p, q) for p, q in zip(local.parameters(), held, strict=True))
     assert [e.contributors for e in swarm.events if isinstance(e, RoundCommitted)] == [(0, 1)] * 3
@@ -105,7 +105,7 @@ def test_a_donors_state_is_taken_over_only_if_it_is_what_the_majority_holds(
 def test_a_corrupted_replica_is_found_before_its_first_average() -> None:
     """A single changed value in the global parameters of one replica is detected in round 0."""
     swarm = streaming()
-    swarm.replicas[2].outer_loop.global_params[1][0] += 1e-6
+    swarm.replicas[2].fragments[1].global_params[0] += 1e-6
     swarm.run(8, quadratic())
     reasons = {event.reason for event in swarm.events if isinstance(event, RoundVoid)}
     assert any("replica 2 differ from those of replica 0" in reason for reason in reasons)
@@ -119,4 +119,4 @@ def test_a_replica_that_is_not_finite_sends_nothing_and_names_the_parameter() ->
         swarm.models[0].third[0] = float("nan")  # type: ignore[union-attr, index]  # a parameter
     fragment = next(f.index for f in swarm.replicas[0].fragments if "third" in f.names)
     with pytest.raises(NonFiniteError, match="local values of third contain NaN"):
-        swarm.replicas[0].outer_loop.pseudo_gradient(fragment, keep_local=True)
+        swarm.replicas[0].fragments[fragment].pseudo_gradient()

@@ -58,7 +58,7 @@ def test_a_state_saved_at_the_event_of_a_round_goes_on_as_if_never_stopped() -> 
 
 def residuals(diloco: DiLoCo) -> list[torch.Tensor]:
     """Return the error-feedback residual of each fragment."""
-    return [codec["residual"].clone() for codec in diloco.state_dict()["codecs"]]
+    return [fragment.residual.clone() for fragment in diloco.fragments if fragment.residual is not None]
 
 
 @pytest.mark.parametrize("least", [None, 2])
@@ -101,7 +101,7 @@ def test_a_void_round_counts_as_finished() -> None:
         swarm.run(steps, quadratic())
         fetched = swarm.transport.endpoint(1).fetch(0, [0])
         found.append((fetched["finished_rounds"], fetched["outer_step"]))
-        saved.append(swarm.replicas[0].state_dict()["finished_rounds"][0])
+        saved.append(swarm.replicas[0].state_dict()["fragments"][0]["finished_rounds"])
     assert found == [(1, 1), (2, 1), (3, 2)]
     assert saved == [1, 2, 3]
     again = streaming()
@@ -119,4 +119,4 @@ def test_a_replica_that_begins_from_the_global_parameters_owes_nothing() -> None
     diloco.begin_from_global()
     assert not any(bool(residual.any()) for residual in residuals(diloco))
     assert torch.equal(swarm.local(0), swarm.global_params(0))
-    assert diloco.state_dict()["trained_steps"] == {"since": [0.0] * 3, "handed_in": [0.0] * 3}
+    assert all(fragment.trained == fragment.submitted == 0.0 for fragment in diloco.fragments)

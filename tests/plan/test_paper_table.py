@@ -1,26 +1,78 @@
-"""Table 4 of Streaming DiLoCo, cell by cell."""
+"""Table 4 of Streaming DiLoCo (arXiv 2501.18512), simulated cell by cell: the bandwidth that each method needs.
+
+H = 100, three layers per fragment, tau = 1, two replicas. The paper does not give the bits per parameter, the grid of
+bandwidths, or the time of a reduction. The table is reproduced best by 0.835 times 16 bits per parameter (a quarter of
+that for FP4) and a grid of 50 bandwidths from 0.1 to 1000 Gbit/s; a cell is the first bandwidth of the grid that
+suffices. Since the factor 0.835 is fitted to the table, the agreement shows that the schedule and the overlap are
+modelled correctly. It does not independently confirm the payload.
+"""
 
 from __future__ import annotations
 
-from diloco.plan import GRID_GBIT_PER_S, PUBLISHED, TARGETS, paper_cells
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from diloco.algorithm import SyncSchedule
+from diloco.plan import Cluster, Parcel, Traffic, Workload, simulate_cycles
+from diloco.transport import Link
+
+TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
+GRID = np.logspace(-1, 3, 50)  # Gbit/s
+MODELS = {
+    "1B": Workload(parameters=10**9, layers=24, step_time_s=0.1),
+    "100B": Workload(parameters=10**11, layers=108, step_time_s=4.9),
+}
+PUBLISHED: dict[tuple[str, str], tuple[float, ...]] = {
+    ("1B", "data-parallel"): (86.8, 152.6, 184.2, 222.3, 569.0),
+    ("1B", "diloco"): (1.4, 6.2, 13.3, 23.3, 86.8),
+    ("1B", "streaming"): (1.4, 5.2, 9.1, 16.0, 28.1),
+    ("1B", "streaming-overlap"): (1.4, 4.3, 6.2, 9.1, 11.0),
+    ("1B", "streaming-overlap-fp4"): (0.4, 0.9, 1.7, 2.0, 3.0),
+    ("100B", "data-parallel"): (184.2, 323.8, 390.7, 390.7, 471.5),
+    ("100B", "diloco"): (3.0, 11.0, 23.3, 49.4, 184.2),
+    ("100B", "streaming"): (2.4, 6.2, 9.1, 11.0, 19.3),
+    ("100B", "streaming-overlap"): (1.7, 3.6, 4.3, 5.2, 5.2),
+    ("100B", "streaming-overlap-fp4"): (0.5, 0.9, 1.1, 1.1, 1.4),
+}
+"""(model, method) -> Gbit/s by target, as printed."""
+
+
+def layer_releases(num_layers: int, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
+    """Return the releases of a fragment of ``layers`` of equal size, each sent when its gradient is ready.
+
+    The compute graph is that of the paper's simulator (section 3.1) with 4L - 1 nodes: L forward passes, then for each
+    layer, from last to first, the gradient of its parameters, the reduction of that gradient (which uses the link, not
+    the device), and the gradient of its activations. The first layer does not need the last of these. The 3L - 1
+    compute nodes take equal time, as matrix products do, and run one after the other.
+    """
+    ready = ((num_layers + 2 * (num_layers - 1 - layer) + 1) / (3 * num_layers - 1) for layer in layers)
+    return tuple(sorted((part, 1 / len(layers)) for part in ready))
+
+
+def traffic(model: Workload, method: str) -> Traffic:
+    """Return the traffic of two replicas with the paper's bits per parameter, sent by layer as gradients are ready."""
+    size = 0.835 * 16 * model.parameters / 8 * (0.25 if method.endswith("fp4") else 1.0)
+    if method == "data-parallel":  # each replica sends and receives the gradients once: 2 (M - 1) / M
+        schedule = SyncSchedule(inner_steps=1)
+    elif method == "diloco":
+        schedule = SyncSchedule(inner_steps=100)
+    else:
+        overlap = int("overlap" in method)
+        schedule = SyncSchedule(inner_steps=100, num_fragments=model.default_fragments, overlap_steps=overlap)
+    each, fragments = np.full(2, size / schedule.num_fragments), model.fragment_layers(schedule.num_fragments)
+    return Traffic(schedule, tuple(Parcel(each, each, releases=layer_releases(model.layers, of)) for of in fragments))
 
 
 def test_nearly_all_cells_are_the_published_ones() -> None:
-    cells = paper_cells()
-    assert len(cells) == 50 == len({(cell.model, cell.method, cell.target) for cell in cells})
-    assert sum(cell.grid_steps == 0 for cell in cells) >= 45
-    assert max(abs(cell.grid_steps) for cell in cells) <= 2
-
-
-def test_a_cell_is_the_first_point_of_the_grid_that_suffices() -> None:
-    for cell in paper_cells():
-        assert cell.simulated_gbit_per_s in GRID_GBIT_PER_S
-        assert cell.compute_utilization >= cell.target
-        assert cell.published_gbit_per_s == PUBLISHED[cell.model, cell.method][TARGETS.index(cell.target)]
-
-
-def test_the_published_values_are_points_of_the_grid_as_printed() -> None:
-    """To one decimal, so the grid is that of the paper."""
-    for values in PUBLISHED.values():
-        for value in values:
-            assert min(abs(value - point) for point in GRID_GBIT_PER_S) < 0.1
+    away = []  # points of the grid between the first bandwidth that suffices and the published one
+    for (name, method), row in PUBLISHED.items():
+        cluster = Cluster.of([Link()] * 2, MODELS[name].step_time_s)
+        cluster = replace(cluster, bandwidth_bits_per_s=1e9 * GRID[:, None])
+        reached = simulate_cycles(traffic(MODELS[name], method), cluster).compute_utilization
+        for target, published in zip(TARGETS, row, strict=True):
+            point = int(np.argmin(np.abs(np.log(GRID / published))))
+            assert abs(GRID[point] - published) < 0.1, "to one decimal, so the grid is that of the paper"
+            away.append(int(np.argmax(reached >= target)) - point)
+    assert (len(away), away.count(0), max(map(abs, away))) == (50, 46, 1)

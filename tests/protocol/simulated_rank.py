@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from diloco.membership import NextView, View
 from diloco.protocol import Average, Entry, Loss, Machine, Policies, Rules, actions, events, next_view
 from tests.membership.network import Network
 
-__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "secret_of", "weight_of"]
+__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
 
 CODEC = make_codec("float32")
 NUMEL = 12  # enough to be divided among a few replicas
@@ -92,7 +91,7 @@ class Rank:
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
         self.machine = Machine(
-            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, secret_of(rank), LATE_S, settle_s=LATE_S),
+            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, LATE_S, settle_s=LATE_S),
             policies,
         )
         view = founded or View.of(replicas)
@@ -362,8 +361,3 @@ def weight_of(replica: int, step: int) -> float:
     """
     # nearly equal, as no weight may exceed eight full windows
     return (1 + 2.0 ** (replica % 40 - 42)) * (1 + step % 6)
-
-
-def secret_of(rank: int) -> bytes:
-    """Return the secret with which a rank signs its votes."""
-    return sha256(f"secret of {rank}".encode()).digest()

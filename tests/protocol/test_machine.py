@@ -54,7 +54,7 @@ class Rank:
 
     def __init__(self) -> None:
         policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19, bytes(32)), policies)
+        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
         for rank in range(1, 6):
             self.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> N
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end at once: the third is no smaller side, unless one of them may be continuing."""
     policies = Policies(Policy(), continue_without_lost=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, bytes(32)), policies)
+    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
     for rank in (1, 2):
         machine.handle(events.ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(events.Begin(View.of(3), member=True), 0.0)
@@ -248,7 +248,7 @@ def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connection
         assert "smaller side" in str(machine.views.failure)
 
 
-CHANGE = change_message(Report(2, 3, gone=frozenset({1}), step=3, commits={(0, 1): "d"}, heard={0: "d"}), "lost")
+CHANGE = change_message(Report(2, 3, gone=frozenset({1}), step=3, commits={(0, 1): "d"}), "lost")
 KINDS = [
     MEET,
     REFUSED,

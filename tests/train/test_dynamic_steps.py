@@ -13,7 +13,7 @@ from diloco.config import load_configuration
 from diloco.data import build_corpus
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership import View
-from diloco.train import DynamicSteps, InProcessFleet, RunSettings, Session, make_transport, resolve
+from diloco.train import DynamicSteps, Fleet, RunSettings, Session, make_transport, resolve
 from tests.runs import SMALL
 
 
@@ -54,7 +54,7 @@ def session_of(data: Path, events: list[Event] | None = None) -> Session:
         [*SMALL.split(), str(data), "--replicas", "1", "--model.arguments.vocab-size", "257"]
     )
     settings: RunSettings = resolve(configuration, num_layers=2)
-    fleet = InProcessFleet(make_transport(settings))
+    fleet = Fleet(make_transport(settings))
     corpus = build_corpus(settings.data)
     return Session(settings, corpus, fleet, torch.device("cpu"), [].append if events is None else events.append)
 

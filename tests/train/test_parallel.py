@@ -63,7 +63,7 @@ def rank_trains(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
         "digests": digests,
         "values": rank.values(),
         "held": sum(local_shard(parameter).numel() for parameter in rank.model.parameters()),
-        "global held": sum(values.numel() for values in rank.diloco.outer_loop.global_params),
+        "global held": sum(fragment.numel for fragment in rank.diloco.fragments),
         "committed": rank.diloco.rounds_committed,
     }
 
@@ -107,7 +107,7 @@ def rank_overflows(setup: Setup, group: ReplicaGroup) -> list[tuple[bool, float]
         batch = torch.arange(52).view(4, 13) % 17
         rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
         if step == 1 and (group.position == 1 or setup.strategy == "ddp"):  # with ddp all ranks hold the mean
-            gradient = rank.model.get_parameter("layers.0.feed_forward.up.weight").grad
+            gradient = rank.model.get_parameter("model.layers.0.mlp.up_proj.weight").grad
             assert gradient is not None
             local_shard(gradient)[0, 0] = float("inf")
         rank.inner.unscale()
@@ -136,7 +136,7 @@ def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]
     applied = [averager.finish() is None]
     changed = unequal(held, before)
     if group.position == 1:
-        held["norm.weight"][-1] = float("nan")
+        held["model.norm.weight"][-1] = float("nan")
     averager.begin(1)
     applied.append(averager.finish() is None)
     return {"parameters": len(held), "changed": changed, "applied": applied}

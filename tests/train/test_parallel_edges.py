@@ -23,7 +23,9 @@ def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
     group = open_group(Setup(strategy="fsdp", size=3), position, folder)
     narrow = replace(MODEL, width=4, layers=1)
     model = parallelise(build_model(narrow, seed=0), "fsdp", group, CPU).model
-    fragments = partition(model, num_fragments=2, strategy="patterns", patterns=[["norm.weight"], ["[!n]*"]])
+    fragments = partition(
+        model, num_fragments=2, strategy="patterns", patterns=[["model.norm.*"], ["model.[!n]*", "lm_head.*"]]
+    )
     diloco = DiLoCo(
         model,
         make_inner_optimizer(OptimizerSettings(), model),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.data import Shares
+from diloco.data import Shares, as_message
 from diloco.errors import RunFinishedError
-from diloco.train import Held, PeerThreads, Seats, SwarmFleet
+from diloco.train import Held, SwarmFleet
 from diloco.transport import Admission, NodePlace, SwarmPlace, Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 
@@ -22,7 +22,7 @@ WINDOW_S = 3.0  # enough for a busy machine to start a daemon and be found
 
 
 @pytest.fixture
-def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
+def make(keys: Path) -> Iterator[Make]:
     fleets: list[SwarmFleet] = []
 
     def made(
@@ -51,7 +51,6 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
-                threads=PeerThreads(Seats(tmp_path / "seats")),
             )
         )
         return fleets[-1]
@@ -80,30 +79,30 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     assert not make(3, standing, held_step=5).joining
 
 
-def test_what_the_others_would_have_drawn_is_drawn_by_who_goes_on_alone(make: Make) -> None:
-    """It draws the rest of the slice that was already divided, only for the steps that were not done."""
-    before = Shares.of((0, 1)).following(6, (0, 1, 2), joined=(2,), left={}, margin=4, batch_size=1)
+def test_who_goes_on_alone_leaves_out_only_what_the_others_had_been_assigned(make: Make) -> None:
+    before = Shares.of((0, 1)).following(6, (0, 1, 2), joined=(2,), margin=4, batch_size=1)
     fleet = make(0)
-    fleet.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
+    fleet.load_state_dict({"traffic": [0, 0], "step": 8, "shares": as_message(before), "swarm": "another"})
     (following,) = fleet.take_assignments()
     assert (following.from_step, following.members) == (10, (0,))
     drawn = [position for m in (0, 1, 2) for position in _drawn(before, m, range(8))]
     drawn += _drawn(before, 0, range(8, 10)) + _drawn(fleet.shares, 0, range(10, 40))
-    assert sorted(drawn) == list(range(len(drawn))), "none is repeated or left out"
+    left_out = [position for m in (1, 2) for position in _drawn(before, m, range(8, 10))]
+    assert sorted(drawn + left_out) == list(range(len(drawn + left_out))), "none is repeated"
 
 
 def test_who_joins_before_training_goes_on_has_something_to_draw_at_once(make: Make) -> None:
     """The founder's checkpoint is from a moment after a view change but before the next slice of data had begun."""
-    before = Shares.of((0, 1)).following(6, (0,), joined=(), left={1: 6}, margin=4, batch_size=1)
+    before = Shares.of((0, 1)).following(6, (0,), joined=(), margin=4, batch_size=1)
     first = make(0, start=2)
-    first.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
+    first.load_state_dict({"traffic": [0, 0], "step": 8, "shares": as_message(before), "swarm": "another"})
     first.close_to_joiners("")
     second = make(1, first, start=2)
     assert second.join(LIMIT_S) == 8
     assert [each.from_step for each in second.take_assignments()] == [8, 10]
     drawn = [position for m in (0, 1) for position in _drawn(before, m, range(8 if m == 0 else 6))]
     drawn += _drawn(before, 0, range(8, 10)) + _drawn(second.shares, 1, range(8, 20))
-    drawn += _drawn(second.shares, 0, range(10, 20))
+    drawn += _drawn(second.shares, 0, range(10, 20)) + _drawn(before, 1, range(6, 10))  # the last are left out
     assert sorted(drawn) == list(range(len(drawn)))
     assert first.shares == second.shares
 

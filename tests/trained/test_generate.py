@@ -140,16 +140,16 @@ def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
 def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
     model = build_lively(SETTINGS).train(training)
     modes = []
-    model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
+    model.model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
     run(model)
     assert modes
     assert not any(modes)
-    assert model.training is model.norm.training is training
+    assert model.training is model.model.norm.training is training
     with torch.no_grad():
-        model.norm.weight[0] = float("nan")
+        model.model.norm.weight[0] = float("nan")
     with pytest.raises(NonFiniteError, match="not finite"):
         run(model)
-    assert model.training is model.norm.training is training
+    assert model.training is model.model.norm.training is training
 
 
 def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> None:

@@ -157,7 +157,7 @@ def make_replica(
 
 
 def digests(diloco: DiLoCo) -> tuple[str, ...]:
-    return tuple(diloco.outer_loop.digest(fragment.index) for fragment in diloco.fragments)
+    return tuple(diloco.fragments[fragment.index].state.digest() for fragment in diloco.fragments)
 
 
 def hold() -> None:

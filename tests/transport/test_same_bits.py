@@ -74,7 +74,7 @@ def over_sockets(
                 inner.step()
                 inner.zero_grad()
                 diloco.step()
-        named = diloco.outer_loop.named_global_params()
+        named = diloco.named_global_params()
         local = torch.cat([p.detach().flatten() for p in model.parameters()])
         shared = torch.cat([named[name].flatten() for name, _ in model.named_parameters()])
         results[number] = (local, shared, transports[number].sent_bytes)

@@ -71,7 +71,7 @@ class Program(base.Program):
         return bool(self.diloco.in_flight)
 
     def digest(self) -> str:
-        return digest(self.diloco.outer_loop.named_global_params().values())
+        return digest(self.diloco.named_global_params().values())
 
     def close(self) -> None:
         self._connector.close()

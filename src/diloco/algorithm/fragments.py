@@ -26,13 +26,14 @@ from diloco.algorithm.numbers import check_type, check_whole
 from diloco.errors import ConfigurationError, FragmentError, nearest
 
 __all__ = [
-    "Fragment",
+    "FragmentLayout",
     "Strategy",
     "bind",
     "check_coverage",
     "check_parameters",
     "flatten",
     "holding",
+    "host_copy",
     "partition",
     "trainable_parameters",
     "unflatten_",
@@ -42,7 +43,7 @@ Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
 
 @dataclass(frozen=True)
-class Fragment:
+class FragmentLayout:
     """Parameters that are sent together.
 
     Attributes:
@@ -68,7 +69,7 @@ class Fragment:
     def named(self, values: Tensor) -> dict[str, Tensor]:
         """Return name -> view of its part of the flat vector ``values``, ``(numel,)``, in the parameter's shape.
 
-        >>> Fragment(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
+        >>> FragmentLayout(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
         """
         pieces = torch.split(values, list(self.sizes))
@@ -109,7 +110,7 @@ def partition(
     num_fragments: int = 1,
     strategy: Strategy = "strided",
     patterns: Sequence[Sequence[str]] = (),
-) -> tuple[Fragment, ...]:
+) -> tuple[FragmentLayout, ...]:
     """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
 
     Strategies:
@@ -148,14 +149,14 @@ def partition(
     else:
         groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
     fragments = tuple(
-        Fragment(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
+        FragmentLayout(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
     )
     check_coverage(model, fragments)
     return fragments
 
 
-def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
+def check_coverage(model: nn.Module, fragments: Sequence[FragmentLayout]) -> None:
     """Raise `FragmentError` unless every trainable parameter of ``model`` is in exactly one of ``fragments``."""
     parameters = trainable_parameters(model)
     seen: dict[str, int] = {}
@@ -185,7 +186,7 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
         )
 
 
-def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
+def bind(model: nn.Module, fragment: FragmentLayout) -> list[nn.Parameter]:
     """Return the parameters of ``fragment`` in ``model``, in order."""
     parameters = trainable_parameters(model)
     return [parameters[name] for name in fragment.names]
@@ -218,7 +219,8 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Set ``parameters`` to ``values`` of the same names inside a ``with`` block and restore them at its end.
 
-    For a DTensor parameter, ``values`` contains this rank's shard.
+    For a DTensor parameter, ``values`` contains this rank's shard. What the parameters held waits in host memory, so
+    that a GPU does not need room for all of them twice.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -229,7 +231,7 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     True
     """
     shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
-    before = {name: shard.clone() for name, shard in shards.items()}
+    before = {name: host_copy(shard) for name, shard in shards.items()}
     try:
         for name, shard in shards.items():
             shard.copy_(values[name])
@@ -237,6 +239,12 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     finally:
         for name, shard in shards.items():
             shard.copy_(before[name])
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` in host memory, which is pinned if it is on a GPU."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor)
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:

@@ -136,6 +136,14 @@ class SyncSchedule:
         """Return the number of sends of one fragment in steps 1..``steps``."""
         return max(0, (steps - self.fragment_offsets[fragment]) // self.inner_steps)
 
+    def sent_at(self, fragment: int, outer_step: int) -> int:
+        """Return the step after which a fragment's round is sent.
+
+        >>> SyncSchedule(inner_steps=100, num_fragments=2).sent_at(1, outer_step=0)
+        150
+        """
+        return self.inner_steps * (outer_step + 1) + self.fragment_offsets[fragment]
+
     def window_steps(self, fragment: int, outer_step: int) -> int:
         """Return the inner steps between the fragment's previous round, or the start of training, and this round.
 

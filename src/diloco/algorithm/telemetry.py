@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec
-from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
 
-__all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]
+__all__ = ["measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]
 
 _SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128  # 16384 values: the standard error of a cosine is 0.008
 
@@ -26,34 +25,32 @@ _RANGE, _VALUES_PER_RANGE, _MOST_RANGES = 1 << 12, 1 << 18, 16
 _PIECE = 1 << 20  # values whose squares are summed in float32; longer sums would lose precision
 
 
-@dataclass(frozen=True, kw_only=True)
-class OuterStepMeasures:
-    """The effect of one outer step on a fragment. ``None`` values are undefined for this round."""
-
-    mean_norm: float  # ``|Delta|``, the L2 norm of the mean pseudo-gradient
-    mean_cosine: float | None = None  # cosine of this mean and the fragment's last one; None for the first
-    # cosine of this mean and the momentum before the step; None without momentum or while it is zero
-    momentum_cosine: float | None = None
-    # the step along the mean in lengths of the mean: ``<theta before - theta after, Delta> / |Delta|^2``. For Nesterov
-    # ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
-    gain: float | None = None
-
-
 def measured_outer_step(
-    loop: OuterLoop, index: int, mean: Tensor, last: Tensor | None
-) -> tuple[OuterStepMeasures, Tensor]:
-    """Take `OuterLoop.outer_step` and measure its effect, given a sample of the fragment's last mean.
+    optimizer: OuterOptimizer, mean: Tensor, state: OuterState, values: Tensor, last: Tensor | None
+) -> tuple[dict[str, float | None], Tensor]:
+    """Take an outer step, ``optimizer.update(mean, state, values)``, and measure its effect.
+
+    Args:
+        optimizer: The outer optimizer.
+        mean: ``(numel,)`` float32, the mean pseudo-gradient, on the device of ``values``.
+        state: The state of the outer optimizer.
+        values: ``(numel,)`` float32, the global parameters.
+        last: The sample of the last mean, or None.
 
     Returns:
-        The measures and the sample of this mean.
+        The measures by name, None where one is undefined, and the sample of this mean:
+
+        - mean_norm: ``|Delta|``, the L2 norm of the mean pseudo-gradient.
+        - mean_cosine: the cosine of this mean and the fragment's last one.
+        - momentum_cosine: the cosine of this mean and the momentum before the step.
+        - gain: the step along the mean in lengths of the mean, ``<theta before - theta after, Delta> / |Delta|^2``. For
+          Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` after many equal means.
     """
-    mean = mean.to(loop.device)
-    delta, before = sample(mean), sample(loop.global_params[index])
-    slots = loop.outer_states[index].slots  # Adam calls its first moment "mean"
-    momentum = slots.get("momentum", slots.get("mean"))
+    delta, before = sample(mean), sample(values)
+    momentum = state.slots.get("momentum", state.slots.get("mean"))  # Adam calls its first moment "mean"
     momentum = None if momentum is None else sample(momentum)
-    loop.outer_step(index, mean)
-    moved = before.sub_(sample(loop.global_params[index]))
+    optimizer.update(mean, state, values)
+    moved = before.sub_(sample(values))
     dots = {"square": delta.dot(delta), "moved": delta.dot(moved)}
     if last is not None:
         dots |= {"last": delta.dot(last), "last square": last.dot(last)}
@@ -62,12 +59,12 @@ def measured_outer_step(
     squares = [piece.dot(piece) for piece in torch.split(mean, _PIECE)]
     numbers = torch.stack([*dots.values(), *squares]).tolist()
     found = dict(zip(dots, numbers, strict=False))
-    measures = OuterStepMeasures(
-        mean_norm=math.sqrt(sum(numbers[len(dots) :])),
-        mean_cosine=_cosine(found, "last"),
-        momentum_cosine=_cosine(found, "momentum"),
-        gain=_ratio(found["moved"], found["square"]),
-    )
+    measures = {
+        "mean_norm": math.sqrt(sum(numbers[len(dots) :])),
+        "mean_cosine": _cosine(found, "last"),
+        "momentum_cosine": _cosine(found, "momentum"),
+        "gain": _ratio(found["moved"], found["square"]),
+    }
     return measures, delta
 
 

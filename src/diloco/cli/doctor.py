@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +18,7 @@ from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
 from diloco.transport import parse_address, read_secret
-from diloco.units import Duration, format_rate, parse_bytes
-
-__all__ = ["run"]
+from diloco.units import BYTES, Duration, format_rate, parse
 
 _POLL_S = 0.2
 
@@ -58,49 +55,41 @@ def run(arguments: Sequence[str]) -> int:
             "give either the HOST:PORT of each peer to check, such as `diloco doctor 10.0.0.1:29400`, or --listen "
             "HOST:PORT."
         )
-    num_bytes = parse_bytes(options.size, "--size")
+    num_bytes = round(parse(options.size, "--size", BYTES))
     if not 100_000 <= num_bytes <= 64_000_000:
         raise ConfigurationError(f"--size must be between 100kB and 64MB, got {options.size}.")
     if not options.timeout:
         raise ConfigurationError("--timeout must be above 0s.")
-    return _listen(options.listen, options.secret_file) if options.listen else _examine(options, num_bytes)
+    secret = read_secret(options.secret_file, "--secret-file")
+    return _listen(options.listen, secret) if options.listen else _examine(options, num_bytes, secret)
 
 
-def _examine(options: DoctorOptions, num_bytes: int) -> int:
+def _examine(options: DoctorOptions, num_bytes: int, secret: str) -> int:
     from diloco.transport import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
-    secret = read_secret(options.secret_file, "--secret-file")
     # one at a time: concurrent checks would share this machine's link
     findings = [asyncio.run(examine(address, num_bytes, options.timeout, secret)) for address in addresses]
     if options.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        rows = [
-            [
-                finding.address,
-                ", ".join(finding.resolved) or "-",
-                "ok" if finding.ok else "FAILED",
-                "-" if finding.latency_s is None else f"{1000 * finding.latency_s:.1f} ms",
-                *(
-                    "-" if rate is None else format_rate(rate)
-                    for rate in (finding.up_bits_per_s, finding.down_bits_per_s)
-                ),
-            ]
-            for finding in findings
-        ]
+        rows = []
+        for each in findings:
+            status, latency_s = "ok" if each.ok else "FAILED", each.latency_s
+            rates = ["-" if rate is None else format_rate(rate) for rate in (each.up_bits_per_s, each.down_bits_per_s)]
+            latency = "-" if latency_s is None else f"{1000 * latency_s:.1f} ms"
+            rows.append([each.address, ", ".join(each.resolved) or "-", status, latency, *rates])
         print(columns(["peer", "address", "status", "round trip", "to peer", "from peer"], rows))
-    for finding in findings:
-        if not finding.ok:
-            print(f"diloco: {finding.address}: {finding.problem}; {finding.advice}.", file=sys.stderr)
-    return 0 if all(finding.ok for finding in findings) else 1
+    for each in findings:
+        if not each.ok:
+            print(f"diloco: {each.address}: {each.problem}; {each.advice}.", file=sys.stderr)
+    return 0 if all(each.ok for each in findings) else 1
 
 
-def _listen(text: str, secret_file: Path | None) -> int:
+def _listen(text: str, secret: str) -> int:
     from diloco.protocol import Timing
     from diloco.transport import ConnectionManager, TcpStreams, serve_probes
 
-    secret = read_secret(secret_file, "--secret-file")
     address = parse_address(text, key="--listen")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:

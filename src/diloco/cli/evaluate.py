@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +18,6 @@ from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
     from diloco.trained import Evaluation, Trained
-
-__all__ = ["run"]
 
 DESCRIPTION = """Measure the loss, perplexity and bits per byte of a trained model.
 
@@ -61,19 +58,10 @@ def run(arguments: Sequence[str]) -> int:
     options = parse_options(EvaluateOptions, "evaluate", DESCRIPTION, arguments)
     trained = options.load(options.device)
     result = _evaluate(trained, options, trained.length(options.context, "--context"))
-    record = {
-        "heldout_loss": result.loss,
-        "perplexity": result.perplexity,
-        "bits_per_token": result.bits_per_token,
-        "bits_per_byte": result.bits_per_byte,
-        "tokens": result.tokens,
-        "bytes": result.num_bytes,
-        "step": trained.step,
-        "weights": trained.weights,
-        "checkpoint": str(trained.path),
-    }
     if options.json:
-        print(json.dumps(record, indent=2))
+        figures = {name: getattr(result, name) for name in ("perplexity", "bits_per_token", "bits_per_byte", "tokens")}
+        about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
+        print(json.dumps({"heldout_loss": result.loss, **figures, "bytes": result.num_bytes, **about}, indent=2))
         return 0
     print(trained.path if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}")
     facts = {
@@ -93,18 +81,16 @@ def _evaluate(trained: Trained, options: EvaluateOptions, length: int) -> Evalua
     from diloco.data import heldout_rows, heldout_tokens, read_texts
     from diloco.trained import evaluate
 
-    settings = Configuration()
-    if trained.step is not None:
-        settings = read_record(trained.run / CONFIG_FILE)
-    elif not options.data:
+    if trained.step is None and not options.data:
         raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
+    settings = Configuration() if trained.step is None else read_record(trained.run / CONFIG_FILE)
     data, tokenizer = settings.data, trained.tokenizer
     tokens: Any
     if data.chat:
         tokenizer = trained.chat_tokenizer()
         tokens = heldout_rows(data, tokenizer, length, options.data)
     elif options.data:
-        source = dataclasses.replace(data, text_field=options.text_field or data.text_field)
+        source = replace(data, text_field=options.text_field or data.text_field)
         tokens = tokenizer.encode_documents(list(read_texts(source, options.data)))
     else:
         tokens = heldout_tokens(data, tokenizer)

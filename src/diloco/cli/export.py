@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
@@ -15,7 +15,8 @@ from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_count
 from diloco.waiting import waiting_for
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from torch import nn
 
 DESCRIPTION = """Write a trained model for other programs.
 
@@ -59,26 +60,7 @@ def _export(options: ExportOptions) -> None:
     from diloco.trained import export_adapter, export_huggingface, export_safetensors
 
     trained = options.load(dequantize=options.merge)
-    _check_adapters(options, adapts=bool(trained.model.source_has))
-    if options.to == "adapter":
-        export_adapter(trained, options.out, overwrite=options.overwrite)
-        print(f"{options.out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
-        return
-    if options.to == "hf":
-        model = export_huggingface(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        kind, files = type(model).__name__, list(options.out.iterdir())
-    else:
-        export_safetensors(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
-        parameters, kind, files = trained.model.num_parameters(), type(trained.model).__name__, [options.out]
-    size_bytes = sum(file.stat().st_size for file in files)
-    print(f"{options.out}: {kind}, {format_count(parameters)} parameters, {options.dtype}, {format_bytes(size_bytes)}")
-    step = "" if trained.step is None else f", step {trained.step}"
-    print(f"from {trained.path}{step}, {trained.weights}")
-
-
-def _check_adapters(options: ExportOptions, *, adapts: bool) -> None:
-    """Raise `ConfigurationError` if --merge and --to do not fit a model that has adapters, or one that has none."""
+    adapts = bool(trained.model.source_has)
     if adapts and options.to == "hf" and not options.merge:
         raise ConfigurationError(
             f"{options.path} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
@@ -88,3 +70,18 @@ def _check_adapters(options: ExportOptions, *, adapts: bool) -> None:
         raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
     if options.merge and options.to != "hf":
         raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
+    if options.to == "adapter":
+        export_adapter(trained, options.out, overwrite=options.overwrite)
+        print(f"{options.out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
+        return
+    model: nn.Module = trained.model
+    if options.to == "hf":
+        model = export_huggingface(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    else:
+        export_safetensors(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    files = options.out.iterdir() if options.out.is_dir() else [options.out]
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    print(f"{options.out}: {type(model).__name__}, {format_count(parameters)} parameters, {options.dtype}, {size}")
+    step = "" if trained.step is None else f", step {trained.step}"
+    print(f"from {trained.path}{step}, {trained.weights}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +17,7 @@ from diloco.errors import ConfigurationError
 from diloco.terminal import as_typed, plain
 
 if TYPE_CHECKING:
-    from diloco.data import Tokenizer
-    from diloco.trained import Sampling, Trained
-
-__all__ = ["run"]
+    from diloco.data import ChatTokenizer, Tokenizer
 
 DESCRIPTION = """Continue a text with a trained model, or chat with it (--chat).
 
@@ -70,28 +68,38 @@ def run(arguments: Sequence[str]) -> int:
     options = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
     options = replace(options, prompt=as_typed(options.prompt), system=as_typed(options.system))
 
-    from diloco.trained import Sampling
+    import torch
+
+    from diloco.trained import Sampling, TextStream, generate
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     trained = options.load(options.device)
+    device, window = next(trained.model.parameters()).device, trained.length(options.context, "--context")
+
+    def pieces(tokenizer: Tokenizer, prompt: Sequence[int], *ends: int) -> Iterator[str]:
+        """Yield the text of each token up to one of the tokens ``ends``, and then what is left of an incomplete one."""
+        stream, generator = TextStream(tokenizer), torch.Generator(device).manual_seed(options.seed)
+        how = {"max_new_tokens": options.tokens, "sampling": sampling, "stop_tokens": ends, "window": window}
+        yield from map(stream.feed, generate(trained.model, prompt, generator, **how))
+        yield stream.finish()
+
     if options.chat:
-        return _chat(trained, options, sampling)
+        return _chat(options, trained.chat_tokenizer(), pieces)
     tokenizer, prompt = trained.tokenizer, options.prompt
-    show: Callable[[str], object] = str if options.json else _show
-    show(prompt)
-    begin = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    text, tokens = _continued(trained, options, sampling, tokenizer, begin, [tokenizer.eos_id], show)
+    text = pieces(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], tokenizer.eos_id)
     if options.json:
-        ended_by = "length" if tokens == options.tokens else "end of document"
-        print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens, "ended_by": ended_by}, indent=2))
+        *parts, rest = text
+        ended_by = "length" if len(parts) == options.tokens else "end of document"
+        about = {"prompt": prompt, "text": "".join([*parts, rest]), "tokens": len(parts), "ended_by": ended_by}
+        print(json.dumps(about, indent=2))
     else:
-        print(flush=True)
+        _show(itertools.chain([prompt], text))
     return 0
 
 
-def _chat(trained: Trained, options: GenerateOptions, sampling: Sampling) -> int:
+def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
     """Answer the prompt, or every line of standard input."""
-    tokenizer, prompt = trained.chat_tokenizer(), options.prompt
+    prompt = options.prompt
     messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
     asks = not prompt and sys.stdin.isatty()
     questions = iter([prompt] if prompt else sys.stdin)
@@ -101,44 +109,16 @@ def _chat(trained: Trained, options: GenerateOptions, sampling: Sampling) -> int
         if (question := next(questions, None)) is None:
             return 0
         messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
-        ends = [tokenizer.answer_end, tokenizer.eos_id]
-        text, _ = _continued(trained, options, sampling, tokenizer, tokenizer.prompt(messages), ends, _show)
-        print(flush=True)
-        messages.append({"role": "assistant", "content": text})
+        answer = _show(pieces(tokenizer, tokenizer.prompt(messages), tokenizer.answer_end, tokenizer.eos_id))
+        messages.append({"role": "assistant", "content": answer})
 
 
-def _continued(
-    trained: Trained,
-    options: GenerateOptions,
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    ends: Sequence[int],
-    show: Callable[[str], object],
-) -> tuple[str, int]:
-    """Generate a text up to one of the tokens ``ends``; return it, and the number of its tokens."""
-    import torch
-
-    from diloco.trained import TextStream, generate
-
-    stream, text, count = TextStream(tokenizer), "", 0
-    for token in generate(
-        trained.model,
-        prompt,
-        torch.Generator(next(trained.model.parameters()).device).manual_seed(options.seed),
-        max_new_tokens=options.tokens,
-        sampling=sampling,
-        stop_tokens=ends,
-        window=trained.length(options.context, "--context"),
-    ):
-        text, count = text + (piece := stream.feed(token)), count + 1
-        show(piece)
-    show(rest := stream.finish())
-    return text + rest, count
-
-
-def _show(text: str) -> None:
-    """Print a piece of text immediately. A file gets the exact text."""
-    stream = sys.stdout if sys.stdout.isatty() else plain(sys.stdout)
-    stream.write(text)
-    stream.flush()
+def _show(pieces: Iterable[str]) -> str:
+    """Print a text piece by piece as it comes, and return it. A file gets the exact text."""
+    stream, text = sys.stdout if sys.stdout.isatty() else plain(sys.stdout), ""
+    for piece in pieces:
+        text += piece
+        stream.write(piece)
+        stream.flush()
+    print(flush=True)
+    return text

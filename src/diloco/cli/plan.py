@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,20 +18,19 @@ from diloco.errors import ConfigurationError
 from diloco.model import ModelSection, with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
+    COUNT,
+    PERCENTAGE,
     Duration,
     Rate,
     format_bytes,
     format_count,
     format_duration,
     format_rate,
-    parse_count,
-    parse_share,
+    parse,
 )
 
 if TYPE_CHECKING:
     from diloco.plan import Site
-
-__all__ = ["PlanSettings", "run"]
 
 DESCRIPTION = """Predict what the settings of `diloco train` cost on a link: compute utilisation, bytes and
 waiting, for each fragment; and the same for other H and codecs, to choose from.
@@ -95,20 +94,54 @@ def run(arguments: Sequence[str]) -> int:
     line = parse_flags(PlanSettings, "plan", DESCRIPTION, arguments, shown=shown, common=common)
     options = PlanSettings(**{name: value for name, value in line.values.items() if name in OWN})
     asked = compose(replace(line, values={name: value for name, value in line.values.items() if name not in OWN}))
+    settings, model, sizes = _model(options, asked)
     if line.print_config:
-        print(to_toml(_model(options, asked)[0]))
+        print(to_toml(settings))
         return 0
-    record = _record(options, asked)
+    record = _record(options, settings, model, sizes)
     print(json.dumps(record, indent=2) if options.json else _report(record))
     return 0
 
 
-def _record(options: PlanSettings, asked: Configuration) -> dict[str, Any]:
+def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
+    """Return the resolved settings, facts about the model, and the number of values in each fragment."""
+    from diloco.plan import Workload
+    from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
+
+    network = asked.network
+    if network.transport == "hivemind" and network.run is None:
+        network = replace(network, run="plan")  # a plan needs no name for its swarm
+    asked = replace(asked, network=network)
+    if asked.algorithm == "none":
+        raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
+    emulate, asked = asked.emulate, replace(asked, emulate=EmulateSettings())  # which only some transports may have
+    if options.parameters is not None:
+        total, facts = round(parse(options.parameters, "--parameters", COUNT)), {}
+        settings = resolve(asked)
+        number = settings.sync.num_fragments or 1
+        sizes = Workload(parameters=total, layers=number).fragment_sizes(number)
+    else:
+        here = tuple(path for path in asked.data.paths if path.expanduser().exists())
+        size = asked.model.settings.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
+        built = outline(asked, size)
+        total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
+        asked = replace(asked, model=ModelSection.of(with_vocabulary(asked.model.settings, size)))
+        settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
+        sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
+    trained = sum(sizes)
+    frozen_bytes = round(bytes_per_frozen(settings.model.settings) * (total - trained))
+    memory_bytes = bytes_per_trained(settings) * trained + frozen_bytes
+    model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
+    return replace(settings, emulate=emulate), model, sizes
+
+
+def _record(
+    options: PlanSettings, settings: Configuration, model: dict[str, Any], sizes: Sequence[int]
+) -> dict[str, Any]:
     """Return what ``--json`` prints."""
     from diloco.plan import ACCURACY, Exchange, predict, table
 
-    settings, model, sizes = _model(options, asked)
-    site, work_is_known = _site(options, asked, settings)
+    site, work_is_known = _site(options, settings)
     exchange = Exchange.of(settings, sizes)
     own, baseline = predict(exchange, site), predict(Exchange.of_gradients(sum(sizes)), site)
     start, steps = settings.train.data_parallel_steps, settings.train.steps
@@ -133,94 +166,56 @@ def _record(options: PlanSettings, asked: Configuration) -> dict[str, Any]:
     }
 
 
-def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, dict[str, Any], tuple[int, ...]]:
-    """Return the resolved settings, facts about the model, and the number of values in each fragment."""
-    from diloco.plan import Workload
-    from diloco.train import bytes_per_frozen, bytes_per_trained, make_fragments, outline, resolve
-
-    # a plan emulates nothing, and needs no name for its swarm
-    network = asked.network
-    if network.transport == "hivemind" and network.run is None:
-        network = replace(network, run="plan")
-    asked = replace(asked, network=network, emulate=EmulateSettings())
-    if asked.algorithm == "none":
-        raise ConfigurationError("algorithm='none' sends nothing, so it costs nothing on any link.")
-    if options.parameters is not None:
-        total, facts = parse_count(options.parameters, "--parameters"), {}
-        settings = resolve(asked)
-        number = settings.sync.num_fragments or 1
-        sizes = Workload(parameters=total, layers=number, step_time_s=1.0).fragment_sizes(number)
-    else:
-        here = tuple(path for path in asked.data.paths if path.expanduser().exists())
-        size = asked.model.settings.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
-        built = outline(asked, size)
-        total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
-        asked = replace(asked, model=ModelSection.of(with_vocabulary(asked.model.settings, size)))
-        settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
-        sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
-    trained = sum(sizes)
-    memory = bytes_per_trained(settings) * trained + round(
-        bytes_per_frozen(settings.model.settings) * (total - trained)
-    )
-    return settings, {"parameters": total, "trained": trained, **facts, "memory_bytes": memory}, sizes
-
-
-def _site(options: PlanSettings, asked: Configuration, settings: Configuration) -> tuple[Site, bool]:
+def _site(options: PlanSettings, settings: Configuration) -> tuple[Site, bool]:
     """Return the machines and links, and whether the work of sends and merges is known."""
     from diloco.plan import Conditions, Site, measure_step
     from diloco.transport import Link
 
-    emulated, replicas = asked.emulate, settings.network.replicas
-    times = options.step_time or emulated.step_time
-    conditions = Conditions(congestion_control=options.congestion_control, loss=parse_share(options.loss, "--loss"))
+    emulated, replicas, times = settings.emulate, settings.network.replicas, options.step_time
+    loss = round(parse(options.loss, "--loss", PERCENTAGE) / 100, 12)
+    conditions = Conditions(congestion_control=options.congestion_control, loss=loss)
     work_is_known = options.measure or settings.train.device in ("auto", "cpu")
     if options.measure:
-        if options.step_time or options.parameters is not None:
+        if times or options.parameters is not None:
             raise ConfigurationError("--measure times a step of the model: leave out --step-time and --parameters.")
         step = measure_step(settings)
         send_s, merge_s, times = step.send_s_per_value, step.merge_s_per_value, (step.median_s,)
         conditions = replace(conditions, send_s_per_value=send_s, merge_s_per_value=merge_s)
     elif not work_is_known:
         conditions = replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-    rates = _per_replica(options.bandwidth or emulated.bandwidth, replicas, "--bandwidth 500Mbit")
-    latencies = _per_replica(options.latency or emulated.latency or (0.0,), replicas, "--latency 80ms")
-    times = _per_replica(times, replicas, "--step-time 250ms, or --measure")
-    for flag, values in (("--bandwidth", rates), ("--step-time", times)):
-        if not all(values):
-            raise ConfigurationError(f"{flag} must be above 0.")
-    links = tuple(map(Link, rates, latencies))
-    return Site(links=links, step_time_s=times, conditions=conditions), work_is_known
 
-
-def _per_replica(values: tuple[float, ...], replicas: int, example: str) -> tuple[float, ...]:
-    """Return one value for each replica, given one value for all or one for each."""
-    if len(values) in (1, replicas):
+    def per_replica(values: tuple[float, ...], flag: str, example: str) -> tuple[float, ...]:
+        if len(values) not in (1, replicas) or (flag != "--latency" and not all(values)):
+            problem = "a value that is not above 0" if 0 in values else f"{len(values)} values for {replicas} replicas"
+            raise ConfigurationError(
+                f"{flag} has {problem if values else 'no value'}: give one for all replicas or one for each, such as "
+                f"{flag} {example}."
+            )
         return values * (replicas // len(values))
-    many = f"{len(values)} values for {replicas} replicas" if values else "no value"
-    raise ConfigurationError(
-        f"{example.partition(' ')[0]} has {many}: give one for all replicas or one for each, such as {example}."
-    )
+
+    rates = per_replica(options.bandwidth or emulated.bandwidth, "--bandwidth", "500Mbit")
+    latencies = per_replica(options.latency or emulated.latency or (0.0,), "--latency", "80ms")
+    times = per_replica(times or emulated.step_time, "--step-time", "250ms, or --measure")
+    return Site(links=tuple(map(Link, rates, latencies)), step_time_s=times, conditions=conditions), work_is_known
 
 
 def _report(record: dict[str, Any]) -> str:
     """Return the plan as text."""
     own, model, site = record["prediction"], record["model"], record["site"]
     conditions, start, data_parallel = site["conditions"], record["data_parallel_steps"], record["data_parallel"]
-    rates, latencies, times = (
-        ", ".join(map(form, sorted(set(values))))
-        for form, values in (
-            (format_rate, [link["bandwidth_bits_per_s"] for link in site["links"]]),
-            (format_duration, [link["latency_s"] for link in site["links"]]),
-            (format_duration, site["step_time_s"]),
-        )
-    )
+
+    def each(form: Callable[[float], str], values: Iterable[float]) -> str:
+        return ", ".join(map(form, sorted(set(values))))
+
+    rates = each(format_rate, (link["bandwidth_bits_per_s"] for link in site["links"]))
+    latencies = each(format_duration, (link["latency_s"] for link in site["links"]))
     typical, p90, ideal = (f"{own[f'{name}_utilization']:.1%}" for name in ("compute", "p90", "ideal"))
     work = [f"{1e9 * conditions[f'{name}_s_per_value']:.2g} ns per value for {name}s" for name in ("send", "merge")]
     facts = {
         "model": f"{format_count(model['parameters'])} parameters"
         + (f", {model['layers']} layers, vocabulary of {model['vocabulary']:,}" if "layers" in model else ""),
         "memory": f"{format_bytes(model['memory_bytes'])} per replica, plus activations",
-        "replicas": f"{len(site['links'])}, steps of {times}",
+        "replicas": f"{len(site['links'])}, steps of {each(format_duration, site['step_time_s'])}",
         "links": f"{rates}, {latencies} one way, "
         f"{100 * conditions['loss']:.3g} % loss, {conditions['congestion_control']}",
         "settings": f"{record['algorithm']}, H = {own['inner_steps']}, P = {own['num_fragments']}, "
@@ -240,39 +235,38 @@ def _report(record: dict[str, Any]) -> str:
             f"rounds of up to {format_duration(slowest_s)} exceed network.round_timeout={format_duration(limit_s)}"
         )
     heads = ["fragment", "values", "first sent", "sent per round", "round", "at p90", "waiting per round"]
-    this = (own["inner_steps"], own["codec"])
-    rows = [
-        _row(f"H = {each['inner_steps']}, {each['codec']}", each, (each["inner_steps"], each["codec"]) == this)
-        for each in record["table"]
-    ]
+    names = [f"H = {row['inner_steps']}, {row['codec']}" for row in (own, *record["table"])]
+    names = [f"{name} (as above)" if name == names[0] else name for name in names[1:]]
     others = ["other H and codecs, else the same", "utilisation", "at p90", "sent per step", "longest wait"]
+    rows = zip([*names, "data-parallel, float32"], [*record["table"], data_parallel], strict=True)
     return "\n\n".join(
         [
             facts_table(facts, indent=""),
             columns(heads, _fragment_rows(fragments)),
-            columns(others, [*rows, _row("data-parallel, float32", data_parallel, False)]),
+            columns(others, [_row(*row) for row in rows]),
             "A smaller H synchronises more often. The loss is not predicted.",
         ]
     )
 
 
-def _row(name: str, row: dict[str, Any], own: bool) -> list[str]:
+def _row(name: str, row: dict[str, Any]) -> list[str]:
     shares = (f"{row[share]:.1%}" for share in ("compute_utilization", "p90_utilization"))
-    costs = (format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"]))
-    return [f"{name} (as above)" if own else name, *shares, *costs]
+    return [name, *shares, format_bytes(row["sent_bytes_per_step"]), format_duration(row["longest_wait_s"])]
 
 
 def _fragment_rows(fragments: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each fragment, or one for several in a row that are alike."""
-    cells = [
-        [format_count(each["values"]), format_bytes(each["sent_bytes"])]
-        + [format_duration(each[time]) for time in ("round_s", "p90_round_s", "waited_s")]
-        for each in fragments
-    ]
+
+    def cells(fragment: dict[str, Any]) -> list[str]:
+        times = (format_duration(fragment[name]) for name in ("round_s", "p90_round_s", "waited_s"))
+        return [format_count(fragment["values"]), format_bytes(fragment["sent_bytes"]), *times]
+
     rows = []
-    for (values, *costs), alike in itertools.groupby(range(len(cells)), key=cells.__getitem__):
-        group = [*alike]
-        ends = dict.fromkeys((group[0], group[-1]))
-        steps = " to ".join(str(fragments[end]["first_step"]) for end in ends)
-        rows.append([" to ".join(map(str, ends)), values, f"step {steps}", *costs])
+    for (values, *costs), alike in itertools.groupby(fragments, key=cells):
+        first, *_, last = [*alike] * 2
+        names, steps = (
+            f"{first[name]}" if first is last else f"{first[name]} to {last[name]}"
+            for name in ("fragment", "first_step")
+        )
+        rows.append([names, values, f"step {steps}", *costs])
     return rows

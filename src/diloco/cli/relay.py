@@ -15,8 +15,6 @@ from tyro.conf import arg
 from diloco.config import parse_options
 from diloco.transport import multiaddress
 
-__all__ = ["run"]
-
 DESCRIPTION = """Run a bootstrap node, through which the peers of any run find each other. It trains nothing.
 
 Examples:

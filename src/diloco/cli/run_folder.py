@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,16 +13,6 @@ from diloco.config import CONFIG_FILE, RunPlan, command_text
 from diloco.errors import ConfigurationError
 from diloco.private_files import make_private_folder
 from diloco.train import Role
-
-__all__ = [
-    "claimed_folder",
-    "clear_folder",
-    "continue_record",
-    "folder_of_rank",
-    "has_other_files",
-    "not_empty_error",
-    "writable",
-]
 
 
 @contextmanager
@@ -43,7 +32,7 @@ def claimed_folder(plan: RunPlan) -> Iterator[tuple[Path, int]]:
     resumes = source is not None and folder.resolve() == source.resolve()
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"--out {folder} is not a folder. Choose another --out.")
-    with lock_folder(_create(folder)) as lock:
+    with lock_folder(folder) as lock:
         if not resumes and _files(folder, of_rank=False):
             raise not_empty_error(folder)
         try:
@@ -72,7 +61,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
             f"--replica {role.replica} needs --out, with the same folder for all replicas, such as --out runs/my-run."
         )
     home = base / f"replica-{role.replica}" if role.replica else base
-    return writable(home / f"rank-{role.position}" if role.position else home)
+    return home / f"rank-{role.position}" if role.position else home
 
 
 def has_other_files(folder: Path) -> bool:
@@ -110,37 +99,18 @@ def not_empty_error(folder: Path) -> ConfigurationError:
 def _claim_numbered(plan: RunPlan) -> Path:
     """Create and return ``runs/NAME`` or ``runs/NAME-N`` with the lowest free N; concurrent runs never share one."""
     settings = plan.configuration
-    first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
-    _create(first.parent)
-    folder = first
-    for number in count(2):
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            break
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
-
-
-def _create(folder: Path) -> Path:
+    folder = first = Path("runs") / (settings.network.run or f"{settings.algorithm}-{settings.model_label}")
     try:
-        make_private_folder(writable(folder))
-    except OSError as error:  # for example in /proc, where even root can't create a folder
+        make_private_folder(first.parent)
+        for number in count(2):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                break
+            folder = first.with_name(f"{first.name}-{number}")
+    except OSError as error:
         raise ConfigurationError(
-            f"cannot create the run folder {folder}: {error.strerror}. Choose another --out."
+            f"{folder} can't be created: {error.strerror}. Choose another place as --out."
         ) from error
-    return folder
-
-
-def writable(folder: Path) -> Path:
-    """Return ``folder``, which need not exist yet.
-
-    Raises:
-        ConfigurationError: if this process can't write there.
-    """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "not writable" if there.is_dir() else "not a folder"
-        raise ConfigurationError(f"can't create {folder}: {there} is {why}. Choose another --out.")
     return folder
 
 

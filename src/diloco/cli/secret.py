@@ -10,8 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from diloco.config import parse_options
-
-__all__ = ["run"]
+from diloco.errors import ConfigurationError
 
 DESCRIPTION = """Write a new random secret into a file that only you can read. Every machine of a run needs a copy.
 
@@ -29,7 +28,6 @@ class SecretOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Create the file; return 0."""
-    from diloco.errors import ConfigurationError
     from diloco.private_files import create_private
     from diloco.transport import new_secret
 

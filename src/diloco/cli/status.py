@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +21,7 @@ from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
 from diloco.units import Duration, format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.checkpoint import Checkpoint
     from diloco.transport import PeerReport, StatusClient
-
-__all__ = ["SwarmOptions", "run"]
 
 DESCRIPTION = """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
 
@@ -47,6 +43,19 @@ class SwarmOptions:
     secret_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """The swarm's secret, if it has one."""
 
+    def __post_init__(self) -> None:
+        if (self.run is None) != (not self.join):
+            missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
+            raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
+        if self.secret_file and self.run is None:
+            raise ConfigurationError("--secret-file is the secret of a swarm, which needs --run and --join.")
+        for address in self.join:
+            if not address.startswith("/"):
+                raise ConfigurationError(
+                    f"--join {address} is not the address of a peer of a swarm, such as /ip4/203.0.113.7/tcp/31330/p2p/"
+                    "QmXoyp. Only a swarm (--transport hivemind) can be asked: give the folder of any other run."
+                )
+
     @contextlib.asynccontextmanager
     async def open_client(self) -> AsyncIterator[StatusClient]:
         """Connect to the peers and yield a client that queries them."""
@@ -57,13 +66,6 @@ class SwarmOptions:
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
             async with open_status_client(Path(folder) / "identity.key", place, admission) as client:
                 yield client
-
-    def __post_init__(self) -> None:
-        if (self.run is None) != (not self.join):
-            missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
-            raise ConfigurationError(f"a swarm needs both --run and --join: {missing}, is missing.")
-        if self.secret_file and self.run is None:
-            raise ConfigurationError("--secret-file is the secret of a swarm, which needs --run and --join.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +95,7 @@ def run(arguments: Sequence[str]) -> int:
             asyncio.run(_watch(options, options.every))
         return 0
     reports = asyncio.run(_query(options))
-    if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in reports], indent=2))
-    else:
-        print(_table(reports))
+    print(json.dumps([asdict(each) for each in reports], indent=2) if options.json else _table(reports))
     for words in _remarks(reports, options.run):
         print(f"diloco: {words}", file=sys.stderr)
     return 0 if any(each.status for each in reports) else 1
@@ -107,52 +106,32 @@ def _checkpoint(folder: Path, *, as_json: bool) -> str:
     from diloco.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(folder)
+    record = asdict(checkpoint) | {"path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}
     try:
-        return json.dumps(_record(checkpoint), indent=2) if as_json else _contents(checkpoint)
+        return json.dumps(record, indent=2) if as_json else _contents(record)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint.path} describes itself in a way that is not valid: {error!r}. Add --json to see all of it."
         ) from error
 
 
-def _record(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "path": str(checkpoint.path),
-        "step": checkpoint.step,
-        "size_bytes": checkpoint.size_bytes,
-        "versions": dict(checkpoint.versions),
-        "about": dict(checkpoint.about),
-        "parts": {
-            part: {name: dataclasses.asdict(facts) for name, facts in files.items()}
-            for part, files in checkpoint.parts.items()
-        },
-    }
-
-
-def _contents(checkpoint: Checkpoint) -> str:
-    about = dict(checkpoint.about)
+def _contents(record: dict[str, Any]) -> str:
+    about, parts = record["about"], record["parts"]
     fragments: list[dict[str, Any]] = about.pop("fragments", [])
-    definition: dict[str, Any] = about.pop("definition", None) or {}
-    in_flight: list[str] = about.pop("rounds_in_flight", [])
+    definition, in_flight = about.pop("definition", None), about.pop("rounds_in_flight", [])
     facts = {
-        "checkpoint": str(checkpoint.path),
-        "step": f"{checkpoint.step:,}",
-        "size": format_bytes(checkpoint.size_bytes),
-        "versions": ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items()),
+        "checkpoint": record["path"],
+        "step": f"{record['step']:,}",
+        "size": format_bytes(record["size_bytes"]),
+        "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "in flight": ", ".join(in_flight) or "none",
         **({"architecture": f"{definition['architecture']}, its configuration in --json"} if definition else {}),
         **{name.replace("_", " "): _value(value) for name, value in about.items()},
     }
-    blocks = [facts_table(facts, indent="")]
-    if fragments:
-        rows = [
-            [str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments
-        ]
-        blocks.append(columns(["fragment", "parameters", "tensors", "outer steps"], rows))
-    parts = checkpoint.parts.items()
-    files = [[name, part, f"{entry.size_bytes:,}"] for part, entries in parts for name, entry in entries.items()]
-    blocks.append(columns(["file", "part", "bytes"], files))
-    return "\n\n".join(blocks)
+    rows = [[str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments]
+    files = [[name, part, f"{of['size_bytes']:,}"] for part, entries in parts.items() for name, of in entries.items()]
+    tables = [columns(["fragment", "parameters", "tensors", "outer steps"], rows)] if rows else []
+    return "\n\n".join([facts_table(facts, indent=""), *tables, columns(["file", "part", "bytes"], files)])
 
 
 def _value(value: Any) -> str:
@@ -201,43 +180,34 @@ def _row(peer: PeerReport, absent: str) -> list[str]:
     status = peer.status
     if not status:
         return [peer.peer_id, str(peer.number), absent, *["-"] * 7]
-    units: list[tuple[str, Callable[[float], str]]] = [
-        ("tokens_per_s", "{:,.0f}".format),
-        ("pace", "{:.0%}".format),
-        ("link_bits_per_s", format_rate),
-    ]
+    forms = {"tokens_per_s": "{:,.0f}".format, "pace": "{:.0%}".format, "link_bits_per_s": format_rate}
+    state, expected = str(status.get("state", "?")), int(status.get("state_expected_bytes") or 0)
+    if state == "joining" and expected > 0:  # the share of the others' state that it has received
+        state += f", {100 * int(status.get('state_received_bytes') or 0) // expected} %"
     return [
         peer.peer_id,
         str(status.get("name") or status.get("replica", peer.number)),
-        _state(status),
+        state,
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
-        *("-" if status.get(key) is None else form(float(status[key])) for key, form in units),
+        *("-" if status.get(key) is None else form(float(status[key])) for key, form in forms.items()),
         format_bytes(int(status.get("sent_bytes") or 0) + int(status.get("received_bytes") or 0)),
         str(status.get("digest", "-"))[:8],
     ]
-
-
-def _state(status: Mapping[str, Any]) -> str:
-    """Return the state of a peer, with the share of the others' state that a joiner has received."""
-    state, expected = str(status.get("state", "?")), int(status.get("state_expected_bytes") or 0)
-    share = f", {100 * int(status.get('state_received_bytes') or 0) // expected} %" if expected > 0 else ""
-    return f"{state}{share}" if state == "joining" else state
 
 
 def _remarks(reports: Sequence[PeerReport], run: str | None) -> Iterator[str]:
     """Explain why peers do not answer, why digests differ, or why there are no peers."""
     from diloco.transport import absences
 
-    reasons = {
-        "finished": "replica {number} has finished the run and exited",
-        "gone": "replica {number} is no longer a member: it left or was lost, and the others continued",
-        "no answer": "{problem}",
-    }
     for each, absent in zip(reports, absences(reports), strict=True):
+        reasons = {
+            "finished": f"replica {each.number} has finished the run and exited",
+            "gone": f"replica {each.number} is no longer a member: it left or was lost, and the others continued",
+            "no answer": each.problem.partition("\n")[0],
+        }
         if absent and each.problem:
-            reason = reasons[absent]
-            yield f"{each.peer_id}: {reason.format(number=each.number, problem=each.problem.partition(chr(10))[0])}"
+            yield f"{each.peer_id}: {reasons[absent]}"
     statuses = [each.status for each in reports if each.status.get("digest", "-") != "-"]
     states = {(status.get("step"), status["digest"]) for status in statuses}
     if len(states) > len({step for step, _ in states}):

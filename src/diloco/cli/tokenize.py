@@ -16,8 +16,6 @@ from diloco.errors import ConfigurationError
 from diloco.monitor import VisibleConsole
 from diloco.units import format_bytes
 
-__all__ = ["TokenizeSettings", "run"]
-
 DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
 
 Examples:
@@ -57,19 +55,19 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.data import tokenize
 
     started_s = time.monotonic()
+
+    def speed(size_bytes: int) -> str:
+        return f"{size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s):.1f} MB"
+
     with VisibleConsole(stderr=True).status("reading") as status:  # shown only on a terminal
 
         def show_progress(documents: int, size_bytes: int) -> None:
-            rate = size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s)
-            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {rate:.1f} MB/s")
+            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {speed(size_bytes)}/s")
 
         folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
-    elapsed_s = time.monotonic() - started_s
     for name, split in folder.splits.items():
-        print(
-            f"{name:8} {split.documents:,} documents, {format_bytes(split.bytes)}, {split.tokens:,} tokens "
-            f"in {len(split.shards)} files"
-        )
-    size = sum(split.bytes for split in folder.splits.values())
-    print(f"{settings.out}: {folder.vocab_size:,} ids, {elapsed_s:.1f} s, {size / 1e6 / elapsed_s:.1f} MB of text/s")
+        size = f"{split.documents:,} documents, {format_bytes(split.bytes)}, {split.tokens:,} tokens"
+        print(f"{name:8} {size} in {len(split.shards)} files")
+    text = speed(sum(split.bytes for split in folder.splits.values()))
+    print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text} of text/s")
     return 0

@@ -94,8 +94,8 @@ def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed:
 def _facts(configuration: Configuration) -> dict[str, str]:
     """Return what follows from the settings, using a model without allocated parameters."""
     from diloco.data import corpus_vocabulary_size
-    from diloco.train import describe, outline
+    from diloco.train import describe, identity, outline
 
     vocab_size = configuration.model.settings.vocab_size or corpus_vocabulary_size(configuration.data)
-    facts, details = describe(configuration, outline(configuration, vocab_size))
-    return facts | details
+    model = outline(configuration, vocab_size)
+    return describe(configuration, model) | identity(configuration, model)

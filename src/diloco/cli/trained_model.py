@@ -13,8 +13,6 @@ from diloco.devices import check_device
 if TYPE_CHECKING:
     from diloco.trained import Trained
 
-__all__ = ["AppliedOptions", "TrainedOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedOptions:

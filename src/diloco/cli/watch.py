@@ -19,8 +19,6 @@ from diloco.errors import ConfigurationError
 from diloco.units import Duration
 from diloco.watch import LOOPBACK, FollowedFolder, FollowedSwarm, PageServer, export_page, page_data, plotly_script
 
-__all__ = ["run"]
-
 DESCRIPTION = """Show runs on a live web page: losses, rounds, peers and alerts. The command only reads.
 
 Examples:
@@ -28,8 +26,6 @@ Examples:
   diloco watch runs/a runs/b runs/c                  compare runs
   diloco watch --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
   diloco watch runs/streaming-tiny --out page.html"""
-
-FIRST_PORT, NUM_PORTS = 8500, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,43 +52,41 @@ def run(arguments: Sequence[str]) -> int:
     if not options.every:
         raise ConfigurationError("--every must be above 0s.")
     plotly_script()  # raises now if plotly is missing
-    folders = [FollowedFolder(folder) for folder in options.folders]
-    swarm = FollowedSwarm(options.run, options.join) if options.run else None
+    runs: list[FollowedFolder | FollowedSwarm] = [FollowedFolder(folder) for folder in options.folders]
+    if options.run:
+        runs.append(FollowedSwarm(options.run, options.join))
     if options.out is not None:
-        asyncio.run(_follow(options, folders, swarm, None))
-        watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
+        asyncio.run(_follow(options, runs, None))
+        page = export_page(page_data([each.run for each in runs], time.time(), made_s=round(time.time())))
         try:
-            options.out.write_text(export_page(page_data(watched, time.time(), made_s=round(time.time()))), "utf-8")
+            options.out.write_text(page, "utf-8")
         except OSError as error:
             raise ConfigurationError(f"--out {options.out} can't be written: {error}.") from error
         print(f"diloco: wrote {options.out}, a self-contained page for any browser")
         return 0
     with _listening(options) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"diloco: watch at {_address(server)} ({_visibility(options)}; Ctrl-C stops)", flush=True)
-        asyncio.run(_follow(options, folders, swarm, server))
+        asyncio.run(_follow(options, runs, server))
     return 0
 
 
 async def _follow(
-    options: WatchOptions,
-    folders: Sequence[FollowedFolder],
-    swarm: FollowedSwarm | None,
-    server: PageServer | None,
+    options: WatchOptions, runs: Sequence[FollowedFolder | FollowedSwarm], server: PageServer | None
 ) -> None:
     """Keep the page up to date; without a server, read everything once."""
-    watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
     async with contextlib.AsyncExitStack() as stack:
+        swarm = next((each for each in runs if isinstance(each, FollowedSwarm)), None)
         client = await stack.enter_async_context(options.open_client()) if swarm else None
         while True:
-            more = any([folder.read() for folder in folders])
+            more = any([each.read() for each in runs if isinstance(each, FollowedFolder)])
             if swarm and client and not more:
                 try:
                     swarm.take(await client.ask(swarm.since), time.time())
                 except Exception as error:  # also one that a peer's answer reveals; the next query may succeed
                     swarm.run.problems = [f"The swarm could not be queried: {type(error).__name__}: {error}"]
             if server:
-                server.show(page_data(watched, time.time()))
-            if not more and not server:
+                server.show(page_data([each.run for each in runs], time.time()))
+            elif not more:
                 return
             if not more:
                 await asyncio.sleep(options.every)
@@ -120,7 +114,7 @@ def _listening(options: WatchOptions) -> PageServer:
     def tell_next(server: PageServer) -> None:
         print(f"diloco: for another browser: {_address(server)}", flush=True)
 
-    ports = [*range(FIRST_PORT, FIRST_PORT + NUM_PORTS), 0] if options.port is None else [options.port]
+    ports = [*range(8500, 8520), 0] if options.port is None else [options.port]
     for port in ports:
         try:
             return PageServer(options.host, port, on_used=tell_next)

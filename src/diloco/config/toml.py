@@ -14,7 +14,7 @@ import msgspec
 from diloco.config.keys import Key, Values, flatten, keys_of
 from diloco.config.names import OldKeyError, nearest_key, replacement
 from diloco.errors import ConfigurationError
-from diloco.units import Duration, Rate, parse_duration_s, parse_rate_bits_per_s, visible
+from diloco.units import DURATION, RATE, Duration, Rate, parse, visible
 
 __all__ = [
     "MAY_BE_EMPTY",
@@ -141,7 +141,7 @@ def _decode(kind: type, value: Any) -> Any:
             raise msgspec.ValidationError("a path without null characters")
         return Path(value)
     try:
-        return kind((parse_duration_s if kind is Duration else parse_rate_bits_per_s)(str(value), ""))
+        return kind(parse(str(value), "", DURATION if kind is Duration else RATE))
     except ConfigurationError:
         raise msgspec.ValidationError("unit") from None
 

@@ -14,8 +14,8 @@ from itertools import islice
 import numpy as np
 
 from diloco.data.heldout import is_heldout
+from diloco.data.order import permute
 from diloco.data.packed import TokenArray
-from diloco.data.permutation import permute
 from diloco.data.sources import DocumentSource
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import DataError

@@ -10,12 +10,10 @@ from typing import Unpack
 import numpy as np
 import xxhash
 
-from diloco.data.assignment import Drawing
-from diloco.data.batches import Batches
 from diloco.data.block_reader import BlockReader
 from diloco.data.heldout import documents_of, first_heldout, split_documents
+from diloco.data.loader import Batches, Drawing, Sampler
 from diloco.data.packed import Mixture, PackedTokens, shares_of
-from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.sources import DocumentSource, open_source, read_source
 from diloco.data.stream import DocumentStream

@@ -10,33 +10,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.permutation import permute, windows_at
+from diloco.data.order import permute, windows_at
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["CYCLE", "Mixture", "PackedTokens", "TokenArray", "Tokens", "num_windows", "shares_of"]
+__all__ = ["CYCLE", "Mixture", "PackedTokens", "TokenArray", "num_windows", "shares_of"]
 
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 
 CYCLE = 10_000  # number of positions of a mixture in which each source gets its share
 
 
-class Tokens(Protocol):
-    """An array ``(n,)`` of integers, or an object from which slices are read like from one."""
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-
-    def __getitem__(self, where: slice, /) -> TokenArray:
-        """Return the tokens from ``where.start`` up to, but not including, ``where.stop``."""
-
-
-def num_windows(tokens: Tokens, sequence_length: int) -> int:
+def num_windows(tokens: PackedTokens, sequence_length: int) -> int:
     """Return the number of windows of ``sequence_length + 1`` tokens at stride ``sequence_length``."""
     return max(len(tokens) - 1, 0) // sequence_length
 

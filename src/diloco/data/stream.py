@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco.data.assignment import Assignment
-from diloco.data.batches import Batch, Cursor, check_cursor
 from diloco.data.block_reader import BlockReader
+from diloco.data.loader import Batch, Cursor, check_cursor
+from diloco.data.order import Assignment
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 __all__ = ["DocumentStream"]

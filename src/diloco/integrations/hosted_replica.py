@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from diloco.algorithm import (
     AverageRule,
     Codec,
-    Fragment,
+    FragmentLayout,
     MergeRule,
     OuterOptimizer,
     SyncSchedule,
     check_choice,
     digest_tensors,
+    host_copy,
     local_shard,
 )
 from diloco.checkpoint import open_checkpoint, save_checkpoint
@@ -56,7 +57,7 @@ class DiLoCoArguments(TypedDict, total=False):
     """The arguments that an integration passes on to `DiLoCo`, which documents them."""
 
     schedule: SyncSchedule | None
-    fragments: Sequence[Fragment] | None
+    fragments: Sequence[FragmentLayout] | None
     outer_optimizer: OuterOptimizer | None
     merge: MergeRule | None
     codec: Codec | str
@@ -157,8 +158,8 @@ class HostedReplica:
         """During training, put the parameters that are to be evaluated or saved into the model."""
         if self.training and self.parameters == "global" and self._hidden is None:
             self._begun.check_model()
-            self._hidden = {name: values.clone() for name, values in held_values(self._begun).items()}
-            hold_values(self._begun, self._begun.outer_loop.named_global_params())
+            self._hidden = {name: host_copy(values) for name, values in held_values(self._begun).items()}
+            hold_values(self._begun, self._begun.named_global_params())
 
     def hide(self) -> None:
         """Put the local parameters back into the model."""
@@ -175,7 +176,7 @@ class HostedReplica:
         self.hide()
         self._begun.end()
         if instead is None and self.parameters == "global":
-            instead = self._begun.outer_loop.named_global_params()
+            instead = self._begun.named_global_params()
         if instead is not None:
             hold_values(self._begun, instead)
         self.abandon()
@@ -195,7 +196,7 @@ class HostedReplica:
 
 def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
     """Return name -> this rank's part of each synchronised parameter, sharing its memory."""
-    return {name: local_shard(parameter) for name, parameter in diloco.outer_loop.named_parameters().items()}
+    return {name: local_shard(parameter) for name, parameter in diloco.named_parameters().items()}
 
 
 def hold_values(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:

@@ -164,7 +164,7 @@ class DiLoCoCallback(Callback):
 
 def _put_globals(diloco: DiLoCo, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
     """Replace the local parameters by the global ones in the ``state_dict`` that Lightning is about to save."""
-    parameters, values = diloco.outer_loop.named_parameters(), diloco.outer_loop.named_global_params()
+    parameters, values = diloco.named_parameters(), diloco.named_global_params()
     agreed = {id(parameters[name]): value for name, value in values.items()}
     # hooks of some wrappers take their own prefix out of the names in a state_dict
     names = dict(module.named_parameters(remove_duplicate=False)) | dict(all_parameters(module))

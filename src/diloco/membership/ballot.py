@@ -21,7 +21,6 @@ class Vote:
     ok: bool  # whether the voter holds the average and is ready to apply it
     digest: str = ""  # of the average that the voter holds; "" if not ok
     reason: str = ""  # why the voter is against the round; "" if ok
-    signature: str = ""  # proves the vote to third parties; "" if unsigned
 
 
 @dataclass(frozen=True)

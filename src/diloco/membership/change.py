@@ -8,9 +8,9 @@ member declares itself *ready* for what follows. Once all of them are ready, eac
 view hears every other one, in both directions.
 
 The last round of each fragment that any staying member has committed is committed, and a round that any of them has
-decided void is void. A member commits a round only if all have voted for it. So a claimed commit counts once every
-staying member reports that it voted for the round, or its signed vote shows it (`diloco.membership.proofs`); until then
-no member becomes ready. A commit claimed by a leaving member counts if all staying members have voted for the round.
+decided void is void. A member commits a round only if all have voted for it. So a claimed commit, also one of a leaving
+member, counts if all staying members report that they voted for the round. (A member that votes one way and reports
+another can make two others decide a round differently; the digests of the fragment's next round show that.)
 Any other round continues in the next view among its members. If replicas join, it is void instead, as these know
 nothing of it.
 
@@ -24,21 +24,18 @@ finished the change and receives a report about the old view answers with the `N
 Of n members, up to f may be Byzantine, with n > 2 f (`byzantine_quorum`). A view is adopted when all staying members
 are ready for the very same one. An earlier agreement stands if more than f members report it, or all that were to be
 ready for it and report now, as they would if any member had adopted it (`diloco.membership.next_view`). A late member
-is excluded if more than f members report it as late. `diloco.protocol.third_party_reports` makes sure that members
-speak only for themselves.
+is excluded if more than f members report it as late. Members speak only for themselves (`believed`).
 
 The module is pure: reports go in, reports and decisions come out. It sends nothing and reads no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
-from diloco.membership import proofs
 from diloco.membership.next_view import next_view, staying_members
-from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.quorum import Policy, names_of
 from diloco.membership.reports import Agreed, News, NextView, Report
 from diloco.membership.view import View
@@ -55,29 +52,17 @@ class Change:
         ranks_per_replica: S; rank r belongs to replica r // S.
         policy: decides which survivors may continue.
         why: the reason for the change.
-        votes: round -> rank -> its signed vote, for recent rounds.
     """
 
-    def __init__(
-        self,
-        mine: Report,
-        view: View,
-        ranks_per_replica: int,
-        policy: Policy,
-        why: str,
-        votes: Mapping[tuple[int, int], Mapping[int, SignedVote]] | None = None,
-    ) -> None:
+    def __init__(self, mine: Report, view: View, ranks_per_replica: int, policy: Policy, why: str) -> None:
         self.mine = mine
         self.view = view
         self.why = why
         self._replica = mine.rank // ranks_per_replica
         self._ranks_per_replica = ranks_per_replica
         self._policy = policy
-        self._votes = votes or {}
         self._members = frozenset(view.members)
-        self._claims = mine.claims
         self._reports: dict[int, Report] = {mine.rank: mine}
-        self._shown_before: frozenset[SignedVote] | None = None  # the shown votes that `_show` has examined
         self._staying: tuple[int, ...] | None = None  # the cached `staying`; None: to be computed
         # ranks whose reports may differ from `mine`, and ranks that may not be ready. Each report is checked once when
         # it arrives, and not again with every other report.
@@ -116,7 +101,7 @@ class Change:
             self._unready.append(report.rank)
             self._merge(report)
         self._reports.update((report.rank, report) for report in whole)
-        return self._advance(before, whole)
+        return self._advance(before)
 
     def extend(self, **news: Unpack[News]) -> bool:
         """Add what this rank has observed. Return True if `mine` changed and must be sent to all again.
@@ -129,7 +114,7 @@ class Change:
             more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
         more["unheard"] |= more.pop("apart", frozenset())
         self._merge(replace(Report(before.rank, before.view_id), **more))
-        return self._advance(before, ())
+        return self._advance(before)
 
     def outcome(self) -> NextView | None:
         """Return what to adopt, or None while it is not decided.
@@ -154,7 +139,7 @@ class Change:
 
     def _merge(self, other: Report) -> None:
         mine, members = self.mine, self._members
-        if mine.covers(other) and other.shown <= mine.shown:  # true of most reports once all have been received
+        if mine.covers(other):  # true of most reports once all have been received
             return
         left = mine.left | frozenset(each for each in other.left if each[0] in members)
         joining = mine.joining | (other.joining - members)
@@ -168,12 +153,10 @@ class Change:
             joining=joining,
             left=left,
             left_commits=mine.left_commits | other.left_commits,
-            shown=proofs.minimal_votes(mine.shown | other.shown),
         )
 
-    def _advance(self, before: Report, whole: Collection[Report]) -> bool:
-        """Show the votes that others need, and become ready if all staying members know what this rank knows."""
-        self._show({report.rank: report.held for report in whole})
+    def _advance(self, before: Report) -> bool:
+        """Become ready if all staying members know what this rank knows."""
         if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
             if not self._still_stay(before):
@@ -188,25 +171,6 @@ class Change:
                 agreed = Agreed(sum(map(len, self.mine.known)), following, quorums | {self.staying})
                 self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
         return self.mine != before
-
-    def _show(self, held: Mapping[int, Commits]) -> None:
-        """Show the signed votes that others need by now, and accuse replicas that signed two different votes.
-
-        Args:
-            held: as in `proofs.votes_to_show`, for ranks that have just reported.
-        """
-        mine = self.mine
-        news = frozenset() if mine.shown is self._shown_before else mine.shown
-        more = proofs.votes_to_show(self._votes, self._claims, held, news)
-        if not news and more <= mine.shown:
-            return
-        self._shown_before = shown = proofs.minimal_votes(mine.shown | more)
-        behind = mine.behind
-        for equivocator in sorted(proofs.equivocators(shown, self._ranks_per_replica) - {self._replica}):
-            if (self._replica, equivocator) not in behind:
-                behind |= {(self._replica, equivocator)}
-                self.why += f"; replica {equivocator} cast two different votes on one round"
-        self.mine = replace(mine, shown=shown, behind=behind)
 
     def _still_stay(self, before: Report) -> bool:
         """Return whether nothing new speaks against the members that stayed by the knowledge ``before``."""
@@ -226,25 +190,23 @@ class Change:
         return True
 
     def _alike(self) -> list[Report] | None:
-        """Return the reports of all staying ranks if all equal ``mine.known`` and every commit is proven, else None."""
+        """Return the reports of all staying ranks if all equal ``mine.known``, else None."""
         if self.is_left_out or not self._all(self._differing, lambda report: report.known == self.mine.known):
             return None
-        alike = [self._reports[rank] for rank in self._ranks(self.staying)]
-        return None if self._unproven(alike) else alike
+        return [self._reports[rank] for rank in self._ranks(self.staying)]
 
-    @property
-    def unproven(self) -> frozenset[int]:
-        """The staying replicas that claim a commit without proof that all staying members voted for the round."""
-        reports = [report for _, report in self.reports_of_staying() if report is not None]
-        return frozenset(rank // self._ranks_per_replica for rank in self._unproven(reports))
+    def blame(self) -> frozenset[int]:
+        """Return the other replicas that keep the change from ending, which has taken too long.
 
-    def _unproven(self, reports: Collection[Report]) -> frozenset[int]:
-        claims, held = {each.rank: each.claims for each in reports}, {each.rank: each.held for each in reports}
-        return proofs.unproven(claims, held, self.mine.shown, self._ranks_per_replica)
-
-    def reports_of_staying(self) -> list[tuple[int, Report | None]]:
-        """Return each staying rank's replica and report; the report is None if none is believed as a whole."""
-        return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in self._ranks(self.staying)]
+        They have not reported what this rank knows; if all have, they are ready for something else.
+        """
+        reports = {rank: self._reports.get(rank) for rank in self._ranks(self.staying)}
+        blamed = {rank for rank, report in reports.items() if report is None or report.known != self.mine.known}
+        if not blamed and self.mine.agreed is not None:
+            following = self.mine.agreed.following
+            others = {rank: report.agreed for rank, report in reports.items() if report is not None}
+            blamed = {rank for rank, agreed in others.items() if agreed is None or agreed.following != following}
+        return frozenset(rank // self._ranks_per_replica for rank in blamed) - {self._replica}
 
     def _ranks(self, members: Iterable[int]) -> list[int]:
         size = self._ranks_per_replica

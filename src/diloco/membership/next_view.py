@@ -55,10 +55,10 @@ def next_view(view: View, reports: Sequence[Report], staying: Sequence[int], pol
         policy: decides which survivors may continue.
     """
     known, lost = reports[0], frozenset(view.members).difference(staying)
-    left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(known.left_commits)}
-    commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in reports)}
+    claims = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(known.left_commits)}
     for report in reports:
-        commits.update(report.claims)
+        claims.update(report.claims)
+    commits = {key: digest for key, digest in claims.items() if all(key in report.held for report in reports)}
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
     joining: set[int] = set()
     for each in sorted(wishing):  # two joiners may not be connected to each other yet

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.view import View
 
-__all__ = ["Agreed", "News", "NextView", "Report", "Rounds"]
+__all__ = ["MOST_ROUNDS", "Agreed", "Commits", "News", "NextView", "Report", "Rounds", "believed", "could_follow"]
+
+Commits = Mapping[tuple[int, int], str]
+"""(fragment, outer step) -> digest of an average."""
 
 Rounds = frozenset[tuple[int, int]]
 """Rounds as (fragment, outer step)."""
+
+MOST_ROUNDS = 4096
+"""The most rounds that one member can have committed recently: two of each fragment."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class Report:
     view_id: int
     # pairs of replicas of which the first can't hear the second; for two joining replicas, as others report
     unheard: frozenset[tuple[int, int]] = frozenset()
-    # pairs of replicas of which the first hears the second, and has waited too long for its contribution or has proof
-    # that it is faulty
+    # pairs of replicas of which the first hears the second, and has waited too long for its contribution, or found
+    # it to spoil rounds
     behind: frozenset[tuple[int, int]] = frozenset()
     # pairs of replicas of which the first hears the second, but recently received nothing from it for several beats
     unsteady: frozenset[tuple[int, int]] = frozenset()
@@ -76,17 +80,6 @@ class Report:
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
     ready: bool = False  # whether the rank holds the same report from all that are to stay
     agreed: Agreed | None = None  # what the rank is ready for, or was before it knew more; None: nothing yet
-    # rank -> `own_digest` of that rank's report, as received here
-    heard: Mapping[int, str] = field(default_factory=dict)
-    # signed votes that made a round void or disputed, or that prove what the voter does not report; ranks that know the
-    # keys verify them
-    shown: frozenset[SignedVote] = frozenset()
-
-    @property
-    def own_digest(self) -> str:
-        """A digest of what the rank reports of its own steps and rounds, which never changes during a view change."""
-        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted.items())))
-        return blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def known(self) -> tuple[frozenset[object], ...]:
@@ -124,3 +117,69 @@ class News(TypedDict, total=False):
     joining: frozenset[int]
     left: frozenset[tuple[int, int]]
     left_commits: frozenset[tuple[int, int, str]]
+
+
+def believed(report: Report, mine: Report, *, sender: int, me: int, hears: Callable[[int], bool]) -> Report:
+    """Return the part of a report that this rank believes.
+
+    Every member speaks for itself: which members it can't hear, whose contribution it awaits, that it leaves. What a
+    report says of other replicas counts only if this rank does not hear them; else it waits for their own reports, or
+    for the end of their connections. So a member that lies can only claim not to hear others; if it accuses two, it is
+    the one to go.
+
+    Args:
+        report: the report as received.
+        mine: what this rank knows already.
+        sender: the replica of the report's rank.
+        me: this replica.
+        hears: whether all ranks of a replica are connected and not declared lost.
+
+    >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
+    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2}.__contains__)
+    >>> sorted(what.unheard), sorted(what.gone)
+    ([(2, 1)], [])
+    """
+
+    agreed = report.agreed
+    if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
+        agreed = None
+    if mine.covers(report):  # the report holds nothing new
+        return report if agreed is report.agreed else replace(report, agreed=agreed)
+
+    def may_report_on(replica: int) -> bool:
+        return replica == sender or (replica != me and not hears(replica))
+
+    unheard = frozenset(
+        pair
+        # any member may report that two joiners don't hear each other: at worst they join one after the other
+        for pair in report.unheard
+        if pair in mine.unheard or may_report_on(pair[0]) or mine.joining.issuperset(pair)
+    )
+    left = frozenset(each for each in report.left if each in mine.left or may_report_on(each[0]))
+    fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is forwarded to all members
+    whole = fits and left and left == report.left
+    ended = mine.gone | {replica for replica, _ in left}
+    return replace(
+        report,
+        unheard=unheard,
+        behind=frozenset(pair for pair in report.behind if pair in mine.behind or may_report_on(pair[0])),
+        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or may_report_on(pair[0])),
+        gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
+        left=left,
+        left_commits=report.left_commits if whole else report.left_commits & mine.left_commits,
+        agreed=agreed,
+    )
+
+
+def could_follow(following: NextView, mine: Report) -> bool:
+    """Return whether a view could follow, as far as this rank knows: it lacks no member that is not accused.
+
+    Args:
+        following: what another member reports as agreed or adopted.
+        mine: what this rank knows.
+    """
+    if following.view is None:
+        return False
+    accused = {each for pair in mine.unheard | mine.behind for each in pair} | mine.gone
+    before, after = {*following.previous.members}, {*following.view.members}
+    return before - after <= accused and after <= before | mine.joining

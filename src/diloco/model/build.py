@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
-from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.language_model import LanguageModel, TokensSeen
 from diloco.model.settings import ModelSettings, parse_source
 from diloco.model.transformer import build_model
 from diloco.plugins import call
@@ -77,20 +76,6 @@ class ForeignModel(LanguageModel):
                 f"{(*tokens.shape, self.vocab_size)}."
             )
         return logits[:, -new:]
-
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        logits = self(tokens, documents=documents).flatten(0, 1).float()
-        return LossParts(*cross_entropy_with_z_loss(logits, targets.flatten(), self.z_loss))
-
-    def new_cache(self) -> TokensSeen:
-        return TokensSeen()
-
-    def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Return ``6 * N``, where N counts the matrices except embeddings; attention is unknown and left out."""
-        looked_up = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        used_twice = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
-        counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in used_twice))
-        return 6.0 * sum(parameter.numel() for parameter in counted)
 
 
 def build_foreign(settings: ModelSettings) -> LanguageModel:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
-from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.huggingface_folder import (
+from diloco.model.folders import (
     CONFIG_NAME,
     has_weights,
     import_transformers,
@@ -26,6 +25,7 @@ from diloco.model.huggingface_folder import (
     weights_digest,
     without_progress_bars,
 )
+from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.settings import ModelSettings, parse_source
 from diloco.waiting import fetching
 

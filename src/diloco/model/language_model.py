@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm import group_layers, model_state, trainable_parameters
 from diloco.errors import ConfigurationError
-from diloco.model.loss import ENDS
+from diloco.model.loss import ENDS, cross_entropy_with_z_loss, projected_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,12 +72,16 @@ class TokensSeen:
         return self._tokens
 
 
-class LanguageModel(nn.Module, abc.ABC):
-    """A causal language model."""
+class LanguageModel(nn.Module):
+    """A causal language model: `forward`, and what has a default here.
+
+    A subclass sets ``vocab_size`` and ``max_sequence_length``. A loss in chunks needs `hidden` and `projection`.
+    """
 
     vocab_size: int  # number of logits; every token id is below it
     max_sequence_length: int  # the longest supported sequence, in tokens
     num_layers: int  # the number of blocks, from which fragments are made
+    z_loss: float = 0.0  # weight of the squared log-partition in the loss
     # how `loss` is computed by a model that supports chunks; training sets it
     loss_chunks: LossChunks = LossChunks()
     whole_graphs: bool = True  # whether torch.compile traces its blocks without a break
@@ -87,7 +90,6 @@ class LanguageModel(nn.Module, abc.ABC):
     # names of the state that checkpoints leave out because the model's source has it: frozen weights next to adapters
     source_has: frozenset[str] = frozenset()
 
-    @abc.abstractmethod
     def forward(self, tokens: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits of the token that follows each position.
 
@@ -104,10 +106,19 @@ class LanguageModel(nn.Module, abc.ABC):
         Raises:
             ConfigurationError: the sequence, with what the cache holds, is longer than ``max_sequence_length``.
         """
+        raise NotImplementedError
 
-    @abc.abstractmethod
+    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the input of the output projection, ``(batch, sequence, width)``."""
+        raise NotImplementedError
+
+    @property
+    def projection(self) -> Tensor | None:
+        """The output projection, ``(vocab, width)``; None if the logits are not just its product with `hidden`."""
+        return None
+
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """Return the training loss, in float32 also under autocast.
+        """Return the training loss, in float32 also under autocast; see `cross_entropy_with_z_loss`.
 
         Args:
             tokens: ``(batch, sequence)`` int64.
@@ -115,18 +126,34 @@ class LanguageModel(nn.Module, abc.ABC):
                 counted. The means are over the counted targets, and 0 if there are none.
             documents: as in `forward`.
         """
+        chunks, targets, projection = self.loss_chunks, targets.flatten(), self.projection
+        if projection is not None and chunks.serve(len(targets)):
+            hidden = self.hidden(tokens, documents).flatten(0, 1)
+            parts = projected_cross_entropy(
+                hidden, projection, targets, self.z_loss, chunk_tokens=chunks.tokens, compiled=chunks.compiled
+            )
+        else:
+            call = self if self.loss_calls_model else self.forward
+            logits = call(tokens, documents=documents).flatten(0, 1).float()
+            parts = cross_entropy_with_z_loss(logits, targets, self.z_loss)
+        return LossParts(*parts)
 
-    @abc.abstractmethod
     def new_cache(self) -> Cache:
         """Return an empty cache for one batch of sequences."""
+        return TokensSeen()
 
-    @abc.abstractmethod
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Return the estimated floating-point operations of training on one token, forward and backward.
+
+        Here ``6 * N``, where N counts the matrices except embeddings; attention is unknown and left out.
 
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
+        tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        matrices = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in tables or id(p) in matrices))
+        return 6.0 * sum(parameter.numel() for parameter in counted)
 
     def definition(self) -> dict[str, Any]:
         """Return, as JSON, what its settings do not say about the model, so that it can be built without its source.

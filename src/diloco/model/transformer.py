@@ -1,28 +1,37 @@
 """The native decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU, no biases.
 
-Its parameters are named ``embedding.weight``, ``layers.0.attention.query.weight``, ..., ``norm.weight`` and
-``head.weight`` (absent if the embeddings are tied).
+Its parameters have the names and layouts of ``LlamaForCausalLM``: ``model.embed_tokens.weight``,
+``model.layers.0.self_attn.q_proj.weight``, ..., ``model.norm.weight``, ``lm_head.weight`` (absent if the embeddings are
+tied). The first half of a head is rotated against its second half.
+
+Without documents, the mask is the causal one, for which `scaled_dot_product_attention` has its fastest kernel. A mask
+given as an array would rule out that kernel. So on CUDA, FlexAttention masks documents from each other, and skips the
+blocks that no token sees; on other devices, a boolean array does.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import LanguageModel, LossParts
-from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
-from diloco.model.modules import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table, within_documents
+from diloco.model.language_model import LanguageModel
+from diloco.model.loss import product_dtype
 from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
-__all__ = ["Transformer", "build_model"]
+__all__ = ["KeyValueCache", "Transformer", "attend", "block_mask", "boolean_mask", "build_model"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 OUTPUT_STD = 0.02  # standard deviation of the initial output projection (GPT-2)
 
@@ -33,7 +42,7 @@ class Transformer(LanguageModel):
     Args:
         settings: its sizes; ``vocab_size`` must be set.
         generator: a CPU generator for the initial weights; by default a new one with seed 0, never the global one. See
-            `initialise`.
+            `initial_values`.
 
     Raises:
         ConfigurationError: ``settings.vocab_size`` is not set.
@@ -44,8 +53,6 @@ class Transformer(LanguageModel):
     """
 
     loss_calls_model = False
-    rotary_cosine: Tensor
-    rotary_sine: Tensor
 
     def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -55,20 +62,14 @@ class Transformer(LanguageModel):
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length
         self.num_layers = settings.layers
-        self.embedding = Embedding(settings.vocab_size, settings.width, dtype=torch.float32)
-        self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
-        self.norm = RMSNorm(settings.width, settings.norm_epsilon)
-        self.head = None if settings.tie_embeddings else Linear(settings.width, settings.vocab_size)
-        # Not persistent: the settings determine them, so checkpoints and replicas need not store or exchange them.
-        table = torch.empty(settings.max_sequence_length, settings.width // settings.heads, dtype=torch.float32)
-        self.register_buffer("rotary_cosine", table, persistent=False)
-        self.register_buffer("rotary_sine", table.clone(), persistent=False)
-        if not table.is_meta:
+        self.z_loss = settings.z_loss
+        self.model = Decoder(settings, settings.vocab_size)
+        self.lm_head = None if settings.tie_embeddings else _linear(settings.width, settings.vocab_size)
+        if not self.model.embed_tokens.weight.is_meta:
             self.initialise(generator if generator is not None else torch.Generator("cpu").manual_seed(0))
 
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``.
+    def initial_values(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and initial value of each parameter, float32 on the CPU, one at a time.
 
         Every matrix is normal with standard deviation 1/sqrt(fan-in) (LeCun et al., "Efficient BackProp", 1998), where
         the fan-in of the embedding is taken as the width, with two exceptions. The output projection and a tied
@@ -78,71 +79,46 @@ class Transformer(LanguageModel):
         0.02 or 1.
 
         Args:
-            generator: a CPU generator. Weights are drawn in float32 on the CPU, in the order of ``named_parameters``,
-                so that the bits depend only on the seed, not on the device.
+            generator: a CPU generator. Values are drawn in the order of ``named_parameters``, so that the bits depend
+                only on the seed, not on the device or on how the model is sharded.
         """
         residual_scale = 1 / math.sqrt(2 * self.settings.layers)
         for name, parameter in self.named_parameters():
+            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             if parameter.ndim == 1:
-                parameter.fill_(1)
+                yield name, value.fill_(1)
                 continue
-            if name == "head.weight" or (name == "embedding.weight" and self.head is None):
+            if name == "lm_head.weight" or (name == "model.embed_tokens.weight" and self.lm_head is None):
                 std = OUTPUT_STD
             else:
                 std = 1 / math.sqrt(parameter.shape[1])
-            if name.endswith((".output.weight", ".down.weight")):
+            if name.endswith((".o_proj.weight", ".down_proj.weight")):
                 std *= residual_scale
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0, std, generator=generator))
-        cosine, sine = rotary_table(self.settings)
-        self.rotary_cosine.copy_(cosine)
-        self.rotary_sine.copy_(sine)
+            yield name, value.normal_(0, std, generator=generator)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw all weights and fill the rotary table; use it also after ``to_empty`` of a model built on ``meta``."""
+        for name, value in self.initial_values(generator):
+            self.get_parameter(name).copy_(value)
+        self.model.fill_rotary_table()
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, documents: Tensor | None = None) -> Tensor:
-        return F.linear(self._hidden(tokens, cache, documents), self._projection)
+        return F.linear(self.model(tokens, cache, documents), self.projection)
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """Return the training loss, in float32 also under autocast; see `cross_entropy_with_z_loss`."""
-        how, z_loss, targets = self.loss_chunks, self.settings.z_loss, targets.flatten()
-        hidden, weight = self._hidden(tokens, None, documents).flatten(0, 1), self._projection
-        if how.serve(len(targets)):
-            parts = projected_cross_entropy(
-                hidden, weight, targets, z_loss, chunk_tokens=how.tokens, compiled=how.compiled
-            )
-        else:
-            parts = cross_entropy_with_z_loss(F.linear(hidden, weight).float(), targets, z_loss)
-        return LossParts(*parts)
+    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        hidden: Tensor = self.model(tokens, None, documents)
+        return hidden
 
     @property
-    def _projection(self) -> Tensor:
-        """The output projection, ``(vocab, width)``, from hidden states to logits."""
-        weight: Tensor = (self.embedding if self.head is None else self.head).weight
-        return weight
-
-    def _hidden(self, tokens: Tensor, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
-        """Return the input of the output projection, ``(batch, sequence, width)``, in the dtype of its product."""
-        start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
-        if end > self.settings.max_sequence_length:
-            raise ConfigurationError(
-                f"A sequence of {end} tokens is longer than max_sequence_length="
-                f"{self.settings.max_sequence_length}. Shorten it, or build the model with a larger one."
-            )
-        cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
-        hidden: Tensor = self.embedding(tokens)
-        mask = None if documents is None else within_documents(documents)
-        for layer in self.layers:
-            hidden = layer(hidden, cosine, sine, cache, mask)
-        if cache is not None:
-            cache.length = end
-        normed: Tensor = self.norm(hidden)
-        return normed
+    def projection(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def new_cache(self) -> KeyValueCache:
         return KeyValueCache(self.settings)
 
     def to_huggingface(self) -> PreTrainedModel:
-        from diloco.model.architectures import as_huggingface
+        from diloco.model.folders import as_huggingface
 
         return as_huggingface(self)
 
@@ -157,8 +133,8 @@ class Transformer(LanguageModel):
         """
         settings = self.settings
         length = settings.max_sequence_length if sequence_length is None else sequence_length
-        matrices = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
-        matrices += self.embedding.weight.numel()  # the output projection has the same size
+        matrices = sum(weight.numel() for weight in self.model.layers.parameters() if weight.ndim == 2)
+        matrices += self.model.embed_tokens.weight.numel()  # the output projection has the same size
         return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
 
 
@@ -173,3 +149,256 @@ def build_model(settings: ModelSettings, *, seed: int, device: torch.device | st
     """
     with torch.device(device):
         return Transformer(settings, generator=torch.Generator("cpu").manual_seed(seed))
+
+
+class Decoder(nn.Module):
+    """From ``(batch, sequence)`` tokens to the input of the output projection, ``(batch, sequence, width)``."""
+
+    rotary_cosine: Tensor
+    rotary_sine: Tensor
+
+    def __init__(self, settings: ModelSettings, vocab_size: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.embed_tokens = _uninitialised(nn.Embedding, vocab_size, settings.width)
+        self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
+        self.norm = RMSNorm(settings.width, settings.norm_epsilon)
+        # Not persistent: the settings determine them, so checkpoints and replicas need not store or exchange them.
+        table = torch.empty(settings.max_sequence_length, settings.width // settings.heads, dtype=torch.float32)
+        self.register_buffer("rotary_cosine", table, persistent=False)
+        self.register_buffer("rotary_sine", table.clone(), persistent=False)
+
+    def fill_rotary_table(self) -> None:
+        """Fill cosine and signed sine of the rotary angles, each ``(max_sequence_length, head_width)`` float32.
+
+        The angles are ``position * theta^(-2i / head_width)``, i = 0 .. head_width/2 - 1 (RoFormer, 2104.09864,
+        equation 15). The sine of the first half is negated, so that `_rotate` needs no negation.
+        """
+        length, head_width = self.rotary_cosine.shape
+        # float64: a position of 100,000 times a frequency near 1 loses digits in float32
+        exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width
+        positions = torch.arange(length, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, self.settings.rope_theta**-exponents)
+        sine = angles.sin()
+        self.rotary_cosine.copy_(angles.cos().repeat(1, 2))
+        self.rotary_sine.copy_(torch.cat((-sine, sine), 1))
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        if end > self.settings.max_sequence_length:
+            raise ConfigurationError(
+                f"A sequence of {end} tokens is longer than max_sequence_length="
+                f"{self.settings.max_sequence_length}. Shorten it, or build the model with a larger one."
+            )
+        cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
+        hidden: Tensor = self.embed_tokens(tokens)
+        mask = None if documents is None else _within_documents(documents)
+        for layer in self.layers:
+            hidden = layer(hidden, cosine, sine, cache, mask)
+        if cache is not None:
+            cache.length = end
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class Layer(nn.Module):
+    """``x <- x + attention(norm(x))``, then ``x <- x + feed_forward(norm(x))``, on ``(batch, sequence, width)``."""
+
+    def __init__(self, settings: ModelSettings, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.self_attn = Attention(settings, index)
+        self.post_attention_layernorm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.mlp = FeedForward(settings)
+
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cosine, sine, cache, mask)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Attention(nn.Module):
+    """Causal self-attention; ``heads / kv_heads`` query heads share one head of keys and values."""
+
+    def __init__(self, settings: ModelSettings, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_width = settings.width // settings.heads
+        kv_heads = settings.kv_heads if settings.kv_heads is not None else settings.heads
+        self.grouped = kv_heads != settings.heads
+        self.q_proj = _linear(settings.width, settings.width)
+        self.k_proj = _linear(settings.width, kv_heads * self.head_width)
+        self.v_proj = _linear(settings.width, kv_heads * self.head_width)
+        self.o_proj = _linear(settings.width, settings.width)
+        self.q_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
+        self.k_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
+
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        query, key, value = (self._heads(each(hidden)) for each in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        new = query.shape[2]
+        if cache is not None:
+            before = cache.length
+            key, value = cache.extend(self.index, key, value)
+            if before and new > 1:
+                mask = torch.ones(new, before + new, dtype=torch.bool, device=query.device).tril(before)
+        attended = attend(query, key, value, mask, grouped=self.grouped)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """Reshape ``(batch, sequence, heads * head_width)`` to ``(batch, heads, sequence, head_width)``."""
+        batch, sequence, _ = projected.shape
+        return projected.view(batch, sequence, -1, self.head_width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (SwiGLU; Shazeer, 2002.05202), or ``down(gelu(up(x)))`` (tanh approximation)."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.gate_proj = _linear(settings.width, settings.ffn_width) if settings.ffn == "swiglu" else None
+        self.up_proj = _linear(settings.width, settings.ffn_width)
+        self.down_proj = _linear(settings.ffn_width, settings.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            inner = F.gelu(self.up_proj(hidden), approximate="tanh")
+        else:
+            inner = F.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        output: Tensor = self.down_proj(inner)
+        return output
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + epsilon)`` over the last dimension, in float32.
+
+    The result has the dtype of the matrix products that use it: it is cast once, rather than by each of them.
+    """
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight.float(), self.epsilon)
+        return normed.to(product_dtype(hidden))
+
+
+def _uninitialised(kind: Callable[..., Module], *sizes: int, **arguments: Any) -> Module:
+    """Return a module whose values `Transformer.initialise` sets, not the global generator."""
+    device = torch.empty(0).device  # of the `with` statement around the construction, such as meta
+    module: Module = nn.utils.skip_init(kind, *sizes, **arguments, dtype=torch.float32, device=device)  # type: ignore[no-untyped-call]  # torch's
+    return module
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return _uninitialised(nn.Linear, inputs, outputs, bias=False)
+
+
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate ``(batch, heads, sequence, head_width)`` by the angles of its positions, in float32; keep its dtype."""
+    values = heads.float()
+    swapped = values.roll(values.shape[-1] // 2, -1)
+    return torch.addcmul(values * cosine, swapped, sine).to(heads.dtype)
+
+
+class KeyValueCache:
+    """The rotated keys and the values of the tokens seen so far, for decoding a few tokens at a time.
+
+    Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values in the dtype of the keys,
+    allocated at the first use. Attribute ``length`` is the number of tokens seen.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.length = 0
+        self.capacity = settings.max_sequence_length
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values of one layer and return all of them.
+
+        The new ones are ``(batch, kv_heads, new, head_width)``, all of them ``(batch, kv_heads, length + new,
+        head_width)``. The decoder advances ``length`` after the last layer.
+        """
+        if layer == len(self._keys):
+            batch, heads, _, width = keys.shape
+            self._keys.append(keys.new_empty(batch, heads, self.capacity, width))
+            self._values.append(values.new_empty(batch, heads, self.capacity, width))
+        end = self.length + keys.shape[2]
+        self._keys[layer][:, :, self.length : end] = keys
+        self._values[layer][:, :, self.length : end] = values
+        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, *, grouped: bool) -> Tensor:
+    """Return softmax attention, ``(batch, heads, queries, head_width)``.
+
+    Args:
+        query: ``(batch, heads, queries, head_width)``.
+        key: ``(batch, kv_heads, keys, head_width)``, as ``value``; all three have one dtype.
+        value: see ``key``.
+        mask: made by `block_mask` or `boolean_mask`, or a boolean array that fits ``(queries, keys)``. None: causal if
+            there are as many queries as keys, else a single query that sees all keys.
+        grouped: whether several heads share the same keys and values.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        attended: Tensor = _flex_attention(query)(query, key, value, block_mask=mask, enable_gqa=grouped)
+        return attended
+    # is_causal aligns queries and keys at the first token, so it is right only if nothing came before.
+    causal = mask is None and query.shape[2] == key.shape[2]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def _within_documents(documents: Tensor) -> Tensor | BlockMask:
+    return block_mask(documents) if documents.is_cuda else boolean_mask(documents)
+
+
+def boolean_mask(documents: Tensor) -> Tensor:
+    """Return which tokens each one sees, those before it in its document: ``(batch, 1, sequence, sequence)`` bool.
+
+    Args:
+        documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document.
+    """
+    same = documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)
+    return same.tril()
+
+
+def block_mask(documents: Tensor) -> BlockMask:
+    """Return the same mask for FlexAttention.
+
+    Its shapes depend only on those of ``documents``. So it is made without waiting for the device, and what was
+    compiled for one batch can be used for the next.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask  # takes most of a second
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    rows, length = documents.shape
+    return create_block_mask(sees, rows, None, length, length, device=str(documents.device))
+
+
+def _flex_attention(query: Tensor) -> Callable[..., Any]:
+    """Return FlexAttention, compiled on a GPU, where it would otherwise store all scores.
+
+    A caller that is compiled itself gets the plain function.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plain: Callable[..., Any] = flex_attention
+    return _compiled(plain) if query.is_cuda and not torch.compiler.is_compiling() else plain
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)

@@ -1,8 +1,7 @@
-from .arguments import Arguments as Arguments
+from .arguments import argument_facts as argument_facts
 from .arguments import check_kinds as check_kinds
-from .arguments import described as described
 from .diloco import DiLoCo as DiLoCo
+from .fragment import Fragment as Fragment
 from .model_watch import frozen_digests as frozen_digests
-from .recovery import SharedState as SharedState
 from .recovery import StateRecovery as StateRecovery
 from .reports import Warnings as Warnings

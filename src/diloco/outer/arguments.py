@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -16,19 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
-    AverageRule,
     Codec,
-    Fragment,
+    FragmentLayout,
     MeanEncoding,
-    MergeRule,
-    OuterOptimizer,
     SyncSchedule,
     buffer_layout,
     check_buffers,
     check_coverage,
     persistent_buffers,
     trainable_parameters,
-    unwrapped_name,
 )
 from diloco.errors import CheckpointError, ConfigurationError, ContractError
 from diloco.outer.model_watch import frozen_digests
@@ -37,12 +32,13 @@ from diloco.testing import check_average_rule, check_codec, check_merge_rule, ch
 from diloco.transport import InProcessTransport, Transport
 
 __all__ = [
-    "Arguments",
+    "argument_facts",
     "check_arguments",
     "check_kinds",
     "check_saved_facts",
     "check_transport",
     "described",
+    "saved_facts",
     "usable_device",
 ]
 
@@ -51,78 +47,58 @@ _MOST_FRAGMENTS = 32  # of which each is compared by itself, as the message to r
 _MOST_CHARACTERS = 2000  # of buffers and frozen parameters, which are all named if they fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """The arguments of `DiLoCo` that all replicas share, with defaults filled in. See `DiLoCo` for each of them."""
+def argument_facts(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return what replicas compare of the arguments of `DiLoCo`, as name -> text, the most likely mistakes first."""
+    schedule, codec, average = arguments["schedule"], arguments["codec"], arguments["average"]
+    shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
+    frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
+    parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
+    fragments = {
+        f"fragment {fragment.index}": _listed([shapes[name] for name in fragment.names])
+        for fragment in arguments["fragments"]
+    }
+    if len(fragments) > _MOST_FRAGMENTS:
+        fragments = {"fragments": _listed([*map(str, fragments.items())])}
+    return {
+        "schedule": (
+            f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
+        ),
+        "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
+        "error feedback": "yes" if arguments["error_feedback"] else "no",
+        "outer optimizer": described(arguments["outer_optimizer"]) + _code(arguments["outer_optimizer"]),
+        "merge": described(arguments["merge"]) + _code(arguments["merge"]),
+        "max_norm": str(arguments["max_norm"]),
+        "mean codec": str(MeanEncoding.of(arguments["mean_codec"])),
+        "average": "weighted mean" if average is None else described(average) + _code(average),
+        **fragments,
+        "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
+        **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
+    }
 
-    schedule: SyncSchedule
-    fragments: Sequence[Fragment]
-    outer_optimizer: OuterOptimizer
-    merge: MergeRule
-    codec: Codec
-    error_feedback: float
-    max_norm: float | None
-    average: AverageRule | None
-    telemetry: bool = True
-    mean_codec: Codec | str
 
-    @property
-    def mean(self) -> MeanEncoding:
-        """The encoding of means that the owner of a part of the values sends to the others."""
-        return MeanEncoding.of(self.mean_codec)
-
-    def facts(self, model: nn.Module) -> dict[str, str]:
-        """Return the facts that replicas compare, as name -> text, the most likely mistakes first."""
-        schedule, codec = self.schedule, self.codec
-        shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-        frozen = [f"{name} {digest}" for name, digest in frozen_digests(model).items()]
-        parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
-        fragments = {
-            f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments
-        }
-        if len(fragments) > _MOST_FRAGMENTS:
-            fragments = {"fragments": _listed([*map(str, fragments.items())])}
-        return {
-            "schedule": (
-                f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
-            ),
-            "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
-            "error feedback": "yes" if self.error_feedback else "no",
-            "outer optimizer": described(self.outer_optimizer) + _code(self.outer_optimizer),
-            "merge": described(self.merge) + _code(self.merge),
-            "max_norm": str(self.max_norm),
-            "mean codec": str(self.mean),
-            "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
-            **fragments,
-            "buffers": _listed(buffer_layout(model), _MOST_CHARACTERS),
-            **({"frozen parameters of these digests": _listed(frozen, _MOST_CHARACTERS)} if frozen else {}),
-        }
-
-    def saved_facts(self) -> dict[str, Any]:
-        """Return the facts that a checkpoint and the run that loads it must share."""
-        feedback = "+error-feedback" if self.error_feedback else ""
-        return {
-            "inner_steps": self.schedule.inner_steps,
-            "overlap_steps": self.schedule.overlap_steps,
-            "offsets": list(self.schedule.fragment_offsets),
-            "fragments": [list(fragment.names) for fragment in self.fragments],
-            "codec": {"name": f"{self.codec.name}{feedback}", **self.codec.parameters()},
-            "merge": described(self.merge),
-            "outer optimizer": type(self.outer_optimizer).__name__,
-        }
+def saved_facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint and the run that loads it must share of the arguments of `DiLoCo`."""
+    schedule, codec = arguments["schedule"], arguments["codec"]
+    feedback = "+error-feedback" if arguments["error_feedback"] else ""
+    return {
+        "inner_steps": schedule.inner_steps,
+        "overlap_steps": schedule.overlap_steps,
+        "offsets": list(schedule.fragment_offsets),
+        "fragments": [list(fragment.names) for fragment in arguments["fragments"]],
+        "codec": {"name": f"{codec.name}{feedback}", **codec.parameters()},
+        "merge": described(arguments["merge"]),
+        "outer optimizer": type(arguments["outer_optimizer"]).__name__,
+    }
 
 
 def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Compare the `Arguments.saved_facts` of a checkpoint with those of this run.
+    """Compare the `saved_facts` of a checkpoint with those of this run.
 
     Raises:
         CheckpointError: if they differ. The message names both values.
     """
     for key, value in mine.items():
-        theirs = saved.get(key)
-        # version 0.5.0 put the prefixes of wrappers into names
-        renamed = key == "fragments" and theirs and [[*map(unwrapped_name, names)] for names in (*value, *theirs)]
-        if value != theirs and not (renamed and renamed[: len(value)] == renamed[len(value) :]):
+        if value != (theirs := saved.get(key)):
             raise CheckpointError(
                 f"The saved state has {key} = {theirs!r} but this run has {value!r}; both must be equal. "
                 "Nothing was loaded."
@@ -194,7 +170,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a schedule, such as SyncSchedule(inner_steps=100)",
     ),
     "fragments": (
-        lambda value: isinstance(value, Sequence) and all(isinstance(each, Fragment) for each in value),
+        lambda value: isinstance(value, Sequence) and all(isinstance(each, FragmentLayout) for each in value),
         "the result of diloco.partition(model, ...)",
     ),
     "outer_optimizer": (
@@ -235,16 +211,18 @@ def _advice(value: Any) -> str:
     return f" Create one: {value.__qualname__}(...)." if fits_as_object else ""
 
 
-def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:
+def check_arguments(
+    model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Mapping[str, Any]
+) -> None:
     """Check that the arguments work together.
 
     Raises:
         ConfigurationError: if they do not; `FragmentError` if the fragments are not a partition of the parameters.
     """
-    schedule, merge, average = arguments.schedule, arguments.merge, arguments.average
+    schedule, merge, average = arguments["schedule"], arguments["merge"], arguments["average"]
     _check_feedback(arguments)
     _check_own_code(arguments)
-    check_coverage(model, arguments.fragments)
+    check_coverage(model, arguments["fragments"])
     trainable = trainable_parameters(model)
     check_buffers(model, trainable)
     _check_devices(trainable)
@@ -258,7 +236,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
                 "synchronised. Use FSDP2 (fully_shard) or DistributedDataParallel."
             )
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
-    if arguments.max_norm is not None and sharded:  # no rank has a whole contribution to take the norm of
+    if arguments["max_norm"] is not None and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
             f"max_norm does not work with a sharded model, but {sharded[0]} and {len(sharded) - 1} more parameters are "
             "sharded over ranks. Omit max_norm, or keep all parameters on every rank (ddp)."
@@ -279,19 +257,19 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         raise ConfigurationError(
             f"No inner optimizer holds {', '.join(idle)}. Add it to one, or freeze it with requires_grad_(False)."
         )
-    if (given := len(arguments.fragments)) != schedule.num_fragments:
+    if (given := len(arguments["fragments"])) != schedule.num_fragments:
         raise ConfigurationError(
             f"There are {given} fragments, but the schedule has num_fragments={schedule.num_fragments}. Both numbers "
             "must be equal."
         )
 
 
-def _check_feedback(arguments: Arguments) -> None:
-    codec, mean = arguments.codec, arguments.mean.codec
-    if codec.needs_error_feedback and not arguments.error_feedback:
+def _check_feedback(arguments: Mapping[str, Any]) -> None:
+    codec, mean = arguments["codec"], MeanEncoding.of(arguments["mean_codec"]).codec
+    if codec.needs_error_feedback and not arguments["error_feedback"]:
         raise ConfigurationError(
             f"codec={codec.name!r} drops most of the values, which are lost without error feedback, but error_feedback "
-            f"is {arguments.error_feedback!r}. Use error_feedback=0.95, or another codec."
+            f"is {arguments['error_feedback']!r}. Use error_feedback=0.95, or another codec."
         )
     if mean.needs_error_feedback:
         raise ConfigurationError(
@@ -299,19 +277,20 @@ def _check_feedback(arguments: Arguments) -> None:
         )
 
 
-def _check_own_code(arguments: Arguments) -> None:
+def _check_own_code(arguments: Mapping[str, Any]) -> None:
     """Check components that are not this package's own against their contracts."""
-    checks: tuple[tuple[str, object, Callable[[], None]], ...] = (
-        ("codec", arguments.codec, lambda: check_codec(lambda: arguments.codec)),
-        ("mean_codec", arguments.mean.codec, lambda: check_codec(lambda: arguments.mean.codec)),
-        ("outer_optimizer", arguments.outer_optimizer, lambda: check_outer_optimizer(arguments.outer_optimizer)),
-        ("merge", arguments.merge, lambda: check_merge_rule(arguments.merge)),
-        ("average", arguments.average, lambda: check_average_rule(arguments.average)),
-    )
-    for name, component, check in checks:
+    codecs = {"codec": arguments["codec"], "mean_codec": MeanEncoding.of(arguments["mean_codec"]).codec}
+    checks: dict[str, Callable[[Any], object]] = {
+        **dict.fromkeys(codecs, lambda codec: check_codec(lambda: codec)),
+        "outer_optimizer": check_outer_optimizer,
+        "merge": check_merge_rule,
+        "average": check_average_rule,
+    }
+    for name, check in checks.items():
+        component = codecs.get(name, arguments.get(name))
         if component is not None and not type(component).__module__.startswith("diloco."):
             try:
-                check()
+                check(component)
             except ContractError as error:
                 raise ContractError(f"{name} can't be used: {error}") from error
 

@@ -1,7 +1,7 @@
 """`DiLoCo`, which adds low-communication training to any training loop with three lines of code.
 
-``Send`` actions of the schedule start an average, ``Merge`` actions finish one. This module knows neither the variant
-of the algorithm nor the network. `diloco.outer.fragment_rounds` implements the rounds.
+It reads as Streaming DiLoCo's Algorithm 2: for each action of the step, a `Fragment` is sent or merged. It knows
+neither the variant of the algorithm nor the network.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -21,34 +22,42 @@ from diloco.algorithm import (
     AlphaMerge,
     AverageRule,
     Codec,
-    Fragment,
+    Contribution,
+    FragmentLayout,
+    MeanEncoding,
     Merge,
     MergeRule,
     Nesterov,
-    OuterLoop,
     OuterOptimizer,
     RebaseMerge,
     RoundId,
     Send,
     SyncSchedule,
     check_base_weight,
+    collect_buffers,
+    digest_state,
     holding,
     make_codec,
+    not_finite,
     partition,
     reshard,
+    restore_buffers_,
 )
-from diloco.errors import CheckpointError, ConfigurationError
-from diloco.events import Event, Note
+from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
+from diloco.events import Event, Note, RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.arguments import (
-    Arguments,
+    argument_facts,
     check_arguments,
     check_kinds,
     check_saved_facts,
     check_transport,
+    saved_facts,
     usable_device,
 )
-from diloco.outer.fragment_rounds import FragmentRounds
+from diloco.outer.fragment import Fragment
 from diloco.outer.model_watch import ModelWatch
+from diloco.outer.ranks import greatest_of_ranks
+from diloco.outer.recovery import StateRecovery
 from diloco.outer.reports import Reports
 from diloco.transport import InProcessTransport, Transport
 
@@ -106,6 +115,8 @@ class DiLoCo:
             other failure, and with the `StepFinished` of `log`. None warns of void rounds and failures, once for each
             reason.
         compare_arguments: Whether to compare the arguments with the other replicas. False if the caller has done so.
+        global_state_of: Another replica of this process, whose global parameters and outer state this one uses instead
+            of its own. Both must start from the same weights, and take turns in one thread.
 
     Raises:
         ConfigurationError: if arguments contradict each other, or differ between two replicas, in which case both raise
@@ -131,7 +142,7 @@ class DiLoCo:
         *,
         transport: Transport | None = None,
         schedule: SyncSchedule | None = None,
-        fragments: Sequence[Fragment] | None = None,
+        fragments: Sequence[FragmentLayout] | None = None,
         outer_optimizer: OuterOptimizer | None = None,
         merge: MergeRule | None = None,
         codec: Codec | str = "float32",
@@ -144,36 +155,56 @@ class DiLoCo:
         mean_codec: Codec | str = "auto",
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
+        global_state_of: DiLoCo | None = None,
     ) -> None:
         check_kinds(locals())
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
         self.schedule = schedule or SyncSchedule(inner_steps=100)
-        self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
+        layouts = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
+        self.outer_optimizer = outer_optimizer or Nesterov(learning_rate=0.7 if len(layouts) == 1 else 0.4)
+        self.merge = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
+        self.codec = make_codec(codec) if isinstance(codec, str) else codec
+        self.error_feedback = error_feedback
         self.weight = check_base_weight(weight)
+        self.max_norm = max_norm
+        self.average = average
+        self.mean_codec = mean_codec
         self.steps = 0
-        arguments = Arguments(
-            schedule=self.schedule,
-            fragments=self.fragments,
-            outer_optimizer=outer_optimizer or Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4),
-            merge=merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge()),
-            codec=make_codec(codec) if isinstance(codec, str) else codec,
-            error_feedback=error_feedback,
-            max_norm=max_norm,
-            average=average,
-            telemetry=telemetry,
-            mean_codec=mean_codec,
-        )
-        check_arguments(model, inner_optimizer, arguments)
+        check_arguments(model, inner_optimizer, {**vars(self), "fragments": layouts})
         device = None if global_device is None else usable_device(global_device)
-        self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
+        template = Contribution(
+            round=RoundId(0, 0),
+            replica=self.transport.replica,
+            codec=self.codec,
+            numel=0,
+            payload=torch.empty(0, dtype=torch.uint8, device="cpu"),
+            max_norm=max_norm,
+            average_rule=average,
+            telemetry=telemetry,
+            mean=MeanEncoding.of(mean_codec),
+        )
+        self._greatest = greatest_of_ranks(model)
+        self.fragments: tuple[Fragment, ...] = tuple(
+            Fragment(
+                model,
+                layout,
+                self.outer_optimizer,
+                self.merge,
+                error_feedback=float(error_feedback),
+                device=device,
+                template=replace(template, numel=layout.numel, tensors=layout.sizes),
+                state=global_state_of.fragments[layout.index].state if global_state_of else None,
+                greatest=self._greatest or list,
+            )
+            for layout in layouts
+        )
+        self.recovery = StateRecovery(self.fragments, self.transport, self._greatest or list)
         optimizers = inner_optimizer if isinstance(inner_optimizer, Sequence) else [inner_optimizer]
         self._reports = Reports(optimizers, on_event)
-        self._model_watch = ModelWatch(model, self.outer_loop.named_parameters())
-        self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
-        self.shared = self._rounds.shared
-        self._saved_facts = arguments.saved_facts()
-        self._facts = arguments.facts(model) if compare_arguments else {}
+        self._model_watch = ModelWatch(model, self.named_parameters())
+        self._agreed_buffers, _ = collect_buffers(model)  # the floating-point buffers that all replicas held last
+        self._facts = argument_facts(model, vars(self)) if compare_arguments else {}
         self._publish_and_compare(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
@@ -192,12 +223,21 @@ class DiLoCo:
 
         With ``overlap_steps`` = ``inner_steps`` a fragment is merged before it is sent again; `finish` does both.
         """
+        if not 0 <= trained <= 1:
+            raise ConfigurationError(
+                f"trained must be from 0 (none of the inner step was trained) to 1 (all of it), got {trained}. "
+                "The step was not counted."
+            )
         self._reports.begin(self.steps)
-        self._adopt_fetched_state()
-        self._rounds.trained_steps.add(trained)
+        actions = self.schedule.actions(self.steps + 1)
+        # ranks that shard the parameters agree on what to adopt, which takes an exchange, so not at every step
+        if self._greatest is None or any(isinstance(action, Send) for action in actions):
+            self._adopt_fetched_state()
+        for fragment in self.fragments:
+            fragment.trained += trained
         self.steps += 1
         self.transport.tick()
-        for action in itertools.takewhile(_is_send, self.schedule.actions(self.steps)):
+        for action in itertools.takewhile(_is_send, actions):
             self._perform(action)
 
     @_outside_inference_mode()
@@ -240,7 +280,7 @@ class DiLoCo:
         check_transport(transport)
         self._publish_and_compare(transport)
         self.transport = transport
-        self._rounds.change_transport(transport)
+        self.recovery.change_transport(transport)
 
     @_outside_inference_mode()
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
@@ -256,9 +296,7 @@ class DiLoCo:
             TransportError: if none of ``donors`` answers.
         """
         self._require_nothing_in_flight("taking over other replicas' state")
-        for fetched in self._rounds.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
-            if fetched.here and not keep_work:
-                self._rounds.trained_steps.forget(fetched.fragment)
+        for fetched in self.recovery.fetch_all(donors, keep_work=keep_work, step=self.steps):
             self._on_event(fetched)
 
     @_outside_inference_mode()
@@ -270,9 +308,8 @@ class DiLoCo:
         """
         self._require_nothing_in_flight("beginning from the global parameters")
         for fragment in self.fragments:
-            self._rounds.trained_steps.forget(fragment.index)
-            self.outer_loop.merge(fragment.index, AlphaMerge(), None)
-        self._rounds.forget_residuals()
+            fragment.reset_local(AlphaMerge())
+            fragment.forget_work()
 
     @_outside_inference_mode()
     def drain(self, *, take_over: bool = True) -> None:
@@ -284,7 +321,7 @@ class DiLoCo:
         """
         self.check_model()
         for round_id in self.in_flight:
-            self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
+            self._merge(self.fragments[round_id.fragment])
         if take_over:
             self._adopt_fetched_state(wait=True)
 
@@ -304,17 +341,34 @@ class DiLoCo:
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
         """The rounds sent and not yet merged, in the order sent."""
-        return self._rounds.in_flight
+        rounds = [fragment.flight.contribution.round for fragment in self.fragments if fragment.flight]
+        return tuple(sorted(rounds, key=lambda r: (self.schedule.sent_at(r.fragment, r.outer_step), r.fragment)))
 
     @property
     def rounds_committed(self) -> int:
         """The number of averages applied so far."""
-        return self._rounds.committed
+        return sum(fragment.committed for fragment in self.fragments)
 
     @property
     def rounds_void(self) -> int:
         """The number of rounds that no replica applied, or that this replica missed for lack of the others' state."""
-        return self._rounds.void
+        return sum(fragment.void for fragment in self.fragments)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return name -> synchronised parameter of the model, also if it has been frozen since."""
+        reshard(self.model)
+        return {
+            name: parameter
+            for fragment in self.fragments
+            for name, parameter in zip(fragment.names, fragment.parameters, strict=True)
+        }
+
+    def named_global_params(self) -> dict[str, torch.Tensor]:
+        """Return name -> global value, float32 in the shape of this rank's shard: views, which must not be changed."""
+        named: dict[str, torch.Tensor] = {}
+        for fragment in self.fragments:
+            named |= fragment.layout.named(fragment.global_params)
+        return named
 
     def digest(self) -> str:
         """Return a digest of all global parameters and outer state, as 32 hexadecimal digits.
@@ -324,7 +378,7 @@ class DiLoCo:
         the digest of its own shards, which equals that of the same rank of every other replica. Local parameters do not
         affect the digest. Each call reads the whole state.
         """
-        digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
+        digests = [digest_state(fragment.global_params, fragment.state.outer) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
     @contextmanager
@@ -334,7 +388,7 @@ class DiLoCo:
         At the end of the block the model gets its local parameters back.
         """
         self.check_model()
-        with holding(self.outer_loop.named_parameters(), self.outer_loop.named_global_params()):
+        with holding(self.named_parameters(), self.named_global_params()):
             try:
                 yield self.model
             finally:
@@ -355,13 +409,22 @@ class DiLoCo:
 
         It contains the global parameters, the outer state, the position in the schedule, the contributions in flight
         (submitting them again gives the same averages), the error-feedback residuals, the trained steps that no mean
-        contains yet, and the counters.
+        contains yet, and the counters. See `Fragment.state_dict` for its ``fragments``.
         """
-        return {"about": dict(self._saved_facts), "steps": self.steps, **self._rounds.state_dict()}
+        return {
+            "about": saved_facts(vars(self)),
+            "steps": self.steps,
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+        }
 
     @_outside_inference_mode()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, resubmit: bool = True) -> None:
         """Restore the state saved by `state_dict` and resubmit the rounds that were in flight.
+
+        Args:
+            state: The saved state.
+            resubmit: False counts the rounds that were in flight as void. The next rounds contain their work, because
+                the global parameters did not change.
 
         Raises:
             ConfigurationError: if a fragment is in flight. Nothing was loaded.
@@ -371,22 +434,98 @@ class DiLoCo:
         self._require_nothing_in_flight("loading a state")
         if not isinstance(state, Mapping) or "about" not in state:
             raise CheckpointError("This is no state of DiLoCo. Load what DiLoCo.state_dict() returned.")
-        check_saved_facts(state["about"], self._saved_facts)
-        notes = self._rounds.load_state_dict(state)
+        check_saved_facts(state["about"], saved_facts(vars(self)))
+        self.recovery.change_transport(self.transport)  # what is being fetched does not belong to the loaded state
         self.steps = int(state["steps"])
+        saved_fragments = sorted(enumerate(state["fragments"]), key=lambda pair: self._sent_at(*pair))
+        for index, saved in saved_fragments:  # contributions are submitted in the order in which they were sent
+            self.fragments[index].load_state_dict(saved, self.transport, resubmit=resubmit)
+        self._agreed_buffers, _ = collect_buffers(self.model)
         self._model_watch.begin()
-        for text in notes:
+        if lacking := ", ".join(str(index) for index, saved in enumerate(state["fragments"]) if saved["fetching"]):
+            text = f"The state of fragment {lacking} was being fetched when this was saved. It is fetched again."
             self._on_event(Note(step=self.steps, text=text))
+
+    def _sent_at(self, index: int, saved: Mapping[str, Any]) -> tuple[int, int]:
+        flight = saved["in_flight"]
+        return (0 if flight is None else self.schedule.sent_at(index, int(flight["outer_step"])), index)
 
     def _perform(self, action: Send | Merge) -> None:
         self.check_model()
-        match action:
-            case Send(fragment, outer_step):
-                if fragment == len(self.fragments) - 1 and (drifted := self._model_watch.drifted()):
-                    self._on_event(Note(step=self.steps, text=_DRIFTED.format(names=", ".join(drifted))))
-                self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
-            case Merge(fragment) if any(fragment == round_id.fragment for round_id in self.in_flight):
-                self._on_event(self._rounds.merge(fragment, step=self.steps))
+        fragment = self.fragments[action.fragment]
+        if isinstance(action, Send):
+            self._send(fragment, action.outer_step)
+        elif fragment.flight is not None:
+            self._merge(fragment)
+
+    def _send(self, fragment: Fragment, outer_step: int) -> None:
+        """Submit the fragment; the model's buffers travel with the last one."""
+        buffers = integers = None
+        withdrawn = ""
+        if fragment is self.fragments[-1]:
+            if drifted := self._model_watch.drifted():
+                self._on_event(Note(step=self.steps, text=_DRIFTED.format(names=", ".join(drifted))))
+            buffers, integers = collect_buffers(self.model)
+            bad = [] if buffers is None else not_finite(self.model, buffers, self._agreed_buffers)
+            withdrawn = f"its buffer {', '.join(map(repr, bad))} became NaN or infinite" if bad else ""
+        contribution, saturated = fragment.send(
+            self.transport,
+            outer_step,
+            window_steps=self.schedule.window_steps(fragment.index, outer_step),
+            base_weight=self.weight,
+            buffers=buffers,
+            integers=integers,
+            withdrawn=withdrawn,
+        )
+        self._on_event(
+            RoundSent(
+                step=self.steps,
+                replica=contribution.replica,
+                fragment=fragment.index,
+                outer_step=outer_step,
+                payload_bytes=contribution.payload.numel(),
+                saturated=saturated,
+                digest=contribution.digest,
+                weight=contribution.weight,
+            )
+        )
+
+    def _merge(self, fragment: Fragment) -> None:
+        """Wait for the average of the fragment in flight and apply it. Work that it lacks is sent with the next."""
+        assert fragment.flight is not None, "a round is in flight"
+        round_id = fragment.flight.contribution.round
+        about = {"step": self.steps, "replica": self.transport.replica, **vars(round_id)}
+        reason = ""
+        try:
+            average = fragment.flight.pending.wait()
+            if average.donor is not None:
+                reason = self.recovery.round_missed(average, average.donor)
+        except DivergedError as error:
+            reason = f"{error} {self.recovery.resync(fragment, error)}"
+        except RoundVoidError as error:
+            reason = str(error)
+        if reason:
+            fragment.drop()
+            self._on_event(RoundVoid(**about, reason=reason))
+            return
+        measures = fragment.merge(average)
+        if average.buffers is not None or average.integers is not None:
+            restore_buffers_(self.model, average.buffers, average.integers)
+            self._agreed_buffers = average.buffers
+        self._on_event(
+            RoundCommitted(
+                **about,
+                contributors=average.contributors,
+                sent_bytes=average.sent_bytes,
+                received_bytes=average.received_bytes,
+                wait_s=average.wait_s,
+                clipped=average.clipped,
+                note=average.note,
+                spread=average.spread,
+                late_s=average.late_s,
+                **measures,
+            )
+        )
 
     def _on_event(self, event: Event) -> None:
         self._reports.pass_on(event, self.transport)
@@ -401,12 +540,12 @@ class DiLoCo:
 
     def _publish_and_compare(self, transport: Transport) -> None:
         """Publish this replica's state on ``transport`` and compare the arguments with the other replicas."""
-        transport.publish(self.shared.snapshot, self.shared.version)
+        transport.publish(self.recovery.snapshot, self.recovery.version)
         if self._facts:
             transport.agree(self._facts)
 
     def _adopt_fetched_state(self, *, wait: bool = False) -> None:
-        for failure in self._rounds.recovery.poll(wait=wait):
+        for failure in self.recovery.poll(wait=wait):
             self._on_event(Note(step=self.steps, text=failure))
 
     def __enter__(self) -> Self:

@@ -1,12 +1,8 @@
+from .cluster import ACCURACY as ACCURACY
 from .cluster import Cluster as Cluster
+from .cluster import Conditions as Conditions
+from .cluster import Overheads as Overheads
 from .measure import measure_step as measure_step
-from .overheads import ACCURACY as ACCURACY
-from .overheads import Conditions as Conditions
-from .overheads import Overheads as Overheads
-from .paper import GRID_GBIT_PER_S as GRID_GBIT_PER_S
-from .paper import PUBLISHED as PUBLISHED
-from .paper import TARGETS as TARGETS
-from .paper import paper_cells as paper_cells
 from .prediction import Exchange as Exchange
 from .prediction import Prediction as Prediction
 from .prediction import Site as Site
@@ -15,5 +11,7 @@ from .prediction import table as table
 from .simulate import Simulated as Simulated
 from .simulate import simulate as simulate
 from .simulate import simulate_cycles as simulate_cycles
+from .traffic import Parcel as Parcel
+from .traffic import Traffic as Traffic
 from .traffic import Workload as Workload
 from .traffic import outer_traffic as outer_traffic

@@ -16,8 +16,6 @@ from diloco.model import build_language_model
 from diloco.outer import DiLoCo
 from diloco.train import InnerLoop, ParallelModel, RunSettings, inner_learning_rate, make_inner_optimizer, prepare_model
 
-__all__ = ["MeasuredStep", "measure_step"]
-
 _STEPS, _AT_MOST_S = 5, 60.0  # number of inner steps to time, and the time after which no further one starts
 _ROUNDS = 5
 

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, make_codec
-from diloco.plan.cluster import Cluster
-from diloco.plan.overheads import IDEAL, Conditions, Overheads
+from diloco.plan.cluster import Cluster, Conditions, Overheads
 from diloco.plan.simulate import Simulated, simulate_cycles
-from diloco.plan.traffic import Traffic, outer_traffic
+from diloco.plan.traffic import outer_traffic
 from diloco.train import RunSettings, make_configured_codec, make_mean_encoding, make_schedule
 from diloco.transport import Link
-
-__all__ = ["Exchange", "FragmentCost", "Prediction", "Site", "predict", "table"]
 
 INNER_STEPS = (10, 20, 50, 100, 200, 500, 1000)  # the values of H in a table, up to the largest in the papers
 CODECS = ("float32", "bfloat16", "int8", "fp4")
@@ -96,10 +93,27 @@ class Prediction:
 def predict(exchange: Exchange, site: Site) -> Prediction:
     """Simulate a cycle of H steps with the typical overheads of ``site``, with those at p90, and without any."""
     schedule, conditions, others = exchange.schedule, site.conditions, len(site.links) - 1
-    known = conditions.measures_uplinks
-    typical, traffic = _simulated(exchange, site, conditions.overheads(others), uplinks=known)
-    p90, _ = _simulated(exchange, site, conditions.overheads(others, p90=True), uplinks=known)
-    ideal, _ = _simulated(exchange, site, IDEAL, uplinks=True)
+
+    def simulated(overheads: Overheads, *, uplinks: bool) -> Simulated:
+        if exchange.gradients:
+            overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
+        traffic = outer_traffic(
+            schedule,
+            exchange.fragment_sizes,
+            exchange.codec,
+            len(site.links),
+            mean=exchange.mean,
+            whole=exchange.whole,
+            uplinks=[link.uplink for link in site.links] if uplinks else (),
+        )
+        dynamic_of = schedule.inner_steps if exchange.dynamic_steps else None
+        cluster = Cluster.of(site.links, site.step_time_s, dynamic_of=dynamic_of, overheads=overheads)
+        return simulate_cycles(traffic, cluster, cycles=1)
+
+    typical = simulated(conditions.overheads(others), uplinks=conditions.measures_uplinks)
+    p90 = simulated(conditions.overheads(others, p90=True), uplinks=conditions.measures_uplinks)
+    ideal = simulated(Overheads(), uplinks=True)
+    rounds, slow = ({each.fragment: each for each in run.merged} for run in (typical, p90))
     utilization = float(typical.compute_utilization)
     return Prediction(
         inner_steps=schedule.inner_steps,
@@ -112,42 +126,19 @@ def predict(exchange: Exchange, site: Site) -> Prediction:
         step_s=float(typical.wall_s) / typical.steps,
         sent_bytes_per_step=float(typical.sent_bytes.max()) / typical.steps,
         longest_wait_s=max(float(each.waited_s.max()) for each in typical.merged),
-        fragments=_fragments(exchange, traffic, typical, p90),
-    )
-
-
-def _simulated(exchange: Exchange, site: Site, overheads: Overheads, *, uplinks: bool) -> tuple[Simulated, Traffic]:
-    if exchange.gradients:
-        overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-    dynamic_of = exchange.schedule.inner_steps if exchange.dynamic_steps else None
-    cluster = Cluster.of(site.links, site.step_time_s, dynamic_of=dynamic_of, overheads=overheads)
-    traffic = outer_traffic(
-        exchange.schedule,
-        exchange.fragment_sizes,
-        exchange.codec,
-        len(site.links),
-        mean=exchange.mean,
-        whole=exchange.whole,
-        uplinks=[link.uplink for link in site.links] if uplinks else (),
-    )
-    return simulate_cycles(traffic, cluster, cycles=1), traffic
-
-
-def _fragments(exchange: Exchange, traffic: Traffic, typical: Simulated, p90: Simulated) -> tuple[FragmentCost, ...]:
-    schedule, rounds = exchange.schedule, {each.fragment: each for each in typical.merged}
-    slow = {each.fragment: each for each in p90.merged}
-    return tuple(
-        FragmentCost(
-            fragment=fragment,
-            values=parcel.numel,
-            first_step=schedule.inner_steps + schedule.fragment_offsets[fragment],
-            sent_bytes=float(parcel.sent_bytes.max()),
-            received_bytes=float(parcel.received_bytes.max()),
-            round_s=float(rounds[fragment].took_s.max()),
-            p90_round_s=float(slow[fragment].took_s.max()),
-            waited_s=float(rounds[fragment].waited_s.mean()),
-        )
-        for fragment, parcel in enumerate(traffic.parcels)
+        fragments=tuple(
+            FragmentCost(
+                fragment=fragment,
+                values=parcel.numel,
+                first_step=schedule.inner_steps + schedule.fragment_offsets[fragment],
+                sent_bytes=float(parcel.sent_bytes.max()),
+                received_bytes=float(parcel.received_bytes.max()),
+                round_s=float(rounds[fragment].took_s.max()),
+                p90_round_s=float(slow[fragment].took_s.max()),
+                waited_s=float(rounds[fragment].waited_s.mean()),
+            )
+            for fragment, parcel in enumerate(typical.parcels)
+        ),
     )
 
 

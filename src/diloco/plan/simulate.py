@@ -9,17 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco.algorithm import Send
-from diloco.errors import ConfigurationError
-from diloco.plan.cluster import Cluster
+from diloco.plan.cluster import Cluster, Floats
 from diloco.plan.traffic import Parcel, Traffic
 from diloco.transport import RoundTimes, round_times
-
-__all__ = ["Simulated", "SimulatedRound", "simulate", "simulate_cycles"]
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -36,6 +30,7 @@ class Simulated:
     """The measured part of a run; arrays are by scenario and replica, ``(..., M)``."""
 
     steps: int  # number of measured inner steps
+    parcels: tuple[Parcel, ...]  # what the rounds of each fragment carry
     merged: tuple[SimulatedRound, ...]  # the rounds that were merged in them
     compute_s: Floats  # time spent computing
     waited_s: Floats  # time spent waiting for averages
@@ -65,9 +60,6 @@ def simulate(
         measure_from: the measured part begins after this step.
         drain: whether to wait at the end for the rounds in flight, as a finished run does.
 
-    Raises:
-        ConfigurationError: if no step is left to measure.
-
     >>> from diloco.algorithm import SyncSchedule, make_codec
     >>> from diloco.plan import Cluster, outer_traffic
     >>> from diloco.transport import Link
@@ -75,10 +67,6 @@ def simulate(
     >>> simulate(diloco, Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
     np.float64(0.714...)
     """
-    if not 0 <= measure_from < steps:
-        raise ConfigurationError(
-            f"measure_from must be at least 0 and less than steps, got measure_from={measure_from} and steps={steps}."
-        )
     run, before = _Run(traffic, cluster, steps), None
     for step in traffic.schedule.busy_steps(steps):
         if before is None and step > measure_from:
@@ -89,14 +77,14 @@ def simulate(
             else:
                 run.merge(action.fragment, step)
     before = run.totals() if before is None else before
-    if drain:
-        for fragment in tuple(run.in_flight):  # in the order of sending
-            run.merge(fragment, steps)
+    for fragment in tuple(run.in_flight) if drain else ():  # in the order of sending
+        run.merge(fragment, steps)
     waited_s, spent_s, sent_bytes, received_bytes = (
         after - earlier for after, earlier in zip(run.totals()[1:], before[1:], strict=True)
     )
     return Simulated(
         steps=steps - measure_from,
+        parcels=traffic.parcels,
         merged=tuple(run.merged[before[0] :]),
         compute_s=np.broadcast_to(run.computed_s[steps] - run.computed_s[measure_from], run.shape),
         waited_s=waited_s,

@@ -13,15 +13,6 @@ from diloco.algorithm import PLAIN_MEAN, Codec, MeanEncoding, SyncSchedule, Upli
 from diloco.errors import ConfigurationError
 from diloco.train import LAYERS_PER_FRAGMENT
 
-__all__ = ["AT_END_OF_STEP", "Parcel", "Releases", "Traffic", "Workload", "outer_traffic"]
-
-Releases = tuple[tuple[float, float], ...]
-"""Pairs (fraction of the sending step, share of the bytes that may be sent from then on), ordered by time. The shares
-add up to 1."""
-
-AT_END_OF_STEP: Releases = ((1.0, 1.0),)
-"""Everything is sent after the step, when the inner optimizer has updated the parameters, as in the trainer."""
-
 
 @dataclass(frozen=True)
 class Parcel:
@@ -30,7 +21,9 @@ class Parcel:
     sent_bytes: NDArray[np.float64]  # by replica, broadcastable to ``(..., M)``
     received_bytes: NDArray[np.float64]
     numel: int = 0  # number of values in the fragment, which determines the work of encoding and merging
-    releases: Releases = AT_END_OF_STEP  # when parts may be sent
+    # (fraction of the sending step, share of the bytes that may be sent from then on), by time; the shares add up to 1.
+    # The trainer sends after the step, when the inner optimizer has updated the parameters.
+    releases: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
 
 @dataclass(frozen=True)
@@ -39,9 +32,6 @@ class Traffic:
 
     schedule: SyncSchedule
     parcels: tuple[Parcel, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.parcels) == self.schedule.num_fragments, "one parcel for each fragment"
 
 
 def outer_traffic(
@@ -80,14 +70,7 @@ class Workload:
 
     parameters: int  # number of trainable values, all of them in layers
     layers: int  # L
-    step_time_s: float  # compute time of one inner step
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.layers <= self.parameters or not 0 < self.step_time_s < math.inf:
-            raise ConfigurationError(
-                f"a model needs at least one layer, a parameter in each layer and a step time above 0 s, got "
-                f"{self.parameters} parameters, {self.layers} layers and {self.step_time_s} s."
-            )
+    step_time_s: float = 1.0  # compute time of one inner step
 
     @property
     def default_fragments(self) -> int:
@@ -97,27 +80,24 @@ class Workload:
     def fragment_layers(self, num_fragments: int) -> tuple[range, ...]:
         """Return the layers of each strided fragment (Streaming DiLoCo, Fig. 2).
 
-        >>> Workload(parameters=10, layers=4, step_time_s=1.0).fragment_layers(2)
+        Raises:
+            ConfigurationError: there are not as many layers, or not as many parameters.
+
+        >>> Workload(parameters=10, layers=4).fragment_layers(2)
         (range(0, 4, 2), range(1, 4, 2))
         """
-        if not 1 <= num_fragments <= self.layers:
+        if not 1 <= num_fragments <= self.layers <= self.parameters:
             raise ConfigurationError(
-                f"{self.layers} layers cannot be split into {num_fragments} fragments. Choose 1 to {self.layers}."
+                f"{self.parameters} parameters in {self.layers} layers cannot be split into {num_fragments} fragments."
             )
         return tuple(range(first, self.layers, num_fragments) for first in range(num_fragments))
 
     def fragment_sizes(self, num_fragments: int) -> tuple[int, ...]:
         """Return the number of values in each fragment; they add up to all parameters.
 
-        >>> Workload(parameters=10, layers=4, step_time_s=1.0).fragment_sizes(2)
+        >>> Workload(parameters=10, layers=4).fragment_sizes(2)
         (4, 6)
         """
-        edges = [layer * self.parameters // self.layers for layer in range(self.layers + 1)]
         layers = self.fragment_layers(num_fragments)
+        edges = [layer * self.parameters // self.layers for layer in range(self.layers + 1)]
         return tuple(sum(edges[layer + 1] - edges[layer] for layer in fragment) for fragment in layers)
-
-    def traffic(
-        self, schedule: SyncSchedule, codec: Codec, num_replicas: int, *, mean: MeanEncoding = PLAIN_MEAN
-    ) -> Traffic:
-        """Return the traffic of the schedule's fragments; the arguments are as for `outer_traffic`."""
-        return outer_traffic(schedule, self.fragment_sizes(schedule.num_fragments), codec, num_replicas, mean=mean)

@@ -16,9 +16,6 @@ from .failure_detector import Loss as Loss
 from .failure_detector import Pulse as Pulse
 from .failure_detector import Timing as Timing
 from .failure_detector import silent_ones as silent_ones
-from .faults import Faults as Faults
-from .faults import faults_message as faults_message
-from .faults import read_faults as read_faults
 from .fields import GREATEST as GREATEST
 from .fields import LEAST_FRAGMENT as LEAST_FRAGMENT
 from .fields import MOST_RANK as MOST_RANK
@@ -41,13 +38,12 @@ from .messages import read as read
 from .messages import speed_message as speed_message
 from .messages import view_message as view_message
 from .messages import view_of as view_of
-from .misbehaviour import Misbehaviour as Misbehaviour
 from .registry import MAX_NAME as MAX_NAME
 from .registry import Entry as Entry
 from .registry import Registry as Registry
 from .registry import difference as difference
 from .registry import entries_message as entries_message
 from .registry import entries_of as entries_of
+from .rules import MOST_SPOILT as MOST_SPOILT
 from .rules import Policies as Policies
 from .rules import Rules as Rules
-from .signing import SECRET_BYTES as SECRET_BYTES

@@ -10,7 +10,7 @@ from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership import Rounds, View
 from diloco.protocol.actions import Void
 from diloco.protocol.events import Outbox, Submitted
-from diloco.protocol.misbehaviour import Misbehaviour
+from diloco.protocol.round_state import Spoilers
 from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.voting import Voting
@@ -35,7 +35,7 @@ class Contributions:
         self.step = 0  # the number of inner steps that this rank has begun to synchronise; set by its owner
         self.from_step = 0  # contributions sent before this inner step are too old for the current view
         self.joined = False  # whether this rank joined a run in progress, so that it has to adopt the run's state
-        self.misbehaviour = Misbehaviour()  # the faults of the members that this rank has observed
+        self.spoilers = Spoilers()  # the members whose contributions could not be used
         self._rules = rules
         self._policies = policies
         self._message_counts = message_counts
@@ -60,9 +60,9 @@ class Contributions:
             void: rounds of earlier views that others have decided void.
         """
         if self.failure is None:
-            self.misbehaviour.begin_view(view.members, self._outbox.now_s)
+            self.spoilers.begin_view(view.members)
             voting = Voting(
-                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.misbehaviour
+                view, self._rules, self._message_counts, self._outbox, void, self._has_state_of, self.spoilers
             )
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for submitted in carried:

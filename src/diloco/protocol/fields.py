@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from diloco.membership import MOST_ROUNDS
 from diloco.units import visible
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "LEAST_FRAGMENT",
     "MOST_DIGEST",
     "MOST_RANK",
-    "MOST_ROUNDS",
     "Fields",
     "MessageError",
     "json_object",
@@ -37,11 +37,7 @@ MOST_RANK = (1 << 31) - 1
 MOST_DIGEST = 256
 """The most characters of a digest."""
 
-MOST_ROUNDS = 4096
-"""The most rounds that one member can have committed recently: two of each fragment."""
-
 _MOST_ITEMS = 1 << 16
-_MOST_VOTES = 1 << 10  # checking one takes a tenth of a millisecond
 _MOST_DIGITS = 64
 _MOST_FLOAT = 1.7e308
 _MOST_CHARACTERS, _MOST_TEXTS = 1 << 12, 1 << 8
@@ -235,29 +231,6 @@ class Fields:
             if len(_list(name, value)) != 3:
                 raise _wrong(name, value, "a list of [fragment, outer step, digest]")
             found[_pair(name, value[:2], LEAST_FRAGMENT)] = _text(name, value[2], MOST_DIGEST)
-        return found
-
-    def numbered_texts(self, name: str, greatest: int, most: int) -> list[tuple[int, str]]:
-        """Return a list of ``[integer, string]``, the integers up to ``greatest`` and the strings of at most ``most``
-        characters."""
-        values = _list(name, self._of(name))
-        if wrong := [value for value in values if len(_list(name, value)) != 2]:
-            raise _wrong(name, wrong[0], "a list of [integer, string]")
-        return [(_integer(name, number, 0, greatest), _text(name, text, most)) for number, text in values]
-
-    def votes(self, name: str, most: int) -> list[tuple[int, tuple[int, int], bool, str, str]]:
-        """Return a list of ``[rank, fragment, outer step, flag, digest, signature]``.
-
-        Signatures have at most ``most`` characters.
-        """
-        values, found = _list(name, self._of(name)), []
-        if len(values) > _MOST_VOTES:
-            raise _wrong(name, values, f"a list of at most {_MOST_VOTES} items")
-        for value in values:
-            if len(_list(name, value)) != 6 or not isinstance(value[3], bool):
-                raise _wrong(name, value, "a list of [rank, fragment, outer step, flag, digest, signature]")
-            rank, key = _integer(name, value[0], 0, MOST_RANK), _pair(name, value[1:3], LEAST_FRAGMENT)
-            found.append((rank, key, value[3], _text(name, value[4], MOST_DIGEST), _text(name, value[5], most)))
         return found
 
     def numbered(self, name: str) -> tuple[int, Mapping[str, Any]]:

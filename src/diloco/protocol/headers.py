@@ -12,7 +12,6 @@ from diloco.algorithm import UNKNOWN_UPLINK, Contribution, RoundId, Uplink, Verd
 from diloco.errors import CodecError
 from diloco.membership import byzantine_quorum
 from diloco.protocol.fields import MOST_DIGEST, Fields
-from diloco.protocol.signing import KEY_CHARACTERS
 
 __all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 
@@ -34,7 +33,6 @@ class Header:
     withdrawn: str  # why the sender withdraws the contribution, or ""
     # whether the sender is still adopting the fragment's state from a donor; its digest then does not count
     taking_over: bool
-    key: str = ""  # the public key of the sender's vote on the round
     uplink: Uplink = UNKNOWN_UPLINK  # for the plan of the fragment's next round
 
     def to_message(self, view_id: int) -> dict[str, Any]:
@@ -59,7 +57,6 @@ class Header:
             fields.optional_integer("integers", _MOST_VALUES),
             fields.words("withdrawn"),
             fields.flag("taking_over"),
-            fields.text("key", KEY_CHARACTERS),
             Uplink(fields.integer("uplink_bits_per_s"), fields.flag("uplink_full")),
         )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.algorithm import RoundId
 from diloco.errors import ConfigurationError
-from diloco.membership import Agreed, Commits, NextView, Report, SignedVote, View, Vote
-from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, MOST_RANK, Fields, MessageError
+from diloco.membership import Agreed, Commits, NextView, Report, View, Vote
+from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, Fields, MessageError
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
-from diloco.protocol.signing import SIGNATURE_CHARACTERS, sign
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -31,10 +30,9 @@ __all__ = [
     "speed_of",
     "view_message",
     "view_of",
-    "vote_text",
 ]
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """The version of the protocol, raised whenever a replica of the previous version would misread this one's messages."""
 
 _MOST_QUORUMS = 32  # a member adds one only if others are lost after it was ready and before any has adopted the view
@@ -49,12 +47,6 @@ class RoundVote:
     diverged: tuple[int, ...] = ()  # replicas whose state differs from the majority's
     donor: int = -1  # a replica that has the majority's state; -1: none is named
 
-    def signed(self, view_id: int, secret: bytes) -> RoundVote:
-        """Return the vote as signed for a view by the process with this secret."""
-        key, vote = (self.round.fragment, self.round.outer_step), self.vote
-        words = vote_text(view_id, key, ok=vote.ok, digest=vote.digest)
-        return replace(self, vote=replace(vote, signature=sign(secret, words)))
-
     def to_message(self, view_id: int) -> dict[str, Any]:
         """Convert to JSON."""
         return {
@@ -64,7 +56,6 @@ class RoundVote:
             "ok": self.vote.ok,
             "digest": self.vote.digest,
             "reason": self.vote.reason,
-            "signature": self.vote.signature,
             "diverged": list(self.diverged),
             "donor": self.donor,
         }
@@ -77,14 +68,8 @@ class RoundVote:
             fields.flag("ok"),
             fields.text("digest", MOST_DIGEST),
             fields.words("reason"),
-            fields.text("signature", SIGNATURE_CHARACTERS),
         )
         return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
-
-
-def vote_text(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
-    """Return the text that a voter signs."""
-    return f"{view_id} {key[0]} {key[1]} {ok} {digest}"
 
 
 @dataclass(frozen=True)
@@ -168,9 +153,7 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "void": sorted(map(list, mine.void)),
         "voted": _with_digests(mine.voted),
         "ready": mine.ready,
-        "heard": sorted(map(list, mine.heard.items())),
         "agreed": None if mine.agreed is None else _agreed_message(mine.agreed),
-        "shown": [[vote.rank, *vote.round, vote.ok, vote.digest, vote.signature] for vote in sorted(mine.shown)],
         "why": why,
     }
 
@@ -250,8 +233,6 @@ def _report_of(sender: int, fields: Fields, view: View) -> Report:
         left_commits=left_commits,
         ready=fields.flag("ready"),
         agreed=_agreed_of(fields, view),
-        heard=dict(fields.numbered_texts("heard", MOST_RANK, MOST_DIGEST)),
-        shown=frozenset(SignedVote(*each) for each in fields.votes("shown", SIGNATURE_CHARACTERS)),
     )
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from diloco.algorithm import Exchange, Mean, RoundId, Verdict, bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
-from diloco.membership import Commits, Lateness, Rounds, SignedVote, Vote
+from diloco.membership import Commits, Lateness, Rounds, Vote
 from diloco.protocol.events import Submitted
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote
-from diloco.protocol.rules import Rules
+from diloco.protocol.rules import MOST_SPOILT, Rules
 
-__all__ = ["Decided", "RoundState"]
+__all__ = ["Decided", "RoundState", "Spoilers"]
+
+_RECENT_ROUNDS = 32  # most recent rounds that are kept per member
 
 _MOST_VOID = 8
 """The void rounds that are kept per fragment; a rank that is further behind runs into the round's timeout."""
@@ -43,8 +46,6 @@ class RoundState:
     committed: bool | None = None  # True: applied by all; False: void for all; None: undecided
     # this rank has voted for the round and others against it; the view change decides which it is
     disputed: bool = False
-    # the rank whose vote made the round disputed, or made this rank vote against it; None: no rank's
-    against: int | None = None
     reason: str = ""  # why the round is void
     exchanging: bool = False  # whether the payload exchange is running
     concluded: bool = False  # whether the outcome was reported
@@ -65,20 +66,12 @@ class RoundState:
         return self.begun is not None or self.concluded
 
     def sealed_digest(self, digest: str) -> str:
-        """Return a digest of an average's digest and what later rounds take from the headers: keys and uplinks.
+        """Return a digest of an average's digest and what the next round's plan takes from the headers: the uplinks.
 
-        Since votes cover it, every rank that commits the round has the same keys and uplinks.
+        Since votes cover it, every rank that commits the round has the same uplinks.
         """
-        taken = (f"{self.headers[rank].key} {self.headers[rank].uplink}" for rank in sorted(self.headers))
+        taken = (str(self.headers[rank].uplink) for rank in sorted(self.headers))
         return blake2b("\0".join((digest, *taken)).encode(), digest_size=16).hexdigest()
-
-    def signed_votes(self) -> Mapping[int, SignedVote]:
-        """Return rank -> its vote, for the votes that are signed."""
-        return {
-            rank: SignedVote(rank, self.key, vote.ok, vote.digest, vote.signature)
-            for rank, vote in self.votes.items()
-            if vote.signature
-        }
 
     def late_s(self, contributors: Sequence[int], rules: Rules) -> tuple[float, ...]:
         """Return how long after the first contribution each one of ``contributors`` was received, in seconds."""
@@ -213,3 +206,39 @@ class Decided:
         """Record that the round (fragment, outer step) is void."""
         newest = sorted(k for k in self.void | {key} if k[0] == key[0])[-_MOST_VOID:]
         self.void = frozenset(k for k in self.void if k[0] != key[0]).union(newest)
+
+
+class Spoilers:
+    """The members whose contributions no honest member sends, and how many recent rounds each has spoilt.
+
+    >>> spoilers = Spoilers()
+    >>> spoilers.begin_view((0, 1, 2))
+    >>> [sorted(spoilers.note(refused)) for refused in ((2,), (), (2,), (2,))]
+    [[], [], [], [2]]
+    >>> spoilers.may_be(2), spoilers.may_be(1)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, deque[bool]] = {}
+
+    def begin_view(self, members: Collection[int]) -> None:
+        """Start a view of ``members``; those that have gone start anew when they return."""
+        self._rounds = {each: self._rounds.get(each, deque(maxlen=_RECENT_ROUNDS)) for each in members}
+
+    def note(self, spoilers: Collection[int]) -> frozenset[int]:
+        """Record that a round, or its payloads, were judged, and which members have spoilt it.
+
+        Returns:
+            The members whose number of recent spoilt rounds has just reached a multiple of `MOST_SPOILT`.
+        """
+        for member, rounds in self._rounds.items():
+            rounds.append(member in spoilers)
+        return frozenset(each for each in spoilers if self._spoilt(each) and self._spoilt(each) % MOST_SPOILT == 0)
+
+    def may_be(self, member: int) -> bool:
+        """Return whether a member may have spoilt `MOST_SPOILT` rounds, as others report that may be a round ahead."""
+        return self._spoilt(member) >= MOST_SPOILT - 1
+
+    def _spoilt(self, member: int) -> int:
+        return sum(self._rounds.get(member, ()))

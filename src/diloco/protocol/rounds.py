@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco.algorithm import RoundId, Uplink, Verdict, plan_round
 from diloco.errors import TransportError, ViewChangedError
-from diloco.membership import NextView, Report, SignedVote, Vote, enough_without
+from diloco.membership import NextView, Report, Vote, enough_without
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.events import Computed, ExchangeEnded, Outbox, Submitted
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
 from diloco.protocol.rules import Policies, Rules, expired_reason, late_reason, missing_votes_reason
-from diloco.protocol.signing import public_key
 from diloco.protocol.voting import Voting
 
 __all__ = ["RoundTable"]
@@ -52,14 +51,6 @@ class RoundTable:
         self._frozen_s = min(self._frozen_s, self._outbox.now_s)
         return self._voting.freeze(self._rounds.values())
 
-    def signed_votes(self) -> Mapping[tuple[int, int], Mapping[int, SignedVote]]:
-        """Return round -> rank -> its vote, for recent rounds."""
-        return {state.key: state.signed_votes() for state in self._rounds.values() if self._rules.rank in state.votes}
-
-    def is_vote(self, vote: SignedVote) -> bool:
-        """Return whether a rank is known here to have cast this vote."""
-        return self._voting.is_vote(self._rounds.get(RoundId(*vote.round)), vote)
-
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[Submitted]:
         """End the view. A round that any survivor committed is committed; the others are carried over or void.
 
@@ -75,8 +66,6 @@ class RoundTable:
         carried = failure is None and following is not None and following.carries_over
         for state in list(self._rounds.values()):
             mine = state.votes.get(self._rules.rank)
-            if state.exchanging:
-                self._voting.note_against(state)
             if state.committed is not None:
                 pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
@@ -117,7 +106,6 @@ class RoundTable:
         header = replace(
             header_of(contribution),
             taking_over=state.taking_over,
-            key=public_key(self._rules.secret),
             uplink=submitted.uplink,
         )
         state.headers[self._rules.rank] = header
@@ -161,12 +149,9 @@ class RoundTable:
 
     def receive_vote(self, sender: int, vote: RoundVote) -> None:
         """Process a member's vote on a round to which it has contributed."""
-        state, cast = self._rounds.get(vote.round), vote.vote
+        state = self._rounds.get(vote.round)
         if state is None or sender not in state.headers or state.committed is not None:
             return
-        if not self._voting.is_vote(state, SignedVote(sender, state.key, cast.ok, cast.digest, cast.signature)):
-            unsigned = f"the vote of replica {self._rules.replica_of(sender)} is not signed with its key"
-            vote = RoundVote(vote.round, Vote(False, reason=unsigned))
         self._voting.count(state, sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
@@ -216,8 +201,6 @@ class RoundTable:
             self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
         if event.spoiler is not None:
             self._voting.note_spoilers({event.spoiler}, event.failure)
-        elif not event.failure:
-            self._voting.note_against(state)
         state.exchanging = False
         state.free()
         return broken
@@ -290,7 +273,6 @@ class RoundTable:
             if each.fragment != fragment
             or each.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
-            or old.key in self._voting.decided.commits  # a member may need proof of the votes for it
         }
         for sender, early in self._early.items():
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diloco.algorithm import RoundId
 from diloco.errors import ReplicaLostError
 from diloco.membership import NextView, Policy, names_of
-from diloco.protocol.misbehaviour import Misbehaviour
 
 __all__ = [
+    "MOST_SPOILT",
     "Policies",
     "Rules",
     "disputed_reason",
@@ -21,6 +21,8 @@ __all__ = [
     "spoilt_reason",
     "stop_error",
 ]
+
+MOST_SPOILT = 3  # a member that has spoilt this many recent rounds is to be excluded
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ class Rules:
     # changes is added, up to as much again
     round_timeout_s: float
     piece_bytes: int  # approximate size of a piece of a payload
-    secret: bytes = field(repr=False)  # 32 random bytes of this process alone, which sign its votes
     # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
     # it has sent nothing for this long; None: never
     late_s: float | None = None
@@ -113,7 +114,7 @@ def spoilt_reason(spoilers: frozenset[int], reason: str) -> str:
     'replica 2 has spoilt at least 3 recent rounds: the contribution of replica 2 was refused: has the weight nan'
     """
     has = "have" if len(spoilers) > 1 else "has"
-    return f"{names_of(spoilers)} {has} spoilt at least {Misbehaviour.MOST_SPOILT} recent rounds: {reason}"
+    return f"{names_of(spoilers)} {has} spoilt at least {MOST_SPOILT} recent rounds: {reason}"
 
 
 def disputed_reason(round_id: RoundId, reason: str) -> str:
@@ -128,7 +129,7 @@ def disputed_reason(round_id: RoundId, reason: str) -> str:
 def expired_reason(missing: Sequence[int], rules: Rules) -> str:
     """Return the reason to vote against a round that took too long; ``missing``: replicas without a contribution.
 
-    >>> expired_reason((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19, b"s"))
+    >>> expired_reason((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19))
     'replica 0 received no contribution from replicas 1, 2 within 5 s'
     """
     awaited = f"received no contribution from {names_of(missing)}" if missing else "did not receive all payloads"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from diloco.membership import Change, News, NextView, Report, View
+from diloco.membership import Change, News, NextView, Report, View, believed
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox
 from diloco.protocol.messages import ChangeReport, change_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
-from diloco.protocol.third_party_reports import believed, blamed_replicas
 
 __all__ = ["ViewChange"]
 
@@ -95,17 +94,13 @@ class ViewChange:
         """Stop waiting for answers, as the change takes long; return False if there is nothing to stop."""
         if self.known is None or self._stopped_waiting:
             return False
-        # so that the report is sent once more, which shows whether a member sent others a different report
-        self._stopped_waiting, self._sent = True, None
+        self._stopped_waiting = True
         self._send(self.known)
         return True
 
     def blame(self) -> frozenset[int]:
         """Return the replicas that keep the change from ending, which has taken too long."""
-        if self.known is None:
-            return frozenset()
-        change = self.known
-        return blamed_replicas(change.mine, change.reports_of_staying(), change.unproven, me=self._rules.replica)
+        return frozenset() if self.known is None else self.known.blame()
 
     def end(self) -> None:
         """Reset, as the change has ended."""
@@ -124,9 +119,9 @@ class ViewChange:
         assert rounds is not None
         unsteady = self._roster.unsteady(rounds.view, self._outbox.now_s)
         mine = replace(rounds.freeze(), step=self._contributions.step, unsteady=unsteady)
-        size, votes = self._rules.ranks_per_replica, rounds.signed_votes()
+        size = self._rules.ranks_per_replica
         self._began_s = self._news_s = self._outbox.now_s
-        self.known = Change(mine, rounds.view, size, self._policies.quorum, why, votes)
+        self.known = Change(mine, rounds.view, size, self._policies.quorum, why)
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))
         return self.known
 
@@ -147,8 +142,6 @@ class ViewChange:
             before, accepted = change.mine, dict[int, Report]()
             for rank in sorted(self._unsettled):
                 report = self._received[rank]
-                if report.shown:
-                    report = replace(report, shown=frozenset(filter(rounds.is_vote, report.shown)))
                 accepted[rank] = believed(
                     report, before, sender=rules.replica_of(rank), me=rules.replica, hears=is_heard
                 )
@@ -161,7 +154,7 @@ class ViewChange:
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             late = {late for _, late in change.mine.behind} - mine - {rules.replica}
             if late:
-                spoilt = {each for each in late if self._contributions.misbehaviour.may_be_spoiler(each)}
+                spoilt = {each for each in late if self._contributions.spoilers.may_be(each)}
                 late &= rounds.late_contributors() | rounds.late_voters() | spoilt
             pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_connected(each)}
             unheard = {each for _, each in pairs - change.mine.unheard} - {rules.replica}
@@ -204,5 +197,4 @@ class ViewChange:
             self.agreed = mine.agreed.following.view
         others = filter(answers, rules.ranks(change.staying))
         self._awaited = {each for each in others if each not in self._received or not self._received[each].covers(mine)}
-        heard = {rank: report.own_digest for rank, report in self._received.items()} if self._stopped_waiting else {}
-        self._outbox.send(change.audience, change_message(replace(mine, heard=heard), change.why))
+        self._outbox.send(change.audience, change_message(mine, change.why))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Sequence
 
 from diloco.membership import Report, enough_without, names_of
@@ -138,9 +137,6 @@ class ViewEnds:
             why = self.closed_to_joiners or str(self._views.failure or "this replica is still joining")
             refused = {"kind": "refused", "reason": why, "for_good": self._views.failure is not None}
             self._outbox.send([rank], refused)
-        elif out_s := self._views.contributions.misbehaviour.banned_for_s(replica, self._outbox.now_s):
-            why = f"replica {replica} has spoilt rounds and may rejoin in {math.ceil(out_s)} s"
-            self._outbox.send([rank], {"kind": "refused", "reason": why, "for_good": False})
         elif (
             (not self._views.change.accepts_joiners and replica not in self._joining.union(self._views.view.members))
             or len(self._joining - {replica}) >= _MOST_AT_ONCE

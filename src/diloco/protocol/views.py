@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Unpack
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.membership import News, NextView, Rounds, View, byzantine_quorum
+from diloco.membership import News, NextView, Rounds, View, byzantine_quorum, could_follow
 from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox, Submitted, ViewBegan
 from diloco.protocol.messages import ChangeReport, Leaving, adopted_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules, exclusion_reason, stop_error
-from diloco.protocol.third_party_reports import could_follow
 from diloco.protocol.view_change import ViewChange
 
 __all__ = ["ViewManager"]

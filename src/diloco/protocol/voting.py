@@ -8,14 +8,12 @@ from typing import Literal
 
 from diloco.algorithm import Verdict
 from diloco.errors import TransportError
-from diloco.membership import Lateness, Report, Rounds, SignedVote, View, Vote, tally
+from diloco.membership import Lateness, Report, Rounds, View, Vote, tally
 from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.events import Outbox, RoundsSpoilt
-from diloco.protocol.messages import RoundVote, vote_text
-from diloco.protocol.misbehaviour import Misbehaviour
-from diloco.protocol.round_state import Decided, RoundState
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.round_state import Decided, RoundState, Spoilers
 from diloco.protocol.rules import Rules, disputed_reason, spoilt_reason
-from diloco.protocol.signing import is_signed
 
 __all__ = ["Voting"]
 
@@ -33,7 +31,7 @@ class Voting:
         outbox: receives actions and events.
         void: rounds of earlier views that others have decided void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        misbehaviour: the faults of members in rounds; rounds add to it.
+        spoilers: the members whose contributions could not be used; rounds add to it.
     """
 
     def __init__(
@@ -44,13 +42,13 @@ class Voting:
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
-        misbehaviour: Misbehaviour,
+        spoilers: Spoilers,
     ) -> None:
         self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self.ranks = rules.ranks(view.members)
         self.decided = Decided(void)  # the recently committed rounds, and the void ones
         self.has_state_of = has_state_of
-        self.misbehaviour = misbehaviour
+        self.spoilers = spoilers
         self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
@@ -63,14 +61,12 @@ class Voting:
         self.frozen = True
         rank = self._rules.rank
         undecided = [state for state in states if state.committed is None and rank in state.votes]
-        against = [state.signed_votes().get(state.against) for state in states if state.against is not None]
         return Report(
             rank,
             self.view.id,
             commits=self.decided.commits,
             void=self.decided.void.union(state.key for state in undecided if state.disputed),
             voted={state.key: state.votes[rank].digest for state in undecided},
-            shown=frozenset(vote for vote in against if vote is not None),
         )
 
     def note_refusal(self, refusal: str) -> None:
@@ -93,20 +89,13 @@ class Voting:
         premature, state.premature = state.premature, {}
         for sender, round_vote in premature.items():
             self.count(state, sender, round_vote)
-        withdrawn = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
-        self.misbehaviour.count("missed", withdrawn)
         self.note_spoilers(verdict.refused, verdict.reason)
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
         """Record that replicas have spoilt a round for ``reason``, and have those excluded that did so too often."""
-        too_often = self.misbehaviour.note(spoilers) - {self._rules.replica}
+        too_often = self.spoilers.note(spoilers) - {self._rules.replica}
         if too_often:
             self._outbox.queue.append(RoundsSpoilt(self.view.id, too_often, spoilt_reason(too_often, reason)))
-
-    def note_against(self, state: RoundState) -> None:
-        """Count the replica whose vote made a round void to which this rank had no objection, unless counted before."""
-        if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
-            self.misbehaviour.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Pass the verdict to the round's exchange, if that is still running."""
@@ -116,10 +105,9 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Sign and send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
+        """Send a vote, unless this rank has voted or may not; void rounds get votes, too, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
-        vote = vote.signed(self.view.id, self._rules.secret)
         self.broadcast(vote.to_message(self.view.id))
         if state.committed is not None:
             state.votes[self._rules.rank] = vote.vote
@@ -149,23 +137,14 @@ class Voting:
             return  # nothing follows before all have voted
         tallied = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
         if tallied.committed is False and self._rules.rank not in state.votes:
-            state.against = sender
             # a replica named as diverged must wait for the headers with this vote as well
             self.cast(replace(round_vote, vote=Vote(False, reason=tallied.reason)), state)
         if tallied.committed is not None and state.committed is None:
             self.decide(state, tallied.committed, tallied.reason)
         if tallied.disputed and not state.disputed:
-            state.disputed, state.against = True, sender
-            self.misbehaviour.count("against", {self._rules.replica_of(sender)})
+            state.disputed = True
             words = disputed_reason(state.id, tallied.reason)
             self._outbox.queue.append(RoundsSpoilt(self.view.id, frozenset(), words))
-
-    def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
-        """Return whether a rank has cast this vote on a round known to this rank."""
-        if state is None or vote.rank not in state.headers:
-            return False
-        words = vote_text(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
-        return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """Commit the round, or declare it void for ``reason``; ``failure`` is what this rank gets in that case."""
@@ -175,8 +154,6 @@ class Voting:
             self.decided.commit(state.key, state.votes[self._rules.rank].digest)
         else:
             self.decided.call_off(state.key)
-            if state.begun is not None and self._outbox.now_s - state.begun.sent_s >= self._rules.round_timeout_s / 2:
-                self.misbehaviour.count("missed", state.missing(self.ranks, self._rules))
         if state.begun is not None:
             self.conclude(state, failure)
 
@@ -223,14 +200,10 @@ class Voting:
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """Call `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
-        absent, silent, unheard = state.look(self.ranks, self._rules, self._message_counts)
-        self.misbehaviour.count("late", absent | silent)
-        return absent, silent, unheard
+        return state.look(self.ranks, self._rules, self._message_counts)
 
     def await_votes(self, state: RoundState) -> frozenset[int]:
         """Look for missing votes on a round, and set the timer for the next look. Return the replicas that are late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        late = state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
-        self.misbehaviour.count("late", late)
-        return late
+        return state.vote_lateness.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))

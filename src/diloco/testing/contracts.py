@@ -14,16 +14,6 @@ from torch import Tensor, nn
 from diloco.algorithm import AverageRule, Codec, MergeRule, OuterOptimizer, OuterState
 from diloco.errors import CodecError, ContractError
 
-__all__ = [
-    "check_average_rule",
-    "check_codec",
-    "check_inner_optimizer",
-    "check_merge_rule",
-    "check_outer_optimizer",
-    "same_bits",
-    "spread_values",
-]
-
 _SIZE = 1001  # number of values of a test
 _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 

@@ -13,7 +13,7 @@ from diloco.algorithm import (
     OUTER_OPTIMIZERS,
     AverageRule,
     Codec,
-    Fragment,
+    FragmentLayout,
     MeanEncoding,
     MergeRule,
     OuterOptimizer,
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[Fragment, ...]:
+def make_fragments(settings: SyncSettings, model: LanguageModel) -> tuple[FragmentLayout, ...]:
     """Partition ``model`` into fragments as resolved ``settings`` say.
 
     Raises:

@@ -13,11 +13,11 @@ import torch
 from diloco.checkpoint import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, RunFinishedError, TransportError
 from diloco.events import Event, Note, ViewChanged
-from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.local_replica import Replica
+from diloco.train.description import diff
+from diloco.train.fleet import PeerFleet
+from diloco.train.replica import Replica
 from diloco.train.resuming import checkpoint_home
 from diloco.train.session import Session
-from diloco.train.session_reports import model_fingerprint
 from diloco.train.session_state import load_session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
@@ -191,9 +191,9 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
         totals.steps = fleet.join(timeout_s)
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # an estimate of what the others trained
     if replica.diloco is not None:
-        shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.shared.begun_after)
+        shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.recovery.begun_after)
         replica.diloco.steps = totals.steps - shared_start
-    replica.sampler.join_at(totals.steps, replica.diloco.shared.data_order if replica.diloco else "")
+    replica.sampler.join_at(totals.steps, replica.diloco.recovery.data_order if replica.diloco else "")
 
 
 def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
@@ -249,17 +249,9 @@ def _newest_of_all(fleet: PeerFleet) -> int:
 
 
 def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of different data or a different model."""
-    fingerprint = checkpoint.about.get("corpus")
-    if fingerprint != session.corpus.fingerprint:
+    """Refuse a checkpoint of different data or a different model. `DiLoCo` compares what concerns its own state."""
+    if difference := diff(session.identity, checkpoint.fact("identity", dict), ("model", "data")):
         raise CheckpointError(
-            f"{checkpoint.path} was saved with data of fingerprint {fingerprint}, but the data now has fingerprint "
-            f"{session.corpus.fingerprint}. Use the same files and tokeniser."
-        )
-    mine = model_fingerprint(session.replicas[0].state.parameters)
-    fingerprint = checkpoint.about.get("model_fingerprint")
-    if fingerprint not in (None, mine):
-        raise CheckpointError(
-            f"{checkpoint.path} belongs to a model of {fingerprint}, but this run has a model of {mine}. Use the "
-            "model with which the run started, from the same source."
+            f"{checkpoint.path} was saved by a run with {difference}. Use the model, the files and the tokeniser with "
+            "which the run started. Nothing was loaded."
         )

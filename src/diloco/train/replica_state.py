@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from diloco.errors import CheckpointError
 from diloco.outer import DiLoCo
 from diloco.train.inner import InnerLoop
 
-__all__ = ["ReplicaState", "with_rounds_void"]
+__all__ = ["ReplicaState"]
 
-_OF_RANKS = ("fragments", "codecs", "in_flight")
-"""The keys in the state of a `DiLoCo` that differ between ranks."""
+_VALUES = ("global_params", "slots", "residual")
+_OF_RANKS = ("in_flight", "candidate")
+"""The keys in the state of a fragment that have the shape of its parameters, and those that only its rank can use."""
 
 
 class ReplicaState:
@@ -34,7 +35,7 @@ class ReplicaState:
         self.diloco = diloco
         self.names = {id(parameter): name for name, parameter in named_parameters(inner.model).items()}
         # those that were trainable at the start, in the order of the model: one frozen since stays in the state
-        trained = inner.parameters if diloco is None else diloco.outer_loop.named_parameters()
+        trained = inner.parameters if diloco is None else diloco.named_parameters()
         self.parameters = {name: trained[name] for name in self.names.values() if name in trained}
 
     def values(self) -> dict[str, Tensor]:
@@ -56,7 +57,7 @@ class ReplicaState:
         """
         if self.diloco is None:
             return {name: parameter.detach() for name, parameter in self.parameters.items()}
-        named = self.diloco.outer_loop.named_global_params()
+        named = self.diloco.named_global_params()
         return {name: self._laid_out(values, name) for name, values in named.items()}
 
     def common(self) -> dict[str, Any]:
@@ -75,9 +76,8 @@ class ReplicaState:
         """Return the state that only this rank can use, as a nested state."""
         if self.diloco is None:
             return {}
-        state = self.diloco.state_dict()
-        candidates = [None if codec is None else codec.get("candidate") for codec in state["codecs"]]
-        return {"in_flight": state["in_flight"], "candidates": candidates}
+        fragments = self.diloco.state_dict()["fragments"]
+        return {"fragments": [{name: fragment[name] for name in _OF_RANKS} for fragment in fragments]}
 
     def load(
         self,
@@ -130,22 +130,21 @@ class ReplicaState:
         if self.diloco is None:
             return {}
         values = {f"global/{name}": value for name, value in self.global_params().items()}
-        codecs = self.diloco.state_dict()["codecs"]
-        for fragment, codec in zip(self.diloco.fragments, codecs, strict=True):
-            flat = {f"outer/{slot}": v for slot, v in self.diloco.outer_loop.outer_states[fragment.index].slots.items()}
-            if codec is not None:
-                flat["residual"] = codec["residual"]
+        for fragment in self.diloco.fragments:
+            flat = {f"outer/{slot}": vector for slot, vector in fragment.state.outer.slots.items()}
+            if fragment.residual is not None:
+                flat["residual"] = fragment.residual
             for kind, vector in flat.items():
-                for name, piece in fragment.named(vector).items():
+                for name, piece in fragment.layout.named(vector).items():
                     values[f"{kind}/{name}"] = self._laid_out(piece, name)
         return values
 
     def _common_of(self, diloco: DiLoCo) -> dict[str, Any]:
         state = diloco.state_dict()
-        kept = {name: value for name, value in state.items() if name not in _OF_RANKS}
-        kept["outer_steps"] = [fragment["outer_step"] for fragment in state["fragments"]]
-        kept["rounds_in_flight"] = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
-        return kept
+        own = (*_VALUES, *_OF_RANKS)
+        fragments = [{name: v for name, v in fragment.items() if name not in own} for fragment in state["fragments"]]
+        flights = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
+        return {**state, "fragments": fragments, "rounds_in_flight": flights}
 
     def _make_slots(self, saved: SavedValues) -> dict[str, tuple[str, str, Tensor]]:
         """Return the parameter, slot and an empty tensor for each saved value of the inner optimizer, by name."""
@@ -175,38 +174,22 @@ class ReplicaState:
         own: Mapping[str, Any] | None,
         same_replicas: bool,
     ) -> tuple[RoundId, ...]:
-        now = diloco.state_dict()
-        rounds = own if same_replicas else None
+        rounds = own["fragments"] if own is not None and same_replicas else None
         void = () if rounds is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
-        candidates = rounds["candidates"] if rounds is not None else [None] * len(diloco.fragments)
-        # the values have already been loaded in place, so loading them from `now` changes nothing
-        state = {
-            **common,
-            "fragments": [
-                {**fragment, "outer_step": outer_step}
-                for fragment, outer_step in zip(now["fragments"], common["outer_steps"], strict=True)
-            ],
-            "codecs": [
-                None if codec is None else _with_candidate(codec["residual"], candidate)
-                for codec, candidate in zip(now["codecs"], candidates, strict=True)
-            ],
-            "in_flight": rounds["in_flight"] if rounds is not None else [],
-        }
-        diloco.load_state_dict(with_rounds_void(state, void))
+        lost: dict[int, Mapping[str, Any]] = {r.fragment: {"in_flight": {"outer_step": r.outer_step}} for r in void}
+        # the values have already been loaded in place, so loading them from here changes nothing
+        fragments = [
+            {**{name: now[name] for name in _VALUES}, **dict.fromkeys(_OF_RANKS), **saved, **more}
+            for now, saved, more in zip(
+                diloco.state_dict()["fragments"],
+                common["fragments"],
+                rounds if rounds is not None else [lost.get(fragment.index, {}) for fragment in diloco.fragments],
+                strict=True,
+            )
+        ]
+        diloco.load_state_dict({**common, "fragments": fragments}, resubmit=rounds is not None)
         return void
-
-
-def with_rounds_void(state: Mapping[str, Any], void: Sequence[RoundId]) -> dict[str, Any]:
-    """Return a state of `DiLoCo` in which the rounds ``void`` count as finished instead of in flight."""
-    finished = list(state["finished_rounds"])
-    for round_id in void:
-        finished[round_id.fragment] = round_id.outer_step + 1
-    return {**state, "finished_rounds": finished, "rounds_void": int(state["rounds_void"]) + len(void)}
 
 
 def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
-
-
-def _with_candidate(residual: Tensor, candidate: Tensor | None) -> dict[str, Tensor]:
-    return {"residual": residual} | ({} if candidate is None else {"candidate": candidate})

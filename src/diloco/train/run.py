@@ -11,51 +11,45 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import torch
 
 from diloco.algorithm import check_buffers, data_parallel_bytes
-from diloco.checkpoint import open_checkpoint, write_whole
+from diloco.checkpoint import open_checkpoint, whole, write_whole
+from diloco.cores import usable_cores
 from diloco.data import Corpus, build_chat_corpus, build_corpus, open_stream
-from diloco.devices import use_device
+from diloco.devices import choose_threads, use_device
 from diloco.errors import TransportError
-from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
-from diloco.model import (
-    LanguageModel,
-    ModelSection,
-    base_digest,
-    build_language_model,
-    check_vocabulary,
-    with_vocabulary,
+from diloco.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Interrupted,
+    Note,
+    RunFinished,
+    RunStarted,
+    SampleGenerated,
+    Sink,
 )
-from diloco.outer import frozen_digests
+from diloco.model import ModelSection, check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
-from diloco.train.components import make_transport, outline, stored_definition
-from diloco.train.dynamic_steps import make_pace
-from diloco.train.environment import describe_environment
-from diloco.train.fleet.base import Fleet, InProcessFleet
-from diloco.train.fleet.peer_fleet import PeerFleet
+from diloco.train.components import make_configured_codec, make_transport, outline, stored_definition
+from diloco.train.description import describe, describe_environment, identity, untrained_digest
+from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.joining import find_beginning, follow_views
-from diloco.train.session import Session
-from diloco.train.session_reports import (
-    checkpoint_about,
-    evaluate_session,
-    handshake_facts,
-    leave_adapter,
-    run_facts,
-    run_summary,
-    sample_session,
-)
+from diloco.train.replica import seed_process
+from diloco.train.session import DynamicSteps, Session
 from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
-from diloco.train.torch_threads import choose_threads
-from diloco.trained import read_weights
+from diloco.trained import evaluate, generate, mean_evaluation, read_weights
+from diloco.units import format_count
 
 __all__ = ["run_training"]
 
+SAMPLE_TOKENS = 200
 
 Meet = Callable[[Mapping[str, str], Path], PeerFleet]
-"""Connects this rank to the others and returns its fleet, from the facts to agree on and the rank's run folder."""
+"""Connects this rank to the others and returns its fleet, from the identity of the run and the rank's run folder."""
 
 
 def run_training(
@@ -84,18 +78,22 @@ def run_training(
         DiLoCoError: if the run fails; the subclass says why. Complete checkpoints remain.
     """
     choose_threads()
+    seed_process(settings.seed)
     device = use_device(settings.train.device)
     corpus = _read_corpus(settings)
-    settings = _with_vocabulary(settings, corpus.tokenizer.vocab_size)
+    model = with_vocabulary(settings.model.settings, corpus.tokenizer.vocab_size)
+    if model is not settings.model.settings:
+        settings = dataclasses.replace(settings, model=ModelSection.of(model))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless, {})
     initial = read_weights(settings.train.init_from, settings.model.settings) if settings.train.init_from else None
     definition = stored_definition(settings)
-    base = _base_digest(settings, weightless, definition) if meet else ""
-    peers = meet(handshake_facts(settings, weightless, corpus.fingerprint, base), folder) if meet else None
-    fleet: Fleet = peers or InProcessFleet(make_transport(settings))
+    base = untrained_digest(settings, weightless, definition) if meet else ""
+    mine = identity(settings, weightless, corpus.fingerprint, base)
+    peers = meet(mine, folder) if meet else None
+    fleet: Fleet = peers or Fleet(make_transport(settings))
     session: Session | None = None
 
     def emit(event: Event) -> None:
@@ -104,9 +102,9 @@ def run_training(
             peers.publish(event)
 
     try:
-        session = Session(settings, corpus, fleet, device, emit, initial, definition)
-        if peers:
-            session.pace = make_pace(settings, session.replicas[0].number, peers)
+        session = Session(settings, corpus, fleet, device, emit, initial, definition, mine)
+        if peers and settings.network.straggler == "dynamic":
+            session.pace = DynamicSteps(session.replicas[0].number, settings.sync.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, emit)
         with fleet.group.all_or_none():
@@ -121,23 +119,6 @@ def run_training(
         if session is not None:
             session.close()
         fleet.close()
-
-
-def _with_vocabulary(settings: RunSettings, tokens: int) -> RunSettings:
-    model = with_vocabulary(settings.model.settings, tokens)
-    return settings if model is settings.model.settings else dataclasses.replace(settings, model=ModelSection.of(model))
-
-
-def _base_digest(settings: RunSettings, weightless: LanguageModel, definition: Mapping[str, Any] | None) -> str:
-    """Return a digest of the values that every replica begins with and none trains, or "" if there are none.
-
-    They are the stored weights, or what the user's own model freezes.
-    """
-    stored = base_digest(settings.model.settings, definition)
-    if stored or all(parameter.requires_grad for parameter in weightless.parameters()):
-        return stored
-    frozen = frozen_digests(build_language_model(settings.model.settings, seed=settings.seed, definition=definition))
-    return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
 def _read_corpus(settings: RunSettings) -> Corpus:
@@ -174,7 +155,9 @@ class _Run:
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         session, fleet, peers = self.session, self.session.fleet, self.peers
-        self._emit_start(notes)
+        self._emit_start()
+        for note in notes:
+            self.emit(Note(step=self.step, text=note))
         with StopRequest(peers.leave_soon if peers else lambda: None) as stop:
             if peers and self.step < self.settings.train.steps:
                 peers.wait_for_start(lambda: stop.signal is not None)
@@ -197,11 +180,11 @@ class _Run:
             if not interrupted and fleet.leads:
                 evaluation = self._evaluate(final=True)
             if finished and fleet.leads:
-                self._sample(final=True)
+                self._sample()
             if finished:
-                leave_adapter(session, self.home)
+                self._leave_adapter()
         self._count_time()
-        summary = run_summary(session, self.folder, evaluation, interrupted)
+        summary = self._summary(evaluation, interrupted)
         if finished and peers:
             peers.tell_finished()
         fleet.finish()
@@ -254,9 +237,27 @@ class _Run:
     def _count_time(self) -> None:
         self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
 
-    def _emit_start(self, notes: Sequence[str]) -> None:
+    def _emit_start(self) -> None:
         settings, session, first = self.settings, self.session, self.session.replicas[0].diloco
-        facts, details = run_facts(session, self.folder)
+        data, _, more = session.corpus.description().partition("; ")
+        threads, cores, peak = torch.get_num_threads(), usable_cores(), session.peak_flops_per_s
+        device = f"{session.device}, {threads} thread{'' if threads == 1 else 's'}"
+        device += "" if threads == cores else f" on {cores} cores"
+        device += f", {format_count(peak)} operations/s at most" if peak is not None else ""
+        codec = make_configured_codec(settings.sync)
+        facts = {
+            "data": data,
+            **describe(settings, session.replicas[0].model),
+            "device": device,
+            **session.fleet.facts(),
+            "run folder": str(self.folder),
+        }
+        details = {
+            "further data": more,
+            **({"codec kernels": codec.implementation} if codec.parameters() else {}),
+            **session.identity,
+            **session.fleet.details(),
+        }
         self.emit(
             RunStarted(
                 step=self.step,
@@ -267,7 +268,7 @@ class _Run:
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,
-                peak_flops_per_s=session.peak_flops_per_s,
+                peak_flops_per_s=peak,
                 data_parallel_bytes_per_step=data_parallel_bytes(
                     session.replicas[0].model.num_trained(), settings.network.replicas, 1
                 ),
@@ -279,25 +280,59 @@ class _Run:
                 rounds_void=first.rounds_void if first else 0,
             )
         )
-        for note in notes:
-            self.emit(Note(step=self.step, text=note))
 
     def _evaluate(self, *, final: bool) -> Evaluated:
-        evaluation, totals = evaluate_session(self.session, final=final), self.session.totals
-        if math.isfinite(evaluation.heldout_loss):
+        """Evaluate the global parameters, or average over independent replicas."""
+        settings, corpus, totals = self.settings, self.session.corpus, self.session.totals
+        with self.session.evaluated_models() as models:
+            evaluations = [
+                evaluate(
+                    model,
+                    corpus.tokenizer,
+                    corpus.heldout,
+                    sequence_length=settings.train.sequence_length,
+                    batch_size=settings.train.batch_size * 8,
+                    sequences=settings.evaluation.sequences,
+                    document_masks=settings.data.document_masks,
+                )
+                for model in models
+            ]
+        mean = mean_evaluation(evaluations)
+        if math.isfinite(mean.loss):
             best = totals.best_heldout_loss
-            totals.best_heldout_loss = min(evaluation.heldout_loss, math.inf if best is None else best)
+            totals.best_heldout_loss = min(mean.loss, math.inf if best is None else best)
+        evaluation = Evaluated(
+            step=self.step,
+            heldout_loss=mean.loss,
+            perplexity=mean.perplexity,
+            bits_per_byte=mean.bits_per_byte,
+            heldout_tokens=mean.tokens,
+            final=final,
+        )
         self.emit(evaluation)
         return evaluation
 
-    def _sample(self, *, final: bool) -> None:
-        for sample in sample_session(self.session, final=final):
-            self.emit(sample)
+    def _sample(self) -> None:
+        """Generate a sample for each prompt with the first model, from a generator that training does not use."""
+        session, tokenizer = self.session, self.session.corpus.tokenizer
+        generator = torch.Generator(session.device).manual_seed(self.settings.seed)
+        for prompt in self.settings.evaluation.sample_prompts:
+            with session.evaluated_models() as models:
+                tokens = generate(
+                    models[0],
+                    tokenizer.encode(prompt) or [tokenizer.eos_id],
+                    generator,
+                    max_new_tokens=SAMPLE_TOKENS,
+                    stop_tokens=[tokenizer.eos_id],
+                    window=self.settings.train.sequence_length,
+                    agreed=session.fleet.group.share,
+                )
+                text = tokenizer.decode(list(tokens))
+            self.emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=True))
 
     def _save(self) -> None:
         started_s = time.perf_counter()
-        about = checkpoint_about(self.session)
-        path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
+        path = save_session(self.session, self.home / "checkpoints", self.settings.checkpoint.keep)
         size_bytes, free_bytes = self.session.fleet.group.done_by_leader(
             lambda: [open_checkpoint(path).size_bytes, shutil.disk_usage(path).free]
         )
@@ -306,3 +341,50 @@ class _Run:
             CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)
         )
         self.saved_at = self.step
+
+    def _leave_adapter(self) -> None:
+        """Save a model with adapters in the format of ``peft``, with the tokeniser. Call it on all ranks."""
+        model: Any = self.session.replicas[0].model
+        if getattr(model, "adapters", None) is None:
+            return
+        from diloco.model import ADAPTER_FOLDER, save_adapter
+
+        values = {name: whole(value) for name, value in self.session.global_params().items()}
+
+        def save() -> None:
+            save_adapter(self.home / ADAPTER_FOLDER, model, values)
+            self.session.corpus.tokenizer.save(self.home / ADAPTER_FOLDER)
+
+        self.session.fleet.group.done_by_leader(save)
+
+    def _summary(self, evaluation: Evaluated | None, interrupted: str | None) -> dict[str, Any]:
+        """Return the summary of the run as JSON. Call it on all ranks of a replica."""
+        session, totals, settings = self.session, self.session.totals, self.settings
+        first, model, replicas = session.replicas[0].diloco, session.replicas[0].model, settings.network.replicas
+        sent_bytes, received_bytes = session.traffic()
+        spent_s = totals.compute_s + totals.exchange_s
+        return {
+            "heldout_loss": evaluation.heldout_loss if evaluation else None,
+            "perplexity": evaluation.perplexity if evaluation else None,
+            "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+            "tokens": session.tokens,
+            "steps": self.step,
+            "algorithm": settings.algorithm,
+            "num_replicas": replicas,
+            "parameters": model.num_parameters(),
+            "sent_bytes_per_replica": sent_bytes,
+            "received_bytes_per_replica": received_bytes,
+            "data_parallel_bytes_per_replica": data_parallel_bytes(model.num_trained(), replicas, self.step),
+            "shared_start_steps": min(self.step, settings.train.data_parallel_steps),
+            "shared_start_sent_bytes_per_replica": totals.shared_start_sent_bytes if first else sent_bytes,
+            "compute_utilization": session.compute_utilization(),
+            "wall_s": totals.wall_s,
+            "tokens_per_s": session.tokens / spent_s if spent_s else None,
+            "model_flops_utilization": session.flops_utilization(spent_s, self.step) if session.pace is None else None,
+            "rounds_committed": first.rounds_committed if first else 0,
+            "rounds_void": first.rounds_void if first else 0,
+            "global_params_digest": session.global_digest(),
+            "epochs": dict(session.replicas[0].sampler.epochs),
+            "interrupted": interrupted,
+            "out": str(self.folder),
+        }

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm import digest_tensors, named_parameters
+from diloco.algorithm import StepRate, digest_tensors, named_parameters, steps_to_train, trains_at
 from diloco.checkpoint import Whole
 from diloco.data import Corpus
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
+from diloco.membership import View
 from diloco.model import LanguageModel
 from diloco.outer import DiLoCo
 from diloco.train.data_parallel import average_gradients
-from diloco.train.dynamic_steps import DynamicSteps
-from diloco.train.fleet.base import Fleet
+from diloco.train.fleet import Fleet, PeerFleet
 from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.local_replica import Replica, ReplicaMaker, share_global_state
+from diloco.train.replica import Replica, ReplicaMaker
 from diloco.train.settings import RunSettings
 
-__all__ = ["Session", "Totals"]
+__all__ = ["DynamicSteps", "Session", "Totals"]
 
 
 @dataclass
@@ -42,6 +42,66 @@ class Totals:
     best_heldout_loss: float | None = None
 
 
+class DynamicSteps:
+    """The scheduled steps that a replica of a swarm trains, from its own speed and the speeds of the others (DyLU).
+
+    A slow replica trains an evenly spaced share of the steps. A skipped step only advances the schedule: learning rate,
+    rounds and data continue as on every other replica, and its sequences are not trained in this epoch.
+
+    Args:
+        inner_steps: H.
+    """
+
+    def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
+        self._replica = replica
+        self._inner_steps = inner_steps
+        self._others = others
+        self._rate = StepRate()
+        self._announced: tuple[int, View] | None = None  # the step and view of the last announcement
+
+    def trains(self, step: int) -> bool:
+        """Return whether this replica trains scheduled step ``step`` (counted from 0), the next to begin."""
+        return self._trains(self._replica, step)
+
+    def members_training(self, step: int, *, trained: bool) -> int:
+        """Return how many members train scheduled step ``step``, as far as this replica knows.
+
+        Args:
+            trained: whether this replica trained it.
+        """
+        others = (member for member in self._others.view.members if member != self._replica)
+        return trained + sum(self._trains(member, step) for member in others)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the scheduled steps that this replica trains now."""
+        return self.steps_of(self._replica) / self._inner_steps
+
+    def trained(self, compute_s: float) -> None:
+        """Record a trained step that took ``compute_s`` seconds of pure compute."""
+        self._rate.add(compute_s)
+
+    def announce(self, step: int) -> None:
+        """Announce this replica's speed after scheduled step ``step``: once every H steps and after a view change."""
+        speed, view = self._rate.steps_per_s, self._others.view
+        if speed is None:
+            return
+        if self._announced is None or self._announced[1] != view or step - self._announced[0] >= self._inner_steps:
+            self._announced = step, view
+            self._others.announce_speed(speed)
+            self._others.note(pace=self.fraction)
+
+    def _trains(self, replica: int, step: int) -> bool:
+        return trains_at(step, self.steps_of(replica), self._inner_steps)
+
+    def steps_of(self, replica: int) -> int:
+        """Return how many of H scheduled steps a member trains, as far as this replica knows."""
+        known = dict(self._others.speeds())
+        if (mine := self._rate.steps_per_s) is not None:
+            known[self._replica] = mine
+        return steps_to_train(replica, known, self._inner_steps)
+
+
 class Session:
     """The replicas of this process, which take turns: a step begins on all replicas before it is finished on any.
 
@@ -53,6 +113,7 @@ class Session:
         on_event: receives the events of the session.
         initial: initial values of the parameters by name; None: new values, or those of the model's source.
         definition: the model's definition, for `diloco.model.build.build_language_model`.
+        identity: what the run is; see `diloco.train.description`.
     """
 
     def __init__(
@@ -64,12 +125,14 @@ class Session:
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
         definition: Mapping[str, Any] | None = None,
+        identity: Mapping[str, str] | None = None,
     ) -> None:
         self.settings = settings
         self.corpus = corpus
         self.fleet = fleet
         self.device = device
         self.on_event = on_event
+        self.identity = identity or {}
         self.totals = Totals()
         self._maker = ReplicaMaker(settings, corpus, fleet, device, initial, definition)
         self.replicas: list[Replica] = []
@@ -185,10 +248,9 @@ class Session:
         If there is none yet, create it with the replica's parameters as global parameters, and admit joining replicas.
         """
         if replica.diloco is None:
-            replica.diloco = self._maker.diloco(replica, self._emit)
-            replica.diloco.shared.data_order = replica.sampler.order
-            replica.diloco.shared.begun_after = self.totals.steps
-            share_global_state(replica, self.replicas[0])
+            replica.diloco = self._maker.diloco(replica, self.replicas[0], self._emit)
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = self.totals.steps
             self.fleet.close_to_joiners("")
         return replica.diloco
 
@@ -208,7 +270,6 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()
-                share_global_state(replica, self.replicas[0])
 
     def global_params(self) -> dict[str, Tensor]:
         """Return the global parameters by name, or those of the first replica if nothing is exchanged.
@@ -291,7 +352,6 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
-                share_global_state(replica, self.replicas[0])
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()

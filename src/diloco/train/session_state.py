@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diloco.algorithm import RoundId
 from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, open_checkpoint, save_checkpoint
 from diloco.data import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.local_replica import Replica, share_global_state
-from diloco.train.replica_state import with_rounds_void
+from diloco.train.replica import Replica, load_process_random, process_random
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
 from diloco.trained import REST, rest_of_state
@@ -29,7 +30,7 @@ from diloco.trained import REST, rest_of_state
 __all__ = ["load_session", "save_session"]
 
 
-def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep: int) -> Path:
+def save_session(session: Session, folder: Path, keep: int) -> Path:
     """Save the state that the session needs to resume. Call it on all ranks of a replica.
 
     A replica in its own processes is always saved as shards, even by a single rank, so that another number of ranks can
@@ -37,18 +38,18 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
 
     Args:
         folder: the checkpoints folder.
-        about: the checkpoint's metadata.
         keep: the number of newest checkpoints to keep.
 
     Raises:
         CheckpointError: if saving failed. Earlier complete checkpoints are unchanged.
     """
-    step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
+    step = session.totals.steps
+    run = {"totals": vars(session.totals), "transport": session.fleet.state_dict(), "random": process_random()}
     rest = rest_of_state(session.replicas[0].model, session.replicas[0].state.parameters)
     agreed = {"global": session.global_params()} | ({REST: rest} if rest else {})
     if session.fleet.in_one_process:
         replicas = {f"replica-{replica.number}": _whole_state(replica) for replica in session.replicas}
-        return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about, keep=keep)
+        return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about(session), keep=keep)
     (replica,), name = session.replicas, f"replica-{session.replicas[0].number}"
     own = {"diloco": replica.state.own(), "random": replica.random_state.state_dict()}
     return save_checkpoint(
@@ -57,10 +58,32 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
         {"run": run, name: {"common": replica.state.common(), "sampler": replica.sampler.state_dict()}},
         shards={name: Shards(replica.state.values(), own, _num_shards(session))},
         gathered=agreed,
-        about=about,
+        about=about(session),
         keep=keep,
         group=session.fleet.group,
     )
+
+
+def about(session: Session) -> dict[str, Any]:
+    """Return the metadata that can be read without loading a checkpoint, as JSON. Call it on all ranks of a replica."""
+    settings, model, diloco = session.settings, session.replicas[0].model, session.replicas[0].diloco
+    return {
+        "algorithm": settings.algorithm,
+        "num_replicas": settings.network.replicas,
+        "parameters": model.num_parameters(),
+        "sequence_length": settings.train.sequence_length,
+        "seed": settings.seed,
+        "model": settings.model.settings.described(),
+        "definition": model.definition(),
+        "identity": dict(session.identity),
+        "threads": torch.get_num_threads(),
+        "global_params_digest": session.global_digest(),
+        "fragments": [
+            {"index": f.index, "parameters": list(f.names), "numel": f.numel, "outer_step": f.state.outer.step}
+            for f in (diloco.fragments if diloco else ())
+        ],
+        "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
+    }
 
 
 def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[str, ...]:
@@ -79,6 +102,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
+    load_process_random(run["random"])
     session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":
@@ -98,12 +122,11 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
         else:
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
-            replica.diloco.shared.data_order = replica.sampler.order
-            replica.diloco.shared.begun_after = session.totals.steps - replica.diloco.steps
+            replica.diloco.recovery.data_order = replica.sampler.order
+            replica.diloco.recovery.begun_after = session.totals.steps - replica.diloco.steps
             if source != replica.number:  # a new replica keeps only the shared state
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
-        share_global_state(replica, session.replicas[0])
     lost = (f"{round_id} was in flight between other replicas and counts as void." for round_id in void)
     return (*saved.changes(), *dict.fromkeys(lost))
 
@@ -215,10 +238,9 @@ def _load_whole(
     void: tuple[RoundId, ...] = ()
     if diloco is not None:
         if saved.differ:
-            void = tuple(RoundId(int(entry["fragment"]), int(entry["outer_step"])) for entry in diloco["in_flight"])
-            codecs = [None if codec is None else {"residual": codec["residual"]} for codec in diloco["codecs"]]
-            diloco = with_rounds_void({**diloco, "codecs": codecs, "in_flight": []}, void)
-        session.begin_diloco(replica).load_state_dict(diloco)
+            flights = [(p, fragment["in_flight"]) for p, fragment in enumerate(diloco["fragments"])]
+            void = tuple(RoundId(p, int(flight["outer_step"])) for p, flight in flights if flight is not None)
+        session.begin_diloco(replica).load_state_dict(diloco, resubmit=not saved.differ)
     return void
 
 

@@ -21,9 +21,9 @@ from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
-    SIZES,
     LanguageModel,
     ModelSettings,
+    Transformer,
     build_language_model,
     is_huggingface_folder,
     native_settings,
@@ -204,7 +204,7 @@ def _load_huggingface(folder: Path, device: torch.device) -> Trained:
     settings = ModelSettings(source=f"hf:{folder}", weights="stored") if foreign else native_settings(folder)
     model = build_language_model(settings, seed=0, device=device)
     if not foreign:
-        load_parameters(model, native_weights(folder, settings))
+        load_parameters(model, native_weights(folder))
     length, weights = _USUAL_LENGTH, "as stored"
     with suppress(
         OSError, ValueError, KeyError, TypeError
@@ -231,7 +231,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         there = native_settings(path)
         if model is not None:
             _check_same(model, there, path)
-        return native_weights(path, there)
+        return native_weights(path)
     if path.suffix != ".safetensors":
         checkpoint = open_checkpoint(path)
         weights: dict[str, Tensor] = checkpoint.load("global")
@@ -243,8 +243,10 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
 
 
 def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
-    one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
-    if odd := [name for name in SIZES if getattr(one_way, name) != getattr(there, name)]:
+    own = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
+    free = {"max_sequence_length", "z_loss"}  # they don't change what the weights mean
+    names = [each.name for each in dataclasses.fields(model) if each.name not in free]
+    if odd := [name for name in names if getattr(own, name) != getattr(there, name)]:
         given = ", ".join(f"model.arguments.{name}={getattr(model, name)!r}" for name in odd)
         held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
@@ -261,6 +263,11 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         CheckpointError: names or shapes differ, or a parameter is not finite; the message names them.
     """
     parameters = trainable_parameters(model)
+    if isinstance(model, Transformer) and "embedding.weight" in values:
+        raise CheckpointError(
+            "The initial weights have the names of version 0.5. Export them with that version (diloco export --to hf), "
+            "and begin from the exported folder."
+        )
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
         values = {f"wrapped.{name}": value for name, value in values.items()}
     state = model_state(model)

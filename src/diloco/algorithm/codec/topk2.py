@@ -33,7 +33,7 @@ class TopK2(Codec):
 
     Means are taken over the integers ``floor(2^20 |x| / max|x|)``, so that they do not depend on the order of
     summation. Of equal magnitudes the one at the lower position is kept first. The codec drops 98 % of the values, so
-    use error feedback (`ErrorFeedback` with ``decay=0.95``, as in the paper).
+    use error feedback (0.95, as in the paper).
 
     The record of a tile contains ``low, high`` in two bytes each, then the ascending positions in 12 bits each, then
     the codes ``sign * 2 + is_high`` in 2 bits each. Positions and codes are packed from the low bits up. A last tile of

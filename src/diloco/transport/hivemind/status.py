@@ -11,7 +11,6 @@ from typing import Any, cast
 import xxhash
 
 from diloco.events import Event, json_ready, to_record
-from diloco.protocol import faults_message
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["PeerStatus"]
@@ -85,7 +84,6 @@ class PeerStatus:
             "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
             "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
             "codec": codec,
-            "faults": faults_message(transport.faults(), me=transport.replica),
             **self.seen,
             **({} if since is None else self.since(since)),
         }

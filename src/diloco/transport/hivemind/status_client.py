@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.protocol import GREATEST, MOST_RANK, read_faults
+from diloco.protocol import GREATEST, MOST_RANK
 from diloco.transport.connections.streams import MAX_JSON_BYTES, UNKNOWN_PEER_BYTES, within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_config import Admission, NodePlace
@@ -114,10 +114,6 @@ def _fits(name: str, value: object) -> bool:
             and len(value) <= _MOST_MEMBERS
             and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
         )
-    if name == "faults":
-        with contextlib.suppress(ValueError):
-            return isinstance(value, dict) and read_faults(value) is not None
-        return False
     if name in ("events", "kind"):
         return name == "events" and isinstance(value, list)
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GREATEST

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 from diloco.algorithm import check_choice, check_whole
 from diloco.errors import ConfigurationError, RendezvousError, nearest
 from diloco.membership import Policy
-from diloco.protocol import SECRET_BYTES, Entry, Policies, Rules
+from diloco.protocol import Entry, Policies, Rules
 from diloco.transport.connections.backoff import Backoff
 from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
@@ -149,7 +148,6 @@ class Wire:
             min_contributors=self.min_contributors,
             round_timeout_s=self.round_timeout_s,
             piece_bytes=self.piece_bytes,
-            secret=secrets.token_bytes(SECRET_BYTES),
             late_s=self.late_s,
             unsteady_s=1.5 * self.heartbeat_s,
             settle_s=self.silence_s,

@@ -15,7 +15,6 @@ from diloco.protocol import (
     Answer,
     Average,
     Entry,
-    Faults,
     Policies,
     Registry,
     Rules,
@@ -208,10 +207,6 @@ class PeerTransport(ProtocolRunner, Transport):
     def speeds(self) -> Mapping[int, float]:
         """Return the inner steps per second that other members have reported, by replica."""
         return self._machine.speeds
-
-    def faults(self) -> Mapping[int, Faults]:
-        """Return the faults of the other members, by replica, that this rank has observed in rounds."""
-        return self._machine.views.contributions.misbehaviour.faults
 
     def finish(self) -> None:
         """Wait for the others after this rank's last step, or leave if they take more steps."""

@@ -1,11 +1,15 @@
-"""Builds one replica of a run from the settings."""
+"""One replica of a run: its model, inner loop, data, random numbers and outer loop, built from the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +20,86 @@ from diloco.model import ENDS, LanguageModel, build_language_model
 from diloco.outer import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager
-from diloco.train.fleet.base import Fleet
+from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate
 from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise, prepare_model
-from diloco.train.random_state import RandomState
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.trained import load_parameters
 
-__all__ = ["Replica", "ReplicaMaker", "share_global_state"]
+__all__ = [
+    "RandomState",
+    "Replica",
+    "ReplicaMaker",
+    "load_process_random",
+    "process_random",
+    "seed_process",
+]
 
 AHEAD = 4  # default number of batches to prefetch if the data is read from files
+
+
+class RandomState:
+    """The random numbers of one replica: torch's generators of the CPU and, once it is initialised, of CUDA.
+
+    A model draws (dropout, for example) from generators that belong to the process. A replica installs its own while it
+    works, so a run gives the same bits whether or not its replicas share a process.
+    """
+
+    def __init__(self, seed: int, replica: int) -> None:
+        sequence = np.random.SeedSequence(seed, spawn_key=(replica,))
+        self._seeds = [int(each.generate_state(1, np.uint64)[0]) for each in sequence.spawn(4)[2:]]
+        self._states = [torch.Generator("cpu").manual_seed(self._seeds[0]).get_state()]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from these generators inside the block; afterwards the process has its own again."""
+        before = [generator.get_state() for generator in _generators()]
+        self._install(self._states)
+        try:
+            yield
+        finally:
+            self._states = [generator.get_state() for generator in _generators()]
+            self._install(before)
+
+    def _install(self, states: Sequence[Tensor]) -> None:
+        for generator, state in itertools.zip_longest(_generators(), states):
+            if state is None:  # CUDA has been initialised since
+                generator.manual_seed(self._seeds[1])
+            else:
+                generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": [state.clone() for state in self._states]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._states = [each.cpu().clone() for each in state["torch"]]
+
+
+def _generators() -> Sequence[torch.Generator]:
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
+    return torch.default_generator, *cuda
+
+
+def seed_process(seed: int) -> None:
+    """Seed the generators of Python and NumPy, which all replicas of this process share."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def process_random() -> dict[str, Any]:
+    """Return the state of the generators of Python and NumPy, as JSON."""
+    name, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, [int(word) for word in words], *rest]}
+
+
+def load_process_random(state: Mapping[str, Any]) -> None:
+    """Restore what `process_random` returned."""
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words), normal))
+    name, numpy_words, *rest = state["numpy"]
+    np.random.set_state((name, np.array(numpy_words, dtype=np.uint32), *rest))
 
 
 @dataclass(eq=False)
@@ -84,8 +156,8 @@ class ReplicaMaker:
                 endpoint = self.fleet.endpoint(replica.number)
                 replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
 
-    def diloco(self, replica: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
-        """Return the outer loop of a replica, whose current parameters become the global parameters.
+    def diloco(self, replica: Replica, first: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
+        """Return the outer loop of a replica. The parameters of the first replica become the global parameters.
 
         With an Apple GPU, which lacks some operations of the codecs, the global state is kept on the host.
         """
@@ -99,6 +171,8 @@ class ReplicaMaker:
             global_device="cpu" if on_host else None,
             on_event=on_event,
             compare_arguments=False,  # the replicas compared their settings when they met
+            # a replica that misses a commit by an injected fault must not see it in the state of the others
+            global_state_of=None if settings.network.faults else first.diloco,
         )
 
     def _inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
@@ -121,12 +195,6 @@ class ReplicaMaker:
             accumulation=train.gradient_accumulation,
             end_of_document=ENDS if self.corpus.train.marks_ends else end,
         )
-
-
-def share_global_state(replica: Replica, first: Replica) -> None:
-    """Make a replica share the memory of its global state with the first replica of the process."""
-    if replica.diloco and first.diloco and first is not replica:
-        replica.diloco.outer_loop.share(first.diloco.outer_loop)
 
 
 def _may_share(model: LanguageModel, settings: RunSettings) -> bool:

@@ -1,26 +1,136 @@
-"""The fleet of one replica in its own processes, which may lose the other replicas and rejoin them."""
+"""The replicas of this process and their connection to the others: in one process, or one rank of one replica."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from diloco.data import Assignment
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
 from diloco.membership import LastViews, NextView, View, enough_without
 from diloco.protocol import Fields
-from diloco.train.fleet.base import Fleet
-from diloco.transport import Connected, LeaderTransport, PeerTransport, ReplicaGroup, Transport, join
+from diloco.transport import (
+    Connected,
+    InProcessTransport,
+    LeaderTransport,
+    PeerTransport,
+    Place,
+    ReplicaGroup,
+    TcpStreams,
+    TcpWire,
+    Transport,
+    VirtualNetwork,
+    congestion_control,
+    connect_again,
+    join,
+    streams_to_each,
+)
 from diloco.waiting import waiting_for
 
-__all__ = ["PeerFleet"]
+__all__ = ["Fleet", "PeerFleet", "TorchFleet"]
 
 Answer = TypeVar("Answer")
+
+
+class Fleet:
+    """The replicas of a run that all train in this process. The subclasses replace what several processes need."""
+
+    elastic: bool = False  # whether replicas may join and leave
+    rejoins: bool = False  # whether this process searches for the other replicas after losing them
+    group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
+
+    def __init__(self, hub: InProcessTransport | None) -> None:
+        self._hub = hub
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether this process trains all replicas of the run."""
+        return self._hub is not None
+
+    @property
+    def hub(self) -> InProcessTransport:
+        """The transport of all replicas, if they train in this process."""
+        assert self._hub is not None, "the replicas have processes of their own"
+        return self._hub
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The numbers of the replicas that train in this process."""
+        return self.hub.view.members
+
+    @property
+    def num_members(self) -> int:
+        """The number of replicas in all processes: the members of an elastic fleet, else the planned number."""
+        return len(self.local)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process evaluates and reports for all replicas."""
+        return True
+
+    @property
+    def network(self) -> VirtualNetwork | None:
+        """The emulated links with a virtual clock, or None."""
+        return self._hub.rounds.network if self._hub else None
+
+    @property
+    def failure(self) -> TransportError | None:
+        """The reason why the replicas can't continue together, or None."""
+        return None
+
+    def endpoint(self, replica: int) -> Transport:
+        """Return the transport of a local replica."""
+        return self.hub.endpoint(replica)
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        """Return the new data assignments since the last call, which follow when replicas join or leave."""
+        return ()
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Return the step after which all replicas stop, or None if no process wants to stop.
+
+        Args:
+            wanted: whether this process wants to stop.
+        """
+        return step if wanted else None
+
+    def close_to_joiners(self, reason: str) -> None:
+        """Refuse replicas that ask to join, giving ``reason``; "" admits them again."""
+        return None
+
+    def facts(self) -> dict[str, str]:
+        """Return what identifies this replica, to print at the start, by name."""
+        return {}
+
+    def details(self) -> dict[str, str]:
+        """Return facts about the connection to the other replicas, by name."""
+        return {}
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the replicas that have one, by number; no two are the same."""
+        return {}
+
+    def finish(self) -> None:
+        """Wait until the other replicas have finished too, then disconnect."""
+        return None
+
+    def close(self) -> None:
+        """Disconnect at once."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the connection for a checkpoint."""
+        return self.hub.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self.hub.load_state_dict(state)
 
 
 class PeerFleet(Fleet):
@@ -41,6 +151,7 @@ class PeerFleet(Fleet):
     _endpoint: Transport
 
     def __init__(self, connected: Connected | None, group: ReplicaGroup | None = None, *, led: bool = False) -> None:
+        super().__init__(None)
         self.group = group or ReplicaGroup()
         self._led = self.group if led else ReplicaGroup()
         self._talks = connected is not None
@@ -219,12 +330,12 @@ class PeerFleet(Fleet):
         if not self.joining:
             self.load_state_dict(state)
 
-    @abc.abstractmethod
     def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
         """Close the transport and find the others, or found the view after ``views`` with replicas that also search.
 
         After a failure, only what keeps this process reachable at its address stays open for the next attempt.
         """
+        raise NotImplementedError
 
     def gather(self, timeout_s: float) -> None:
         """Wait in a founded view until the replicas outside it are too few to continue from the lost view.
@@ -271,3 +382,83 @@ class PeerFleet(Fleet):
                 self._news.append(dataclasses.replace(following, reason=self.transport.reason))
             self._changed.notify_all()
             return {"gathers": list(self._lost_view.members) if lacks and self._lost_view else []}
+
+
+class TorchFleet(PeerFleet):
+    """A replica of a run with a fixed number of replicas.
+
+    Args:
+        connected: the connection to the other replicas; None on a rank for which position 0 of its replica
+            communicates.
+    """
+
+    def __init__(
+        self, connected: Connected | None, place: Place, wire: TcpWire, group: ReplicaGroup | None = None
+    ) -> None:
+        self._place = place
+        self._wire = wire
+        self._listening: socket.socket | None = None
+        self.rejoins = wire.comes_back
+        super().__init__(connected, group, led=group is not None and group.size > place.ranks_per_replica)
+
+    @property
+    def num_members(self) -> int:
+        return self._place.num_replicas
+
+    def _connect_again(self, views: LastViews, patience_s: float) -> Connected:
+        if self._listening is None:
+            self._listening = cast(TcpStreams, self.transport.connections.streams).keep()
+        self.transport.close()
+        listening = self._listening.dup()
+        connected = connect_again(self._place, self._wire, self.connected, listening, views, patience_s)
+        self._stop_listening()
+        return connected
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        wanted = self._led.any(wanted)
+        return self._ask(lambda: self._agreed_stop_step(step, wanted=wanted))
+
+    def _agreed_stop_step(self, step: int, *, wanted: bool) -> int | None:
+        transport = self.transport
+        if wanted and self.rejoins and (transport.failure is not None or transport.last_view is None):
+            return step  # no other replica is left to agree with
+        if wanted:
+            transport.ask_to_stop()
+        return transport.stop_step()
+
+    def facts(self) -> dict[str, str]:
+        return self._ask(lambda: {"replica": f"{self.transport.rules.replica}, in its own process"})
+
+    def details(self) -> dict[str, str]:
+        return self._ask(self._details)
+
+    def _details(self) -> dict[str, str]:
+        rules, policies = self.transport.rules, self.transport.policies
+        entries = self.connected.table.entries
+        streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
+        others = "continue in a smaller view" if policies.continue_without_lost else "save and stop"
+        if self.rejoins:
+            others += ", and the lost replica rejoins them by itself"
+        return {
+            "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
+            "payload links": f"{streams} TCP connections to each replica, pieces of {rules.piece_bytes:,} bytes",
+            "lost replicas": (
+                f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
+                f"others {others}"
+            ),
+        }
+
+    def finish(self) -> None:
+        self._ask(lambda: self.transport.meet("finished", 0) and None)
+        self.close()
+
+    def close(self) -> None:
+        self._stop_listening()
+        if self._talks:
+            self.transport.close()
+        self.group.close()

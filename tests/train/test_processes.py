@@ -1,17 +1,17 @@
-"""The number of threads of a process that shares its machine with others."""
+"""The launcher, and the number of threads of a process that shares its machine with others."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.cores import share
-from diloco.train import PeerThreads, Seats, choose_threads, launch
+from diloco.devices import choose_threads
+from diloco.train import launch
 from diloco.transport import NetworkSettings
 
 
@@ -32,21 +32,6 @@ def test_a_process_takes_its_share_unless_the_user_chose_a_number(monkeypatch: p
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     choose_threads(4)
     assert torch.get_num_threads() == share(2)
-
-
-def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    mine = PeerThreads(Seats(tmp_path))
-    other = Seats(tmp_path)
-    assert mine.follow() == "", "peers are not counted at every step"
-    now_s[0] += 5
-    mine.follow()
-    assert torch.get_num_threads() == share(2)
-    other.leave()
-    now_s[0] += 5
-    mine.follow()
-    assert torch.get_num_threads() == share(1)
 
 
 class Started:

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
+from diloco.devices import choose_threads
 from diloco.errors import ConfigurationError
 from diloco.protocol import MAX_NAME
 from diloco.train.components import make_links
-from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.fleet.torch_fleet import TorchFleet
+from diloco.train.description import diff
+from diloco.train.fleet import TorchFleet
+from diloco.train.processes import Role
 from diloco.train.resuming import held_checkpoint
-from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
-from diloco.train.torch_threads import PeerThreads, choose_threads
+from diloco.train.swarm_fleet import SwarmFleet
 from diloco.transport import (
     Admission,
     Connected,
@@ -115,7 +116,6 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         start_replicas=network.replicas,
         margin=2 * run.sync.inner_steps + 1,
         batch_size=run.train.batch_size,
-        threads=PeerThreads(),
     )
 
 
@@ -151,14 +151,12 @@ def _open_group(settings: NetworkSettings, role: Role, device: torch.device) -> 
 
 def _compare(group: ReplicaGroup, facts: Mapping[str, str]) -> None:
     """Compare the facts of the ranks of a replica; a rank that does not communicate is compared with no other."""
-    first, *others = (json.loads(text) for text in group.gather_texts(json.dumps(dict(facts))))
-    for position, each in enumerate(others, 1):
-        for name in first:
-            if each.get(name) != first[name]:
-                raise ConfigurationError(
-                    f"Position 0 of replica {group.replica} has {name} = {first[name]} and position {position} has "
-                    f"{name} = {each.get(name)}; all ranks need the same."
-                )
+    for position, text in enumerate(group.gather_texts(json.dumps(dict(facts)))):
+        if difference := diff(facts, json.loads(text)):
+            raise ConfigurationError(
+                f"Position {position} of replica {group.replica} has {difference} at position {group.position}; all "
+                "ranks need the same."
+            )
 
 
 def _on_this_machine(connected: Connected) -> int:

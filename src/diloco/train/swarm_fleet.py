@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from diloco.data import Assignment, Shares
+from diloco.data import Assignment, Shares, as_message, read_message
 from diloco.events import Event, StateFetched
 from diloco.membership import LastViews, NextView
 from diloco.protocol import Fields
-from diloco.train.fleet.peer_fleet import PeerFleet
+from diloco.train.fleet import PeerFleet
 from diloco.train.resuming import Held
-from diloco.train.torch_threads import PeerThreads
 from diloco.transport import Connected, PeerStreams, SwarmPlace, Wire, connect_swarm, same_port
 from diloco.waiting import waiting_for
 
@@ -35,7 +34,6 @@ class SwarmFleet(PeerFleet):
         start_replicas: the number of replicas at which training starts.
         margin: the number of inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
-        threads: this replica's share of the cores of its machine.
     """
 
     elastic = True
@@ -50,7 +48,6 @@ class SwarmFleet(PeerFleet):
         start_replicas: int,
         margin: int,
         batch_size: int,
-        threads: PeerThreads,
     ) -> None:
         number = held.replica if place.replica is None else place.replica
         self._place = dataclasses.replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
@@ -61,7 +58,6 @@ class SwarmFleet(PeerFleet):
         self._batch_size = batch_size
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
-        self.threads = threads
         self.left_at: tuple[str, ...] = ()  # once it has left: addresses at which the run goes on without it
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -108,7 +104,7 @@ class SwarmFleet(PeerFleet):
     def _read_welcome(self, note: Mapping[str, Any]) -> None:
         super()._read_welcome(note)
         self.begun = Fields(note).flag("begun")
-        self.shares = Shares.from_message(Fields(note).message("shares"))
+        self.shares = read_message(note.get("shares"), Shares)
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         self.transport.close_to_joiners("")
@@ -132,9 +128,6 @@ class SwarmFleet(PeerFleet):
             self._taken = self._assignments
             return taken
 
-    def take_notices(self) -> str:
-        return " ".join(filter(None, (self.threads.follow(), super().take_notices())))
-
     def note(self, **seen: Any) -> None:
         self._place.status.seen.update(seen)
 
@@ -157,7 +150,6 @@ class SwarmFleet(PeerFleet):
         """Leave the swarm explicitly, so that the others do not have to detect the loss of this replica."""
         if self._leaving is not None:
             self._leaving.cancel()
-        self.threads.leave()
         self.left_at = self._others_at()
         self.transport.leave()
         self.transport.close()
@@ -236,15 +228,15 @@ class SwarmFleet(PeerFleet):
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
-            shares, swarm = self.shares.to_message(), self.connected.swarm
+            shares, swarm = as_message(self.shares), self.connected.swarm
             return {**super().state_dict(), "shares": shares, "begun": self.begun, "swarm": swarm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned, with this replica as the only member."""
         super().load_state_dict(state)
         with self._changed:
-            continued = Shares.from_message(state["shares"]).following(
-                self.transport.step, self.local, joined=(), left={}, margin=0, batch_size=self._batch_size
+            continued = read_message(state["shares"], Shares).following(
+                self.transport.step, self.local, joined=(), margin=0, batch_size=self._batch_size
             )
             self.shares = Shares(continued.chain[-1:])  # earlier assignments no longer matter
             self._assignments = self.shares.of_member(self.transport.replica)
@@ -258,13 +250,12 @@ class SwarmFleet(PeerFleet):
                     following.from_step - 1,
                     members,
                     joined=following.joined,
-                    left=dict(following.left),
                     margin=self._margin if was_begun else 0,  # no replica takes a step before the run begins
                     batch_size=self._batch_size,
                 )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-            return {**super()._follow(following), "shares": self.shares.to_message(), "begun": self.begun}
+            return {**super()._follow(following), "shares": as_message(self.shares), "begun": self.begun}
 
     def _note_members(self, members: int) -> None:
         self.begun = self.begun or members >= self._start_replicas

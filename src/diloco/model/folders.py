@@ -1,0 +1,295 @@
+"""Folders of ``transformers``: weights, configuration, and the stock models that equal the native decoder.
+
+=================  ===========================  ====================================
+feed-forward       without QK-norm              with QK-norm
+=================  ===========================  ====================================
+swiglu             ``LlamaForCausalLM``         ``Qwen3ForCausalLM``
+gelu (tanh)        ``ArceeForCausalLM``         ``ApertusForCausalLM``
+=================  ===========================  ====================================
+
+The last two are published with other activations. With ``hidden_act="gelu_pytorch_tanh"``, and for Apertus plain rotary
+positions, they equal the native decoder. The names of parameters are the same, but for two norms of Apertus. Rotary
+angles are float64 here and float32 in ``transformers``, so the logits differ by round-off that grows with the position.
+Pickles are never read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diloco.errors import CheckpointError, ConfigurationError, from_extra
+from diloco.model.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from diloco.model.transformer import Transformer
+
+__all__ = [
+    "as_huggingface",
+    "has_weights",
+    "import_transformers",
+    "is_huggingface_folder",
+    "native_settings",
+    "native_weights",
+    "read_json",
+    "stored_tensors",
+    "weights_digest",
+    "why_not_native",
+    "without_progress_bars",
+]
+
+CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_TYPES: dict[tuple[Literal["swiglu", "gelu"], bool], str] = {
+    ("swiglu", False): "llama",
+    ("swiglu", True): "qwen3",
+    ("gelu", False): "arcee",
+    ("gelu", True): "apertus",
+}
+_APERTUS = {
+    "input_layernorm": "attention_layernorm",
+    "post_attention_layernorm": "feedforward_layernorm",
+}
+_SAME = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "ffn_width": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Our setting -> the entry of a configuration with the same meaning."""
+
+_WITHOUT_EFFECT = (
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("initializer_range", "max_window_layers", "pretraining_tp", "use_cache"),
+)
+"""Entries of these configurations that don't change the logits, besides those of every configuration."""
+
+
+def as_huggingface(model: Transformer) -> PreTrainedModel:
+    """Return ``model`` as the stock architecture with the same logits, in evaluation mode.
+
+    The parameters are shared with ``model``, not copied. No random generator advances.
+
+    Raises:
+        ConfigurationError: ``transformers`` is not installed.
+    """
+    embedding = model.model.embed_tokens.weight
+    config = _configuration(model.settings)
+    config.dtype = embedding.dtype
+    with torch.device("meta"):
+        auto = import_transformers().AutoModelForCausalLM
+        wrapped = auto.from_config(config, trust_remote_code=False)
+    with torch.device(embedding.device):  # the rotary table is computed, not loaded
+        wrapped.model.rotary_emb = type(wrapped.model.rotary_emb)(config)
+    state = {_stock_name(name, config.model_type): value.detach() for name, value in model.named_parameters()}
+    if model.lm_head is None:
+        state["lm_head.weight"] = embedding.detach()
+    wrapped.load_state_dict(state, assign=True)
+    wrapped.tie_weights()
+    stock: PreTrainedModel = wrapped.eval()
+    return stock
+
+
+def native_settings(folder: Path) -> ModelSettings:
+    """Return the settings of the native decoder that equals the ``config.json`` in ``folder``.
+
+    Raises:
+        ConfigurationError: the native decoder can't express the configuration, and the message names everything that is
+            different; or ``transformers`` is not installed.
+        CheckpointError: there is no such file, or it can't be read.
+    """
+    settings, why = _read_settings(folder)
+    if settings is None:
+        raise ConfigurationError(
+            f"{folder} holds {why}. Use another model, or use this one directly (--model hf:{folder})."
+        )
+    return settings
+
+
+def why_not_native(folder: Path) -> str:
+    """Return what the native decoder can't express of the model in ``folder``, as text; "" if they are equal.
+
+    Raises:
+        CheckpointError: there is no ``config.json``, or it can't be read.
+        ConfigurationError: ``transformers`` is not installed.
+    """
+    return _read_settings(folder)[1]
+
+
+def native_weights(folder: Path) -> dict[str, Tensor]:
+    """Return native parameter name -> float32 value on the CPU, from the ``.safetensors`` files in ``folder``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    config = read_json(folder / CONFIG_NAME)
+    # Some files contain the tied head and others leave it out; older ones contain a table of the rotary frequencies.
+    optional = ("lm_head.weight",) if config.get("tie_word_embeddings") else ()
+    return {
+        _stock_name(name, str(config.get("model_type")), back=True): value.float()
+        for name, value in stored_tensors(folder)
+        if name not in optional and not name.endswith("rotary_emb.inv_freq")
+    }
+
+
+def _configuration(settings: ModelSettings) -> PretrainedConfig:
+    values = {theirs: getattr(settings, ours) for ours, theirs in _SAME.items()}
+    config: PretrainedConfig = import_transformers().AutoConfig.for_model(
+        MODEL_TYPES[settings.ffn, settings.qk_norm],
+        **values | {"num_key_value_heads": settings.kv_heads or settings.heads},
+        head_dim=settings.width // settings.heads,
+        hidden_act="silu" if settings.ffn == "swiglu" else "gelu_pytorch_tanh",
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return config
+
+
+def _read_settings(folder: Path) -> tuple[ModelSettings | None, str]:
+    """Return the settings of the equal native decoder, or None and why there is none."""
+    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
+    if not kinds:
+        known = ", ".join(MODEL_TYPES.values())
+        return None, f"a model of type {model_type!r}, but the native decoder equals only {known}"
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
+        if values["kv_heads"] == values["heads"]:
+            values["kv_heads"] = None
+        theta = float(config.rope_parameters["rope_theta"])
+        settings = ModelSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
+    there, equal = config.to_dict(), _configuration(settings).to_dict()
+    names = [name for name in equal if name not in (*transformers.PretrainedConfig().to_dict(), *_WITHOUT_EFFECT)]
+    odd = [f"{name}={there.get(name)!r}" for name in names if there.get(name) != equal[name]]
+    odd += ["quantization_config"] if there.get("quantization_config") else []
+    if odd:
+        return None, f"a model with {', '.join(odd)}, which the native decoder does not support"
+    return settings, ""
+
+
+def _stock_name(name: str, model_type: str, *, back: bool = False) -> str:
+    """Return the name of a parameter in a model of that type, or ``back``: its name here.
+
+    >>> _stock_name("model.layers.3.input_layernorm.weight", "apertus")
+    'model.layers.3.attention_layernorm.weight'
+    """
+    for ours, theirs in _APERTUS.items() if model_type == "apertus" else ():
+        name = name.replace(f".{theirs}.", f".{ours}.") if back else name.replace(f".{ours}.", f".{theirs}.")
+    return name
+
+
+def import_transformers() -> Any:
+    """Return the library, which takes seconds to import.
+
+    Raises:
+        ConfigurationError: it is not installed, or its import fails.
+    """
+    with from_extra("hf", "A model of transformers needs that package"):
+        import transformers
+    return transformers
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Turn off the progress bars of ``transformers`` inside the context."""
+    from transformers.utils import logging
+
+    progress: Any = logging
+    enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            progress.enable_progress_bar()
+
+
+def is_huggingface_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder with a ``config.json`` of ``transformers``."""
+    return (path / CONFIG_NAME).is_file()
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether ``folder`` contains weights."""
+    return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the ``.safetensors`` weights in ``folder``, file by file, with its name.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    names = [WEIGHTS_NAME]
+    if (folder / INDEX_NAME).is_file():
+        shards = read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{folder / INDEX_NAME} has no valid weight_map of file names.")
+        names = sorted(set(shards.values()))
+    for name in names:
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            pickles = sorted(entry.name for entry in folder.glob("*.bin"))
+            why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
+            raise CheckpointError(f"{folder} has no weights file {name}{why}.")
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for key in file.keys():  # noqa: SIM118  # not a dict
+                    yield key, file.get_tensor(key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is not a valid safetensors file: {error}.") from error
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of all weights in ``folder``: names, types, shapes and values, in any division into files.
+
+    Files that have not changed since the last call are not read again.
+
+    Raises:
+        CheckpointError: as `stored_tensors`.
+    """
+    files = (path.stat() for path in sorted(folder.glob("*.safetensors*")))
+    return _digest(folder, tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in files))
+
+
+@cache
+def _digest(folder: Path, version: tuple[tuple[int, int, int], ...]) -> str:
+    lines = []
+    for name, value in stored_tensors(folder):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        lines.append(f"{name} {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(data.data)}")
+    return xxhash.xxh3_128_hexdigest("\n".join(sorted(lines)).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise `CheckpointError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not contain a JSON object.")
+    return value

@@ -1,0 +1,553 @@
+"""One fragment of a model: what all replicas agree on about it, and what this replica still owes the others.
+
+Streaming DiLoCo, Algorithm 2, for one fragment p::
+
+    Delta_p  <- global_p - local_p                     line 7   send
+    global_p <- OuterOpt(global_p, mean Delta_p)       line 11  merge
+    local_p  <- merge(local_p, global_p)               line 12  merge
+
+Permanent memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum, and 4 for the residual
+of error feedback. A fragment in flight also keeps its payload and, with the rebase rule, 4 bytes per value. If the
+ranks of a replica shard its parameters, each rank holds this for its own shards only.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm import (
+    Contribution,
+    FragmentLayout,
+    MergeRule,
+    OuterOptimizer,
+    OuterState,
+    RoundId,
+    bind,
+    carry_over,
+    contribution_weight,
+    digest_state,
+    encode_with_feedback,
+    flatten,
+    largest_magnitude,
+    local_shard,
+    measured_outer_step,
+    pieces,
+    reshard,
+    unflatten_,
+)
+from diloco.errors import FragmentError, NonFiniteError
+from diloco.protocol import Average
+from diloco.transport import Pending, Transport
+
+__all__ = ["Fragment", "GlobalState", "InFlight"]
+
+_LARGE_BYTES = 1 << 22  # a smaller state is hashed in less time than a thread takes to start
+
+_SAVED_FIELDS = ("payload", "weight", "base_weight", "digest", "buffers", "integers", "withdrawn")
+"""The fields that are saved of a contribution in flight."""
+
+Measures = Mapping[str, Any]
+
+
+class GlobalState:
+    """The global parameters of a fragment and their outer state, which all replicas agree on.
+
+    Replicas of one process may share it if they take turns in one thread: the first to merge a round takes its outer
+    step. Any thread can copy it (`snapshot`) while the training thread changes it.
+
+    Attributes:
+        values: ``(numel,)`` float32, theta.
+        outer: The state of the outer optimizer.
+        finished_rounds: The number of rounds that are finished, committed or void.
+        version: A number that differs after every change.
+    """
+
+    def __init__(self, values: Tensor, optimizer: OuterOptimizer) -> None:
+        self.values = values
+        self.outer = optimizer.init(values)
+        self.finished_rounds = 0
+        self.version = 0
+        self.users = 0  # replicas of this process that use it
+        self._optimizer = optimizer
+        self._lock = threading.Lock()
+        self._hashing: _Hashing | None = None
+        self._last_mean: Tensor | None = None  # a sample of the last mean
+        # the last outer step: its number, its measures, and the values before it if a replica will need them
+        self._last: tuple[int, Measures, Tensor | None] = (-1, {}, None)
+        self._hash()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold off snapshots while the state changes."""
+        with self._lock:
+            if self._hashing is not None:
+                self._hashing.join()
+            self.version += 1
+            try:
+                yield
+            finally:
+                self._hash()
+
+    def digest(self) -> str:
+        """Return the digest of the values and the outer state. That of a large state was computed in a thread."""
+        return digest_state(self.values, self.outer) if self._hashing is None else self._hashing.digest()
+
+    def take_step(self, average: Average, *, telemetry: bool, keep: bool) -> tuple[Measures, Tensor | None]:
+        """Update ``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11), once for all replicas that share it.
+
+        Args:
+            average: The mean pseudo-gradient of a round.
+            telemetry: Whether to measure the step.
+            keep: Whether to return the values before the step, ``(numel,)`` float32; else None.
+
+        Returns:
+            The measures by name, and the values before the step.
+        """
+        outer_step = average.round.outer_step
+        if self.users > 1 and self._last[0] == outer_step:
+            return self._last[1:]
+        with self.changing():
+            before = self.values.clone() if keep else None
+            mean = average.values.to(self.values.device)
+            measures: Measures = {}
+            if telemetry:
+                measures, self._last_mean = measured_outer_step(
+                    self._optimizer, mean, self.outer, self.values, self._last_mean
+                )
+            else:
+                self._optimizer.update(mean, self.outer, self.values)
+            self.finished_rounds = outer_step + 1
+        self._last = outer_step, measures, before if self.users > 1 else None
+        return measures, before
+
+    def count_void(self, outer_step: int) -> None:
+        """Count a round as finished that no replica applied."""
+        if self.finished_rounds <= outer_step:
+            with self.changing():
+                self.finished_rounds = outer_step + 1
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the values and the outer state as nested state, without copying tensors."""
+        return {"global_params": self.values, "outer_step": self.outer.step, "slots": dict(self.outer.slots)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of the state together with its ``finished_rounds``."""
+        with self._lock, _settled(self.values.device):
+            slots = {name: values.clone() for name, values in self.outer.slots.items()}
+            return {
+                **self.tensors(),
+                "global_params": self.values.clone(),
+                "slots": slots,
+                "finished_rounds": self.finished_rounds,
+            }
+
+    def check(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+        """Return the tensors and the outer step of a state of this fragment.
+
+        Raises:
+            FragmentError: if it belongs to another fragment or outer optimizer.
+        """
+        mine, theirs = self._named(self.values, self.outer.slots), self._named(state["global_params"], state["slots"])
+        shapes = [{name: tuple(values.shape) for name, values in tensors.items()} for tensors in (mine, theirs)]
+        if shapes[0] != shapes[1]:
+            raise FragmentError(
+                f"The state has the shapes {shapes[1]} instead of {shapes[0]}. It must come from the same model, "
+                "fragments and outer optimizer."
+            )
+        return theirs, int(state["outer_step"])
+
+    def load(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
+        """Copy a state into this one, and take the outer steps of ``averages``, the rounds that it lacks.
+
+        Raises:
+            FragmentError: if it belongs to another fragment or outer optimizer. Nothing was changed.
+        """
+        theirs, outer_step = self.check(state)
+        with self.changing():
+            for name, values in self._named(self.values, self.outer.slots).items():
+                values.copy_(theirs[name])
+            self.outer.step = outer_step
+            for average in averages:
+                self._optimizer.update(average.values.to(self.values.device), self.outer, self.values)
+            self.finished_rounds = finished_rounds
+            self._last = (-1, {}, None)
+
+    def digest_of(self, state: Mapping[str, Any]) -> str:
+        """Return the digest of a received state that its holder would put into the header of a round."""
+        slots = {name: state["slots"][name] for name in self.outer.slots}
+        return digest_state(state["global_params"], OuterState(int(state["outer_step"]), slots))
+
+    def num_bytes(self) -> int:
+        """Return the number of bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.values, *self.outer.slots.values()))
+
+    @staticmethod
+    def _named(values: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"global_params": values, **slots}
+
+    def _hash(self) -> None:
+        self._hashing = _Hashing(self.values, self.outer) if self.num_bytes() > _LARGE_BYTES else None
+
+
+class _Hashing(threading.Thread):
+    """Computes the digest of a global state, which must not change meanwhile, beside the training."""
+
+    def __init__(self, values: Tensor, outer: OuterState) -> None:
+        super().__init__(name="digest", daemon=True)
+        self._values, self._outer = values, outer
+        # the outer step may still be queued on the training's stream
+        self._changed = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._digest = ""
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            stream = torch.cuda.Stream(self._values.device) if self._changed else None  # type: ignore[no-untyped-call]  # of torch
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                if stream and self._changed:
+                    stream.wait_event(self._changed)
+                self._digest = digest_state(self._values, self._outer)
+        except BaseException as error:  # raised where the digest is asked for
+            self._error = error
+
+    def digest(self) -> str:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+
+@contextmanager
+def _settled(device: torch.device) -> Iterator[None]:
+    """Wait for a GPU at both ends of a ``with`` block: other threads may change its memory on streams of their own."""
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    settle(device)
+    yield
+    settle(device)
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A fragment's round between sending and merging."""
+
+    contribution: Contribution  # submitted again after a resume, it gives the same average
+    pending: Pending  # the average in flight
+    sent: Tensor | None  # ``(numel,)`` float32, the local parameters when sent, if the merge rule needs them
+
+
+class Fragment:
+    """The parameters of one replica that are sent together, their global state, and the work in no mean yet.
+
+    The residual of error feedback and the number of trained steps follow the outcome of a round: they commit if the
+    average contains this replica's contribution. Otherwise they carry over, as the next pseudo-gradient contains all of
+    this work again.
+
+    Args:
+        model: The model.
+        layout: The names and shapes of the fragment's parameters.
+        optimizer: The optimizer of the global parameters.
+        merge: How local parameters adopt new global ones.
+        error_feedback: The fraction of the quantisation error that is added to the next contribution, 0 to 1.
+        device: The device of the global state; None: the model's. Host memory is pinned if the model is on a GPU.
+        template: The fields that all contributions of this fragment share.
+        state: The global state of another replica of this process to use. None: the current parameters become the
+            global ones.
+        greatest: Returns the greatest of the values of all ranks that shard the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: FragmentLayout,
+        optimizer: OuterOptimizer,
+        merge: MergeRule,
+        *,
+        error_feedback: float,
+        device: torch.device | None,
+        template: Contribution,
+        state: GlobalState | None = None,
+        greatest: Callable[[Sequence[float]], list[float]] = list,
+    ) -> None:
+        self.layout = layout
+        self.parameters = bind(model, layout)
+        self.device = device or self.parameters[0].device
+        self.state = state or GlobalState(self.local(), optimizer)
+        self.state.users += 1
+        self.residual: Tensor | None = None  # e, ``(numel,)`` float32, of the last round that took this replica's work
+        if error_feedback:
+            self.residual = torch.zeros(layout.numel, dtype=torch.float32, device=self.device)
+        self.candidate: Tensor | None = None  # e if the round in flight takes it
+        self.trained = 0.0  # inner steps since the last contribution
+        self.submitted = 0.0  # inner steps in a contribution and in no mean yet
+        self.flight: InFlight | None = None
+        self.committed = 0  # averages applied
+        self.void = 0  # rounds that no replica applied, or that this one missed
+        # recovery: the replica whose state to fetch, the rounds in the state adopted since the last send, whether no
+        # header has confirmed it yet, and how many fetched states differed from that of the others
+        self.donor: int | None = None
+        self.adopted = -1
+        self.unconfirmed = False
+        self.mismatches = 0
+        self._model = model
+        self._merge = merge
+        self._decay = error_feedback
+        self._template = template
+        self._greatest = greatest
+
+    @property
+    def index(self) -> int:
+        """p, counted from 0."""
+        return self.layout.index
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return self.layout.names
+
+    @property
+    def numel(self) -> int:
+        """The number of values on this rank."""
+        return self.layout.numel
+
+    @property
+    def global_params(self) -> Tensor:
+        """``(numel,)`` float32, theta."""
+        return self.state.values
+
+    def local(self) -> Tensor:
+        """Return a copy of the local parameters, ``(numel,)`` float32 on the device of the global ones."""
+        return flatten(self.parameters, self._empty())
+
+    def pseudo_gradient(self, *, keep_local: bool = False) -> tuple[Tensor, Tensor | None, float]:
+        """Return ``Delta = global - local`` (Algorithm 2, line 7).
+
+        Args:
+            keep_local: Whether to return the local parameters as well; otherwise their copy is overwritten.
+
+        Returns:
+            Delta, ``(numel,)`` float32; the local parameters, ``(numel,)`` float32, or None; the largest magnitude in
+            Delta, over all ranks that shard the parameters.
+
+        Raises:
+            NonFiniteError: on all ranks, if Delta contains NaN or infinity on one. The message names the parameters.
+        """
+        local, values = self.local(), self.global_params
+        delta, largest = self._empty() if keep_local else local, 0.0
+        for start, stop in pieces(values.numel(), self.device):
+            magnitude = largest_magnitude(torch.sub(values[start:stop], local[start:stop], out=delta[start:stop]))
+            largest = max(largest, magnitude) if math.isfinite(magnitude) else math.inf
+        (largest,) = self._greatest([largest])
+        if not math.isfinite(largest):
+            raise self._not_finite()
+        return delta, local if keep_local else None, largest
+
+    def send(
+        self,
+        transport: Transport,
+        outer_step: int,
+        *,
+        window_steps: int,
+        base_weight: float,
+        buffers: Tensor | None = None,
+        integers: Tensor | None = None,
+        withdrawn: str = "",
+    ) -> tuple[Contribution, bool]:
+        """Submit the work of this replica to the transport. Never blocks on other replicas.
+
+        Args:
+            transport: The connection to the others.
+            outer_step: The round of this fragment.
+            window_steps: The inner steps that the schedule has between the previous round and this one.
+            base_weight: The weight of a full window of this replica.
+            buffers: ``(n,)`` float32, the model's floating-point buffers if they travel with this fragment.
+            integers: ``(n,)`` uint8, the bytes of its other buffers.
+            withdrawn: Why the mean must not contain this contribution, or "".
+
+        Returns:
+            The contribution, and whether a value was outside the codec's range.
+
+        Raises:
+            NonFiniteError: if the pseudo-gradient contains NaN or infinity. Nothing was sent.
+        """
+        assert self.flight is None, "a fragment has at most one round in flight"
+        self.adopted = -1  # if the others' digest differs in this round, the current state is out of date
+        delta, sent, largest = self.pseudo_gradient(keep_local=self._merge.keeps_sent)
+        codec, candidate = self._template.codec, None
+        if self.residual is None:
+            payload = codec.encode(delta)
+        else:
+            payload, candidate = encode_with_feedback(codec, delta, self.residual, self._decay)
+        self.submitted, self.trained = self.submitted + self.trained, 0.0
+        contribution = replace(
+            self._template,
+            round=RoundId(self.index, outer_step),
+            replica=transport.replica,
+            payload=payload,
+            weight=contribution_weight(base_weight, self.submitted, window_steps),
+            base_weight=base_weight,
+            digest=self.state.digest(),
+            buffers=buffers,
+            integers=integers,
+            withdrawn=withdrawn,
+        )
+        self.flight = InFlight(contribution, transport.average(contribution), sent)
+        self.candidate = candidate  # after submitting, which may fail
+        return contribution, largest > codec.saturation_limit
+
+    def merge(self, average: Average) -> Measures:
+        """Take the outer step of the round in flight and merge the new global parameters into the local ones.
+
+        If the average excludes this replica, its work stays in the local parameters.
+
+        Returns:
+            The measures of the outer step, by name.
+        """
+        assert self.flight is not None, "a round is in flight"
+        included = self.flight.contribution.replica in average.contributors
+        excluded = len(average.contributors) < len(average.view.members)
+        keep = not included or (excluded and self.state.users > 1)
+        measures, before = self.state.take_step(average, telemetry=self._template.telemetry, keep=keep)
+        if included:
+            self.reset_local(self._merge, self.flight.sent)
+            self.submitted = 0.0
+            self.residual = self.residual if self.candidate is None else self.candidate
+        else:
+            assert before is not None, "kept above"
+            self._carry_over(before)
+        self.committed += 1
+        self.flight = self.candidate = None
+        return measures
+
+    def drop(self) -> None:
+        """End the round in flight as void: its work stays in the local parameters."""
+        assert self.flight is not None, "a round is in flight"
+        self.void += 1
+        if self.donor is None:
+            self.state.count_void(self.flight.contribution.round.outer_step)
+        self.flight = self.candidate = None
+
+    def adopt(self, state: Mapping[str, Any], finished_rounds: int, averages: Sequence[Average] = ()) -> None:
+        """Replace the global state by a received one. The work in no mean yet stays in the local parameters.
+
+        Args:
+            state: The received state.
+            finished_rounds: The rounds that are finished after ``averages``.
+            averages: The averages of the rounds that the state lacks, in order.
+
+        Raises:
+            FragmentError: if it is the state of another fragment. Nothing was changed.
+        """
+        before = self.global_params.clone()
+        self.state.load(state, finished_rounds, averages)
+        self._carry_over(before)
+
+    def reset_local(self, rule: MergeRule, sent: Tensor | None = None) -> None:
+        """Merge the global parameters into the local ones by ``rule`` (Algorithm 2, line 12)."""
+        for local, part in self._local_parts(elementwise=getattr(rule, "elementwise", False)):
+            rule.merge(local, self.global_params[part], None if sent is None else sent[part])
+
+    def forget_work(self) -> None:
+        """Drop the trained steps and the residual of this replica, whose local parameters were replaced."""
+        self.trained = self.submitted = 0.0
+        if self.residual is not None:
+            self.residual.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the fragment except its local parameters, as nested state. Copies no tensors."""
+        return {
+            **self.state.tensors(),
+            "finished_rounds": self.state.finished_rounds,
+            "residual": self.residual,
+            "candidate": self.candidate,
+            "trained": self.trained,
+            "submitted": self.submitted,
+            "committed": self.committed,
+            "void": self.void,
+            "fetching": self.donor is not None,
+            "in_flight": self._flight_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], transport: Transport, *, resubmit: bool) -> None:
+        """Restore the state that `state_dict` returned, and submit the round again that was in flight.
+
+        Args:
+            state: The state.
+            transport: The connection to the others.
+            resubmit: False counts the round in flight as void.
+        """
+        residual, entry = state["residual"], state["in_flight"]
+        lost = entry is not None and not resubmit
+        self.state.load(state, int(entry["outer_step"]) + 1 if lost else int(state["finished_rounds"]))
+        if self.residual is not None:
+            self.residual.copy_(residual)
+        candidate = None if lost else state["candidate"]
+        self.candidate = None if candidate is None else candidate.to(self.device, copy=True)
+        self.trained, self.submitted = float(state["trained"]), float(state["submitted"])
+        self.committed, self.void = int(state["committed"]), int(state["void"]) + lost
+        if entry is not None and resubmit:
+            self._submit_again(entry, transport)
+
+    def _flight_state(self) -> dict[str, Any] | None:
+        if (flight := self.flight) is None:
+            return None
+        saved = {name: getattr(flight.contribution, name) for name in _SAVED_FIELDS}
+        return {"outer_step": flight.contribution.round.outer_step, **saved, "sent": flight.sent}
+
+    def _submit_again(self, entry: Mapping[str, Any], transport: Transport) -> None:
+        contribution = replace(
+            self._template,
+            **{name: entry[name] for name in _SAVED_FIELDS},
+            round=RoundId(self.index, int(entry["outer_step"])),
+            replica=transport.replica,
+        )
+        contribution = replace(contribution, payload=contribution.payload.to(self.device))
+        sent = None if entry["sent"] is None else entry["sent"].to(self.device)
+        self.flight = InFlight(contribution, transport.average(contribution), sent)
+
+    def _carry_over(self, before: Tensor) -> None:
+        """Shift the local parameters by the change of the global ones, so that the pseudo-gradient stays the same."""
+        for local, part in self._local_parts(elementwise=True):
+            carry_over(local, before[part], self.global_params[part])
+
+    def _local_parts(self, *, elementwise: bool) -> Iterator[tuple[Tensor, slice]]:
+        """Yield parts of the local parameters, to be changed in place, and their positions in the fragment.
+
+        With ``elementwise`` they fit the cache, and parameters that are contiguous float32 on the device of the global
+        ones are not copied. Otherwise it is one copy of the whole fragment, which is copied back.
+        """
+        reshard(self._model)
+        shards = [local_shard(parameter) for parameter in self.parameters]
+        in_place = elementwise and all(
+            shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
+        )
+        flat = [shard.view(-1) for shard in shards] if in_place else [self.local()]
+        begin = 0
+        for values in flat:
+            numel = values.numel()
+            for start, stop in pieces(numel, self.device) if elementwise else [(0, numel)]:
+                yield values[start:stop], slice(begin + start, begin + stop)
+            begin += numel
+        if not in_place:
+            unflatten_(flat[0], self.parameters)
+
+    def _not_finite(self) -> NonFiniteError:
+        named = zip(self.names, self.parameters, strict=True)
+        bad = [name for name, parameter in named if not math.isfinite(largest_magnitude(local_shard(parameter)))]
+        return NonFiniteError(
+            f"The pseudo-gradient of fragment {self.index} is not finite; the local values of "
+            f"{', '.join(bad) or 'no parameter of this rank'} contain NaN or infinity. Nothing was sent. Resume from "
+            "the last checkpoint or restart, with a lower inner learning rate, gradient clipping or a wider precision."
+        )
+
+    def _empty(self) -> Tensor:
+        pinned = self.device.type == "cpu" and self.parameters[0].is_cuda
+        return torch.empty(self.numel, dtype=torch.float32, device=self.device, pin_memory=pinned)

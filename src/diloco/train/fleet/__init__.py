@@ -1,1 +1,0 @@
-"""Fleets: the replicas of this process and their connection to the others."""

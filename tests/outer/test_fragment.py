@@ -1,0 +1,246 @@
+"""A fragment: its merges, the global state that replicas of a process share, its digest, and work in no mean yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from diloco.algorithm import AlphaMerge, MergeRule, Nesterov, RebaseMerge, RoundId, Sgd, SyncSchedule
+from diloco.errors import ConfigurationError
+from diloco.outer import DiLoCo, Fragment
+from diloco.transport import Fault, InProcessTransport
+from tests.replicas import Swarm, Vectors, agree, quadratic
+
+
+class Whole:
+    """A rule without ``elementwise``, which gets all values at once and never a parameter itself."""
+
+    def __init__(self, rule: MergeRule) -> None:
+        self.rule, self.keeps_sent = rule, rule.keeps_sent
+        self.sizes: list[int] = []
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
+        self.sizes.append(local.numel())
+        self.rule.merge(local, global_params, sent)
+
+
+def fragment_of(model: nn.Module, **arguments: Any) -> Fragment:
+    inner, outer = torch.optim.SGD(model.parameters()), Nesterov(learning_rate=0.5)
+    (fragment,) = DiLoCo(model, inner, outer_optimizer=outer, compare_arguments=False, **arguments).fragments
+    return fragment
+
+
+def merged(make: Callable[[nn.Module], object], rule: MergeRule) -> list[Tensor]:
+    """Return the parameters of a model after a round of its single fragment, and after an adopted state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 500), nn.Linear(5, 3))  # the first one is longer than one piece
+    make(model)
+    fragment = fragment_of(model)
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for turn in range(2):
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter.dtype))
+            if turn == 0:
+                delta, sent, largest = fragment.pseudo_gradient(keep_local=rule.keeps_sent)
+                assert largest == delta.abs().max()
+    with fragment.state.changing():
+        fragment.global_params.sub_(delta)
+    fragment.reset_local(rule, sent)
+    state = fragment.state.snapshot()
+    fragment.adopt({**state, "global_params": state["global_params"] - delta}, 1)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def transpose(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("rule", [RebaseMerge(), AlphaMerge(0.3)])
+@pytest.mark.parametrize("other", [transpose, lambda model: model[1].bfloat16(), lambda model: model.bfloat16()])
+def test_parameters_merge_to_the_same_bits_in_place_and_copied(
+    rule: MergeRule, other: Callable[[nn.Module], object]
+) -> None:
+    for make in (lambda model: model, other):
+        whole = Whole(rule)
+        for one, expected in zip(merged(make, rule), merged(make, whole), strict=True):
+            assert torch.equal(one.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert whole.sizes == [700 * 500 + 500 + 5 * 3 + 3]
+
+
+class Sharing(Swarm):
+    """Replicas of one process with one global state."""
+
+    def __init__(self, *given: Any, **arguments: Any) -> None:
+        super().__init__(*given, **arguments)
+        own = self.replicas
+        for fragments in zip(*(diloco.fragments for diloco in own), strict=True):
+            for fragment in fragments:
+                fragment.state = fragments[0].state
+            fragments[0].state.users = len(fragments)
+
+
+@pytest.mark.parametrize("fault", [None, "drop", "late"])
+@pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
+def test_replicas_that_share_their_global_state_train_to_the_same_bits(fault: Any, merge: MergeRule) -> None:
+    """Also if a round excludes one: its work stays in its local parameters."""
+    faults = [Fault(kind=fault, replica=2, round=RoundId(0, 1))] if fault else []
+    swarms = []
+    for kind in (Swarm, Sharing):
+        transport = InProcessTransport(3, faults=faults, min_contributors=2)
+        schedule = SyncSchedule(inner_steps=4, overlap_steps=3)
+        outer = Nesterov(learning_rate=0.4)
+        swarm = kind(3, schedule, outer=outer, merge=merge, codec="int8", error_feedback=True, transport=transport)
+        swarm.run(20, quadratic())
+        swarms.append(swarm)
+    apart, sharing = swarms
+    assert agree(apart)
+    for m in range(3):
+        assert torch.equal(apart.local(m), sharing.local(m))
+        assert torch.equal(apart.global_params(m), sharing.global_params(m))
+        assert apart.replicas[m].rounds_committed == sharing.replicas[m].rounds_committed
+    assert apart.replicas[0].fragments[0].state.digest() == sharing.replicas[0].fragments[0].state.digest()
+
+
+def test_one_replica_uses_the_global_state_of_another() -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters())
+    transport = InProcessTransport(2)
+    first = DiLoCo(model, inner, transport=transport.endpoint(0))
+    second = DiLoCo(model, inner, transport=transport.endpoint(1), global_state_of=first)
+    assert second.fragments[0].state is first.fragments[0].state
+    assert first.fragments[0].state.users == 2
+
+
+class TestDigest:
+    def test_of_a_large_state_is_computed_in_a_thread_after_each_change(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Neither `send` nor the training thread hashes it."""
+        threads, xxh3_128 = [], xxhash.xxh3_128
+
+        def hashing() -> Any:
+            threads.append(threading.current_thread().name)
+            return xxh3_128()
+
+        monkeypatch.setattr(xxhash, "xxh3_128", hashing)
+        state = fragment_of(nn.Linear(2048, 512)).state
+        before = state.digest()
+        assert before == state.digest()
+        with state.changing():
+            assert threads == ["digest"], "the change waits for the digest of what is to change"
+            state.values[0] += 1
+        assert before != state.digest() == state.digest()
+        assert threads == ["digest"] * 2
+
+    def test_an_error_of_the_thread_is_raised_where_the_digest_is_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def failing() -> Any:
+            raise RuntimeError("a broken device")
+
+        monkeypatch.setattr(xxhash, "xxh3_128", failing)
+        state = fragment_of(nn.Linear(2048, 512)).state
+        with pytest.raises(RuntimeError, match="a broken device"):
+            state.digest()
+
+    def test_is_the_same_in_a_thread(self) -> None:
+        large, small = fragment_of(nn.Linear(2048, 512)).state, fragment_of(nn.Linear(2, 2)).state
+        for state in (large, small):
+            with state.changing():
+                state.values.fill_(0.25)
+            assert state.digest() == state.digest_of(state.tensors())
+
+
+def test_a_snapshot_waits_for_the_gpu_whose_state_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes it, and the training may use a stream of its own."""
+    log: list[str] = []
+
+    class Copied:
+        device = torch.device("cuda", 1)
+
+        def clone(self) -> Tensor:
+            log.append("copied")
+            return torch.zeros(1)
+
+    state = fragment_of(nn.Linear(1, 1)).state
+    state.outer.slots.clear()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(str(device)))
+    monkeypatch.setattr(state, "values", Copied())
+    state.snapshot()
+    assert log == ["cuda:1", "copied", "cuda:1"]
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "fp4", "topk2"])
+def test_work_of_void_rounds_is_sent_once_and_nothing_is_lost(codec: str) -> None:
+    """With outer SGD(lr=1): what was applied, the residual and what waits for the next round add up to all work."""
+    model = Vectors()
+    fragment_faults = [Fault(kind="drop", replica=0, round=RoundId(0, outer_step)) for outer_step in range(1, 30, 3)]
+    diloco = DiLoCo(
+        model,
+        torch.optim.SGD(model.parameters()),
+        transport=InProcessTransport(1, faults=fragment_faults).endpoint(0),
+        schedule=SyncSchedule(inner_steps=1),
+        outer_optimizer=Sgd(learning_rate=1.0),
+        codec=codec,
+        error_feedback=True,
+        on_event=lambda _: None,
+    )
+    (fragment,) = diloco.fragments
+    expected = fragment.local().double()
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        before = fragment.local().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        expected += fragment.local().double() - before
+        diloco.step()
+    assert (diloco.rounds_committed, diloco.rounds_void) == (20, 10)
+    assert fragment.residual is not None
+    assert float(fragment.residual.abs().max()) > 0
+    torch.testing.assert_close(fragment.local().double() - fragment.residual, expected, rtol=0, atol=1e-4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["step", "skip", "send", "merge", "void", "resume"]), max_size=60))
+def test_the_weight_is_the_steps_that_no_mean_has_taken(happenings: list[str]) -> None:
+    """Compare with a list of all steps, from which each step is removed once a mean contains it."""
+    model, endpoint = nn.Linear(1, 1), InProcessTransport(1).endpoint(0)
+    fragment, outer_step = fragment_of(model), 0
+    steps: list[float] = []
+    sent = 0
+    for what in happenings:
+        if what in ("step", "skip"):
+            steps.append(float(what == "step"))
+            fragment.trained += steps[-1]
+        elif what == "send" and fragment.flight is None:
+            sent, outer_step = len(steps), outer_step + 1
+            contribution, _ = fragment.send(endpoint, outer_step, window_steps=1, base_weight=1.0)
+            assert contribution.weight == max(sum(steps), 1e-18)
+        elif what == "merge" and fragment.flight is not None:
+            fragment.merge(fragment.flight.pending.wait())
+            steps = steps[sent:]
+        elif what == "void" and fragment.flight is not None:
+            fragment.drop()
+        elif what == "resume" and fragment.flight is None:
+            other = fragment_of(model)
+            other.load_state_dict(fragment.state_dict(), endpoint, resubmit=True)
+            fragment = other
+
+
+def test_an_inner_step_is_trained_from_none_to_all_of_it() -> None:
+    model = nn.Linear(1, 1)
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters()))
+    for trained in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ConfigurationError, match=r"trained must be from 0 .* to 1 .*, got .*\. The step was not"):
+            diloco.step(trained)
+    assert (diloco.steps, diloco.fragments[0].trained) == (0, 0.0)
