@@ -23,7 +23,7 @@ from diloco import Codec, OuterOptimizer
 from diloco.checkpoint import open_checkpoint, read_manifest, write_manifest
 from diloco.cli import main
 from diloco.config import parse_arguments, plan_run, resume_command
-from diloco.data import SourceSettings, load_hub_tokenizer, open_source
+from diloco.data import Source, SourceSettings, load_hub_tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.events import Sink
 from diloco.model import ModelSettings, build_language_model, stored_tensors
@@ -331,7 +331,7 @@ def test_pickles_are_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "rows.pkl").write_bytes(b"a pickle")
     settings = SourceSettings(data=("hf:pandas",), data_files=(str(tmp_path / "rows.pkl"),))
     with pytest.raises(ConfigurationError, match="hf:pandas reads pickles"):
-        open_source(settings)
+        Source(settings)
 
 
 def asking_model(folder: Path, **changes: Any) -> Callable[[], object]:

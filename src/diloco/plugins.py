@@ -233,7 +233,7 @@ def code_digest(value: object) -> str:
     It is "" for this package's code, which the version identifies, for code in a script, which may differ between
     machines, and for code without a file.
 
-    >>> from diloco.algorithm.codec.casts import Float32
+    >>> from diloco.algorithm.codec.base import Float32
     >>> code_digest(Float32())
     ''
     """

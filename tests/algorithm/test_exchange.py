@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 import torch
@@ -12,15 +12,25 @@ from torch import Tensor
 
 from diloco.algorithm import (
     PLAIN_MEAN,
+    UNKNOWN_UPLINK,
     Codec,
+    Exchange,
     Float32,
     MeanEncoding,
+    Uplink,
     data_parallel_bytes,
     encode_mean,
     make_codec,
     plan_exchange,
-    shard_bounds,
 )
+
+
+class Blocks(Float32):
+    """A codec of values that must stay together in blocks."""
+
+    def __init__(self, size: int) -> None:
+        self.block_size = size
+
 
 Messages = list[tuple[int, int, int]]
 """``(sender, receiver, bytes)``."""
@@ -89,7 +99,7 @@ def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(
     between = [*range(0, numel, block_size), numel]
     others = combinations_with_replacement(between, num_replicas - 1)
     least = min(max(b - a for a, b in pairwise((0, *cuts, numel))) for cuts in others)
-    assert max(stop - start for start, stop in shard_bounds(numel, num_replicas, block_size)) == least
+    assert max(stop - start for start, stop in plan_exchange(Blocks(block_size), numel, num_replicas).shards) == least
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,7 @@ def test_owners_encode_what_one_would_encode_of_all_values(
     codec = make_codec(kind[0], **kind[1])
     values, expected = random_values(seed, numel), random_values(seed, numel)
     encode_mean(expected, codec)
-    for start, stop in shard_bounds(numel, owners, codec.block_size):
+    for start, stop in plan_exchange(codec, numel, owners).shards:
         payload = encode_mean(values[start:stop], codec)
         assert payload.numel() == codec.payload_bytes(stop - start)
         assert torch.equal(codec.decode(payload, stop - start), values[start:stop])
@@ -194,3 +204,98 @@ def test_auto_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
     )
     assert (auto.mean.codec.name, auto.mean.codec.parameters()) == (chosen.name, chosen.parameters())
     assert (auto.sent, auto.received) == (plain.sent, plain.received)
+
+
+BLOCK = 256
+INT8 = make_codec("int8", block_size=BLOCK)
+SLOW, FAST = Uplink(20_000_000, full=True), Uplink(100_000_000, full=True)
+
+
+def slowest(shares: list[float], rates: list[float], payload: float, mean: float) -> float:
+    """The time of the slowest replica, by the bytes that each share sends and receives."""
+    others = len(shares) - 1
+    times = []
+    for share, rate in zip(shares, rates, strict=True):
+        sent = (1 - share) * payload + others * share * mean
+        received = others * share * payload + (1 - share) * mean
+        times.append(max(sent, received) / rate)
+    return max(times)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.integers(1, 100), min_size=3, max_size=3),
+    codec=st.sampled_from(["float32", "float16", "int8"]),
+    means=st.sampled_from(["float32", "int8", "fp4"]),
+)
+def test_no_other_parts_let_the_slowest_finish_much_sooner(rates: list[int], codec: str, means: str) -> None:
+    """Against a search over all parts of at most twice an equal one. Unequal parts must save a fifth."""
+    uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
+    blocks, contributions, mean = 24 * 64, make_codec(codec), MeanEncoding(make_codec(means))
+    numel = blocks * BLOCK
+    exchange = plan_exchange(contributions, numel, 3, mean=mean, uplinks=uplinks)
+    if exchange.pattern == "all-gather":
+        return
+    payload, encoded, steps = contributions.payload_bytes(numel), mean.codec.payload_bytes(numel), 24
+    others = (
+        [first / steps, second / steps, (steps - first - second) / steps]
+        for first, second in product(range(steps + 1), repeat=2)
+        if first + second <= steps
+    )
+    speeds = [float(rate) for rate in rates]
+    best = min(slowest(each, speeds, payload, encoded) for each in others if max(each) <= 2 / 3)
+    equal = [1 / 3] * 3
+    shares = [(stop - start) / numel for start, stop in exchange.shards]
+    limit = best * 1.01 if shares != equal else best / 0.8 * 1.01
+    assert slowest(shares, speeds, payload, encoded) <= limit
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rates=st.lists(st.integers(1, 10_000), min_size=2, max_size=64),
+    numel=st.integers(0, 300_000),
+    codec=st.sampled_from(["int8", "bfloat16"]),
+)
+def test_parts_hold_all_values_in_whole_blocks_and_none_much_more_than_twice_an_equal_one(
+    rates: list[int], numel: int, codec: str
+) -> None:
+    uplinks = [Uplink(1_000_000 * rate, full=True) for rate in rates]
+    mean = MeanEncoding.of("int8")
+    bounds = plan_exchange(make_codec(codec), numel, len(rates), mean=mean, uplinks=uplinks).shards
+    assert (len(bounds), bounds[0][0], bounds[-1][1]) == (len(rates), 0, numel)
+    assert all(before[1] == after[0] for before, after in pairwise(bounds))
+    assert all(start % BLOCK == 0 or start == numel for start, _ in bounds)
+    assert all(0 <= stop - start <= 2 * numel / len(rates) + BLOCK for start, stop in bounds)
+
+
+def plan(*uplinks: Uplink, codec: str = "int8", means: str = "int8", blocks: int = 64, whole: bool = False) -> Exchange:
+    mean = MeanEncoding(make_codec(means))
+    return plan_exchange(make_codec(codec), blocks * BLOCK, len(uplinks), mean=mean, uplinks=uplinks, whole=whole)
+
+
+def test_a_slow_uplink_sends_its_contribution_alone_and_no_mean() -> None:
+    unequal = plan(FAST, SLOW, FAST)
+    assert [stop - start for start, stop in unequal.shards] == [32 * BLOCK, 0, 32 * BLOCK]
+    assert unequal.sent[1] == 2 * INT8.payload_bytes(32 * BLOCK)
+    assert unequal.received[1] == 2 * INT8.payload_bytes(32 * BLOCK)
+    assert unequal.sent[1] < 0.8 * plan(FAST, FAST, FAST).sent[1]
+
+
+@pytest.mark.parametrize(
+    "uplinks",
+    [
+        (),
+        (UNKNOWN_UPLINK,) * 3,
+        (Uplink(100), Uplink(1), Uplink(50)),  # none was full
+        (FAST, FAST, FAST),
+        (FAST, FAST, Uplink(90_000_000, full=True)),  # within the error of a measurement
+        (SLOW, UNKNOWN_UPLINK, UNKNOWN_UPLINK),  # nobody has shown a higher rate
+        (Uplink(0, full=True), FAST, FAST),  # a rate that nobody measures
+        (Uplink(0, full=True),) * 3,
+    ],
+)
+def test_shares_are_equal_unless_a_slow_uplink_is_known(uplinks: tuple[Uplink, ...]) -> None:
+    contributions, mean = make_codec("int8"), MeanEncoding.of("int8")
+    equal = plan_exchange(contributions, 64 * BLOCK, 3, mean=mean)
+    assert equal.pattern == "reduce-scatter"
+    assert plan_exchange(contributions, 64 * BLOCK, 3, mean=mean, uplinks=uplinks) == equal

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha512
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from diloco.data import (
     Batches,
-    BlockReader,
     ByteTokenizer,
     DocumentStream,
     Mixture,
     PackedTokens,
     Prefetcher,
     Sampler,
+    Source,
+    SourceSettings,
     is_heldout,
 )
 
@@ -33,15 +33,30 @@ def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
     return [f"{prefix}<{n}:{sha512(bytes([n % 256])).hexdigest() * 2:.{n * 7 % longest}}>" for n in range(count)]
 
 
-class Records:
-    """A source in memory whose size may be known or unknown."""
+class InMemory(Source):
+    """A source whose records are in memory, as of a data set, but in one part."""
 
-    def __init__(self, records: Sequence[str], *, sized: bool) -> None:
-        self.size = len(records) if sized else None
-        self._records = records
+    def __init__(self, records: Sequence[str], name: str, weight: float) -> None:
+        self.settings = SourceSettings(name=name, weight=weight)
+        self.parts = [("memory", Rows(records))]
 
-    def records(self, start: int = 0) -> Iterator[str]:
-        return islice(iter(self._records), start, None)
+
+class Rows:
+    """What is used of a ``datasets.IterableDataset``."""
+
+    def __init__(self, records: Sequence[str]) -> None:
+        self.records, self.place = records, 0
+
+    def iter(self, size: int) -> Iterator[dict[str, Sequence[str]]]:
+        while self.place < len(self.records):
+            first, self.place = self.place, self.place + size
+            yield {"text": self.records[first : self.place]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
 
 
 def stream(
@@ -50,30 +65,20 @@ def stream(
     replicas: int,
     *,
     weights: Sequence[float] | None = None,
-    sized: bool = False,
     block: int = 3,
     seed: int = 0,
 ) -> DocumentStream:
-    readers = [
-        BlockReader(
-            Records(source, sized=sized),
-            name=str(number),
-            size=block,
-            tokenizer=TOKENIZER,
-            heldout_fraction=HELDOUT,
-            seed=seed,
-        )
-        for number, source in enumerate(sources)
-    ]
     return DocumentStream(
-        readers,
-        weights or [1.0] * len(readers),
+        [InMemory(each, str(number), (weights or [1.0] * 9)[number]) for number, each in enumerate(sources)],
+        TOKENIZER,
         data="test",
-        eos_id=TOKENIZER.eos_id,
+        size=block,
+        heldout_fraction=HELDOUT,
         sequence_length=LENGTH,
         batch_size=SIZE,
         replica=replica,
         num_replicas=replicas,
+        seed=seed,
     )
 
 
@@ -102,7 +107,7 @@ KINDS: dict[str, Callable[[int, int], Batches]] = {
     "mixture": _sampler(Mixture(dict(zip("ab", _HALVES, strict=True)), {"a": 3.0, "b": 1.0})),
     "stream": lambda replica, replicas: stream([DOCUMENTS], replica, replicas),
     "streams": lambda replica, replicas: stream(
-        [DOCUMENTS, numbered(40, prefix="other")], replica, replicas, weights=[2.0, 1.0], sized=True
+        [DOCUMENTS, numbered(40, prefix="other")], replica, replicas, weights=[2.0, 1.0]
     ),
 }
 KINDS |= {

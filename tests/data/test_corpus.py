@@ -67,12 +67,10 @@ def test_a_corpus_is_its_documents_each_followed_by_an_end(tmp_path: Path, token
     train, heldout = split_documents(documents, 0.2)
     for tokens, texts in ((corpus.train, train), (corpus.heldout, heldout)):
         assert tokens.dtype == np.uint16
+        assert (tokens.documents, tokens.num_bytes) == (len(texts), sum(len(text.encode()) for text in texts))
         ends = np.flatnonzero(tokens[:] == corpus.tokenizer.eos_id)
         assert ends[-1] == len(tokens) - 1
         assert [corpus.tokenizer.decode(part) for part in np.split(tokens[:], ends + 1)[:-1]] == texts
-    assert (corpus.train_documents, corpus.heldout_documents) == (len(train), len(heldout))
-    assert corpus.train_bytes == sum(len(text.encode()) for text in train)
-    assert corpus.heldout_bytes == sum(len(text.encode()) for text in heldout)
 
 
 def test_a_bpe_learns_from_training_documents_only(tmp_path: Path) -> None:
@@ -82,7 +80,7 @@ def test_a_bpe_learns_from_training_documents_only(tmp_path: Path) -> None:
     settings = {"tokenizer": "bpe:264", "heldout_fraction": 0.2}
     one = corpus_of(tmp_path / "one", [*train, *heldout], **settings)
     other = corpus_of(tmp_path / "other", [*train, *unlike], **settings)
-    assert other.heldout_documents == len(unlike)
+    assert other.heldout.documents == len(unlike)
     assert np.array_equal(one.train[:], other.train[:])
     assert len(other.tokenizer.encode("zqzq")) == 4
 

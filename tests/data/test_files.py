@@ -8,16 +8,18 @@ import io
 import json
 import lzma
 import os
+import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from diloco.data import read_documents, read_records
-from diloco.errors import DataError
+from diloco.data import DataSettings, build_corpus, read_documents, read_records, read_standard_library
+from diloco.errors import ConfigurationError, DataError
 from tests.lazy import Lazy
 
 pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
@@ -54,6 +56,17 @@ def in_parquet(**columns: Any) -> bytes:
     return packed.getvalue()
 
 
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_parquet(path: Path, **columns: Sequence[object]) -> Path:
+    parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), path)
+    return path
+
+
 COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": in_zstandard}
 PACKED = (("a.jsonl", BOM + LINES, READ), ("a.json", INDENTED, READ), ("a.txt", b"one", ["one"]))
 FILES: dict[str, tuple[str, bytes, list[str]]] = {
@@ -82,9 +95,7 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
 @pytest.mark.parametrize("kind", FILES)
 def test_files_of_every_type_are_read(tmp_path: Path, kind: str) -> None:
     name, content, documents = FILES[kind]
-    if ".parquet" in name:
-        content = in_parquet() if name.endswith("parquet") else in_zstandard(in_parquet())
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(in_parquet() if name.endswith("parquet") else content)
     assert list(read_documents([tmp_path / name])) == documents
 
 
@@ -97,7 +108,7 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
     "tar": ("a.tar", b"tar", "is a tar archive"),
     "parquet by another name": ("a.txt", b"parquet", "is a Parquet file. Give it the suffix"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-9], CUT_OFF),
-    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read as Parquet"),
+    "cut parquet": ("a.parquet", b"PAR1 cut", "cannot be read by datasets"),
     "broken array": ("a.json", b'[{"text": "one"},', "is not JSON"),
     "array of texts": ("a.json", b'["one"]', "record 0 must be a JSON object"),
     "empty": ("a.jsonl", b"", "holds no text"),
@@ -108,7 +119,6 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
 def test_what_cannot_be_read_is_named_with_its_cause(tmp_path: Path, kind: str) -> None:
     name, content, words = REFUSED[kind]
     special = {b"zip": lambda: in_zip(LINES), b"tar": lambda: in_tar(LINES), b"parquet": in_parquet}
-    special[b"tar.gz"] = lambda: gzip.compress(in_tar(LINES))
     (tmp_path / name).write_bytes(special.get(content, lambda: content)())
     with pytest.raises(DataError, match=rf"{name}.*({words})"):
         list(read_documents([tmp_path / name]))
@@ -176,3 +186,52 @@ def test_a_bad_row_is_refused_by_its_place_or_left_out_counted_and_named(
     assert list(read_documents([tmp_path / name], skip_bad=True)) == READ
     assert "1 of 3 rows can't be used and are left out" in caplog.text
     assert caplog.text.count(name) >= 1
+
+
+def test_a_folder_is_searched_to_the_bottom_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/b/c.py", "c.TXT", "a.rst"):
+        write(tmp_path / name, name)
+    for name in (".hidden.txt", ".git/x.txt", "a/.cache/x.txt", "picture.png", "no_suffix"):
+        write(tmp_path / name, "not this")
+    write(tmp_path / "empty.txt", "")
+    assert list(read_documents([tmp_path])) == ["a.rst", "a/b/c.py", "a/z.md", "b.txt", "c.TXT"]
+
+
+def test_a_separator_cuts_text_files_only(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "one\n\ntwo\nlines\n\n\n\nthree")
+    records = write(tmp_path / "b.jsonl", json.dumps({"text": "not\n\ncut"}))
+    documents = list(read_documents([text, records], document_separator="\n\n"))
+    assert documents == ["one", "two\nlines", "three", "not\n\ncut"]
+
+
+def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path: Path) -> None:
+    # U+2028 and a carriage return alone end a line for str.splitlines, but not here
+    lines = ['{"body": "a\u2028b", "id": 1}', "", '{"body": ""}', '{"id": 2, "body":\r"c\\n\\u00e9"}\r', "  "]
+    path = write(tmp_path / "a.jsonl", "\n".join(lines))
+    assert list(read_documents([path], text_field="body")) == ["a\u2028b", "c\né"]
+
+
+def test_parquet_reads_the_named_column_across_batches(tmp_path: Path) -> None:
+    texts = [f"row {i}" for i in range(2500)]
+    path = write_parquet(tmp_path / "a.parquet", other=list(range(2500)), body=texts)
+    assert list(read_documents([path], text_field="body")) == texts
+
+
+@pytest.mark.parametrize("data", ["a.parquet", "hf:some/data"])
+def test_data_that_needs_datasets_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+    write_parquet(tmp_path / "a.parquet", text=["x"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"needs datasets, .* pip install 'diloco\[hf\]'"):
+        build_corpus(DataSettings(paths=(Path(data),)))
+
+
+def test_the_standard_library_leaves_out_what_differs_between_machines(tmp_path: Path) -> None:
+    for name in ("json/tool.py", "abc.py", "zipfile.py"):
+        write(tmp_path / name, name)
+    left_out = "site-packages/a.py json/tests/a.py test/a.py idlelib/a.py _sysconfigdata_linux.py sitecustomize.py"
+    for name in [*left_out.split(), "config-3.11-x86/a.py", "encodings/cp1250.py", "LICENSE.txt", "lib.so"]:
+        write(tmp_path / name, "not this")
+    write(tmp_path / "latin.py", b"# \xe9")
+    write(tmp_path / "empty.py", b"")
+    assert list(read_standard_library(tmp_path)) == ["abc.py", "json/tool.py", "zipfile.py"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diloco.data import DataSettings, SourceSettings, build_corpus, open_source
+from diloco.data import DataSettings, Records, Source, SourceSettings, build_corpus
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.lazy import Lazy
@@ -38,7 +38,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.Dataset.from_dict({"text": TEXTS}, split=datasets.Split.TEST).save_to_disk(str(folder / "named"))
     datasets.DatasetDict({"train": rows, "few": rows.select(range(5))}).save_to_disk(str(folder / "splits"))
     (folder / "hub").mkdir()
-    rows.to_parquet(str(folder / "hub" / "train-00000-of-00001.parquet"))
+    for number in range(2):  # at a place that is no multiple of a block
+        half = rows.select(range(100) if number == 0 else range(100, len(TEXTS)))
+        half.to_parquet(str(folder / "hub" / f"train-0000{number}-of-00002.parquet"))
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (folder / "b.txt").write_text("\n\n".join(TEXTS))
     return folder
@@ -62,19 +64,27 @@ TWICE = {
 
 @pytest.mark.parametrize("kind", [*KINDS, *TWICE])
 def test_records_come_in_one_order_from_any_place_on(kind: str, files: Path) -> None:
-    source = open_source((KINDS | TWICE)[kind](files))
-    records = list(source.records())
-    assert [text for text in records if text] == [text for text in TEXTS if text] * (2 if kind in TWICE else 1)
-    assert source.size in (None, len(records))
-    for start in (0, 1, 99, 100, 251, len(records) - 1, len(records), len(records) + 5):
-        assert list(source.records(start)) == records[start:]
+    """Also while another reader of the same source is at another place."""
+    source = Source((KINDS | TWICE)[kind](files))
+    assert list(source.documents()) == [text for text in TEXTS if text] * (2 if kind in TWICE else 1)
+    reader, blocks, places = Records(source), [], []
+    while not blocks or blocks[-1]:
+        places.append(json.loads(json.dumps(reader.state_dict())))
+        blocks.append(reader.read(64))
+    for number in range(len(blocks) - 1):
+        again = Records(source)
+        again.load_state_dict(places[number])
+        assert [again.read(64) for _ in blocks[number:]] == blocks[number:]
+        assert again.read(64) == reader.read(64) == blocks[0], "after the end it begins again"
+        reader = Records(source)
 
 
 def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> None:
     few = SourceSettings(data=(f"hf:{files / 'splits'}",), split="few", text_field="body")
-    assert list(open_source(few).records()) == [text.upper() for text in TEXTS[:5]]
-    tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",))
-    assert open_source(tenth).size == 25
+    assert list(Source(few).documents()) == [text.upper() for text in TEXTS[:5]]
+    for folder in ("hub", "splits"):
+        tenth = SourceSettings(data=(f"hf:{files / folder}:train[:10%]",))
+        assert list(Source(tenth).documents()) == TEXTS[:25]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +96,14 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
 )
 def test_what_is_not_there_is_told(data: str, words: str, files: Path) -> None:
     with pytest.raises(DataError, match=words):
-        open_source(SourceSettings(data=(data.format(files=files),)))
+        Source(SourceSettings(data=(data.format(files=files),)))
 
 
 def test_a_field_that_is_not_there_is_told(files: Path) -> None:
     for kind in ("saved", "folder", "folder, streamed"):
         about = KINDS[kind](files)
         with pytest.raises(DataError, match=r"no field 'txt' .*did you mean 'text'"):
-            list(open_source(SourceSettings(data=about.data, text_field="txt", streaming=about.streaming)).records())
+            Source(SourceSettings(data=about.data, text_field="txt", streaming=about.streaming))
 
 
 def test_places_become_absolute_and_names_stay(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from diloco.cli import main
 from diloco.data import (
     ByteTokenizer,
     DataSettings,
@@ -16,13 +20,13 @@ from diloco.data import (
     TokenFolder,
     build_corpus,
     heldout_tokens,
-    split_documents,
     tokenize,
 )
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train
 
+SPLITS = ("train", "heldout")
 TEXTS = [*numbered(300, longest=200), "ünï☃", "<|endoftext|> is text"]
 
 
@@ -63,17 +67,14 @@ def test_a_folder_is_the_corpus_that_it_was_made_of(
     assert corpus.train[:].tolist() == expected.train[:].tolist()
     assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
     assert corpus.train.dtype == expected.train.dtype == np.uint16
-    for name in ("train_documents", "heldout_documents", "train_bytes", "heldout_bytes", "fingerprint"):
-        assert getattr(corpus, name) == getattr(expected, name), name
+    assert (corpus.fingerprint, corpus.description()) == (
+        expected.fingerprint,
+        expected.description()[::1].replace("; held", ", in files; held"),
+    )
     assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
-    assert len(made.splits["train"].shards) > 1 or shard_tokens == 1 << 20
-    documents = []
-    for number in range(len(made.splits["train"].shards)):
-        tokens = np.fromfile(made.path / f"train-{number:05}.tokens", dtype="<u2")
-        ends = np.fromfile(made.path / f"train-{number:05}.ends", dtype="<u8").tolist()
-        documents += [corpus.tokenizer.decode(tokens[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    kept = split_documents(TEXTS, 0.2, more.get("max_documents"))  # type: ignore[arg-type]  # varied by name
-    assert documents == kept[0]
+    pieces = made.splits["train"].pieces
+    assert [len(piece) for piece in pieces[:-1]] == [shard_tokens] * (len(pieces) - 1)
+    assert len(pieces) > 1 or shard_tokens == 1 << 20
     assert heldout_tokens(of(text, **more), expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
     assert (
         heldout_tokens(DataSettings(paths=(made.path,)), expected.tokenizer)[:].tolist() == corpus.heldout[:].tolist()
@@ -128,8 +129,8 @@ def damage_manifest(folder: Path, **members: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: (path / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
-        (lambda path: (path / "train-00000.ends").write_bytes(b""), "has 0 bytes, but"),
+        (lambda path: (path / "train-00001.tokens").unlink(), "No such file.*train-00001.tokens"),
+        (lambda path: (path / "train-00000.tokens").write_bytes(b"x"), "train-00000.tokens has 1 bytes, but"),
         (lambda path: damage_manifest(path, format_version=9), "version 9, but diloco"),
         (lambda path: damage_manifest(path, train=None), "cannot be read"),
         (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
@@ -140,6 +141,18 @@ def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  
     damage(mine)
     with pytest.raises(DataError, match=words):
         build_corpus(DataSettings(paths=(mine,)))
+
+
+def test_a_folder_of_version_1_is_still_read(mine: Path) -> None:
+    """It counts the documents of each file, and has files of where they end."""
+    manifest = json.loads((mine / "manifest.json").read_text())
+    splits = {name: manifest[name] | {"shards": [[size, 3] for size in manifest[name]["shards"]]} for name in SPLITS}
+    before = build_corpus(DataSettings(paths=(mine,)))
+    damage_manifest(mine, format_version=1, fingerprint="of another kind", **splits)
+    (mine / "train-00000.ends").write_bytes(b"not read")
+    after = build_corpus(DataSettings(paths=(mine,)))
+    assert after.train[:].tolist() == before.train[:].tolist()
+    assert after.fingerprint == before.fingerprint
 
 
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, tmp_path: Path) -> None:
@@ -195,3 +208,42 @@ def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, 
         shutil.copy(other / name, mine / name)
     with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but the tokens have 257"):
         build_corpus(DataSettings(paths=(mine,)))
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """Limit the size of files, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"tokenize --data {text} --data.heldout-fraction 0.2 --out {tmp_path / 'new' / 'tokens'}"
+    with room_for(1000):
+        assert main(flags.split()) == 1
+    assert "can't be written: [Errno 27] File too large. Give a writable path" in capsys.readouterr().err
+    assert not any((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_who_comes_second_changes_nothing(text: Path, tmp_path: Path, there: bool) -> None:
+    place = tmp_path / "tokens"
+    if there:
+        place.mkdir()
+
+    def another(documents: int, size_bytes: int) -> None:
+        written = place / "manifest.json"
+        written.parent.mkdir(exist_ok=True)
+        written.write_text("of another")
+
+    with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
+        tokenize(of(text), place, progress=another)
+    assert [path.name for path in tmp_path.rglob("*")] == ["tokens", "manifest.json"]
+    with pytest.raises(ConfigurationError, match="tokens already exists and is not an empty folder"):
+        tokenize(of(text), place)

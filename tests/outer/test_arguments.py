@@ -63,7 +63,10 @@ CONNECT = {"replica": 0, "num_replicas": 1, "rendezvous": "127.0.0.1:0"}
         ({"error_feedback": 1.5}, "error_feedback must be a number from 0 to 1, got 1.5"),
         ({"telemetry": "no"}, "telemetry must be True or False, got 'no'"),
         ({"global_device": "cuda:99"}, "global_device='cuda:99' can't hold the global parameters"),
-        ({"weight": -1.0}, "weight must be"),
+        *(
+            ({"weight": weight}, r"weight must be a number from 1e-18 to 1e\+18")
+            for weight in (0.0, 1e19, 1e-19, float("nan"))
+        ),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(arguments: dict[str, Any], words: str) -> None:

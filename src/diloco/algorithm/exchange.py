@@ -9,21 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec.base import Codec, make_codec
+from diloco.algorithm.codec.base import Codec, Float32, make_codec
 from diloco.algorithm.codec.blockwise import Int8
-from diloco.algorithm.codec.casts import Float32
 from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
-from diloco.algorithm.shards import Uplink, owned_shares, shard_bounds, speeds
 
-__all__ = ["PLAIN_MEAN", "Exchange", "MeanEncoding", "data_parallel_bytes", "encode_mean", "plan_exchange"]
+__all__ = [
+    "PLAIN_MEAN",
+    "UNKNOWN_UPLINK",
+    "Exchange",
+    "MeanEncoding",
+    "Uplink",
+    "data_parallel_bytes",
+    "encode_mean",
+    "plan_exchange",
+]
 
-_WORTH_IT = 0.8
-"""Unequal shares must take at most this part of the time, since measured rates are not exact."""
+_WORTH_IT = 0.8  # unequal shares must take at most this part of the time, since measured rates are not exact
+
+_MOST_SHARE = 2.0  # the most that a replica owns, in equal shares: the others can't check the mean that an owner sends
+
+_HALVINGS = 60
 
 
 @dataclass(frozen=True)
@@ -82,19 +93,23 @@ def encode_mean(values: Tensor, codec: Codec) -> Tensor:
 
     Returns:
         The payload, ``(payload_bytes(n),)`` uint8. With an exact codec it shares memory with ``values``.
-
-    >>> from diloco.algorithm.codec.blockwise import FP4
-    >>> import torch
-    >>> mean = torch.tensor([1.0, 0.7])
-    >>> payload = encode_mean(mean, FP4())
-    >>> mean
-    tensor([1.0000, 0.5000])
     """
     if codec.exact:
         return values.view(torch.uint8)
     payload = codec.encode(values)
     codec.decode(payload, values.numel(), out=values)
     return payload
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """What a replica knows about the bandwidth with which it sends."""
+
+    bits_per_s: int = 0  # the highest rate measured; 0: none
+    full: bool = False  # whether the uplink was full at that rate
+
+
+UNKNOWN_UPLINK = Uplink()
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class Exchange:
     # ``all-gather``: every replica receives all payloads and sums them itself; ``reduce-scatter``: the replica at
     # position i owns range i of the values, sums it and sends its mean to all others
     pattern: Literal["all-gather", "reduce-scatter"]
-    shards: tuple[tuple[int, int], ...]  # the range of each position, by `shard_bounds`; unused in an all-gather
+    shards: tuple[tuple[int, int], ...]  # the range of each position, in whole blocks; unused in an all-gather
     mean: MeanEncoding  # the encoding of the means in a reduce-scatter
     sent: tuple[int, ...]  # bytes by position: payloads, means and extras
     received: tuple[int, ...]  # bytes by position
@@ -167,10 +182,11 @@ def plan_exchange(
             all-gather.
         uplinks: What is known about the uplink of each replica; empty: nothing.
 
-    >>> from diloco.algorithm.codec.base import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
-    >>> plan.pattern, plan.sent, plan.received
-    ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
+    >>> plan.pattern, plan.shards
+    ('reduce-scatter', ((0, 250), (250, 501), (501, 751), (751, 1002)))
+    >>> plan.sent, plan.received
+    ((4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
     >>> plan_exchange(make_codec("fp4"), 1024, 4).pattern
     'all-gather'
     >>> plan_exchange(make_codec("fp4"), 1024, 4, mean=MeanEncoding.of("fp4")).sent
@@ -181,18 +197,18 @@ def plan_exchange(
     """
     mean = mean.among(num_replicas, codec)
     block_size = math.lcm(codec.block_size, mean.codec.block_size)
-    shards = shard_bounds(numel, num_replicas, block_size)
+    shards = _shard_bounds(numel, num_replicas, block_size)
     gathered = ((num_replicas - 1) * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
     gather = Exchange("all-gather", shards, mean, gathered, gathered)
     scatter = _scatter(codec, mean, shards, extra_bytes)
     if whole or gather.busiest_bytes <= scatter.busiest_bytes:
         return gather
-    rates = speeds(uplinks)
+    rates = _speeds(uplinks)
     # all together move as much for any shares, so the slowest can't gain more than it is slower than the fastest
     if not rates or min(rates) >= _WORTH_IT * max(rates):
         return scatter
-    shares = owned_shares(rates, codec.payload_bytes(numel), mean.codec.payload_bytes(numel))
-    unequal = _scatter(codec, mean, shard_bounds(numel, num_replicas, block_size, shares), extra_bytes)
+    shares = _owned_shares(rates, codec.payload_bytes(numel), mean.codec.payload_bytes(numel))
+    unequal = _scatter(codec, mean, _shard_bounds(numel, num_replicas, block_size, shares), extra_bytes)
     return unequal if unequal.time(rates) <= _WORTH_IT * scatter.time(rates) else scatter
 
 
@@ -209,6 +225,73 @@ def _scatter(codec: Codec, mean: MeanEncoding, shards: tuple[tuple[int, int], ..
         sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
         received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
     )
+
+
+def _shard_bounds(
+    numel: int, num_replicas: int, block_size: int, shares: Sequence[float] = ()
+) -> tuple[tuple[int, int], ...]:
+    """Divide ``numel`` values into consecutive ranges of whole blocks, by ``shares``, which add up to 1, or equal ones.
+
+    Equal ones differ by at most one block. With fewer blocks than replicas some are empty. The last, which holds the
+    last, perhaps shorter block, is one of those with the most blocks, so no other division has a shorter longest range.
+    """
+    blocks = -(-numel // block_size)
+    ends = [position * blocks // num_replicas for position in range(1, num_replicas)]
+    if shares:
+        ends = [min(blocks, round(blocks * each)) for each in accumulate(shares[:-1])]
+    return tuple(pairwise([0, *(min(end * block_size, numel) for end in ends), numel]))
+
+
+def _speeds(uplinks: Sequence[Uplink]) -> list[float]:
+    """Return the rates at which replicas are assumed to send; empty if no uplink is known to have been full.
+
+    One whose uplink was never full is among the fastest.
+    """
+    if not any(each.full and each.bits_per_s for each in uplinks):
+        return []
+    fastest = float(max(each.bits_per_s for each in uplinks))
+    return [float(each.bits_per_s) if each.full and each.bits_per_s else fastest for each in uplinks]
+
+
+def _owned_shares(rates: Sequence[float], payload_bytes: float, mean_bytes: float) -> list[float]:
+    """Return the share of the sum that each replica should own so that the slowest is done soonest.
+
+    The replica at position i has the share s_i. It sends ``(1 - s_i) n + (M - 1) s_i m`` and receives
+    ``(M - 1) s_i n + (1 - s_i) m``, where n is the payload and m the encoded mean of all values. T is the least time in
+    which all replicas can do both, at their rates, with s_i at most 2 / M. What T leaves open is shared out in
+    proportion. Every operation is correctly rounded (`sum` is not, in some versions of Python), so every machine gets
+    the same bits. A downlink is assumed to be as fast as the uplink.
+    """
+    replicas = len(rates)
+    sent, received = (payload_bytes, (replicas - 1) * mean_bytes), (mean_bytes, (replicas - 1) * payload_bytes)
+
+    def limits(time: float) -> list[tuple[float, float]]:
+        """Return the least and the greatest share with which each replica is done in ``time``."""
+        bounds = []
+        for rate in rates:
+            least, greatest = 0.0, _MOST_SHARE / replicas
+            for as_none, as_only in (sent, received):  # the bytes with a share of 0, and with a share of 1
+                if as_only > as_none:
+                    greatest = min(greatest, (time * rate - as_none) / (as_only - as_none))
+                elif as_only < as_none:
+                    least = max(least, (as_none - time * rate) / (as_none - as_only))
+            bounds.append((least, greatest))
+        return bounds
+
+    def enough(time: float) -> bool:
+        bounds = limits(time)
+        possible = all(least <= greatest for least, greatest in bounds)
+        sums = math.fsum(least for least, _ in bounds), math.fsum(greatest for _, greatest in bounds)
+        return possible and sums[0] <= 1 <= sums[1]
+
+    low, high = 0.0, 2 * (payload_bytes + mean_bytes) / min(rates)  # equal shares take less
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    bounds = limits(high)
+    left_open = math.fsum(greatest - least for least, greatest in bounds)
+    part = (1 - math.fsum(least for least, _ in bounds)) / left_open if left_open else 0.0
+    return [least + part * (greatest - least) for least, greatest in bounds]
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.algorithm.numbers import check_number
+from diloco.algorithm.checks import check_number
 
 __all__ = ["AlphaMerge", "MergeRule", "RebaseMerge", "carry_over"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.partition import trainable_parameters
 from diloco.errors import ConfigurationError
 
 __all__ = ["Muon", "muon", "orthogonalised"]

@@ -118,9 +118,9 @@ CODECS = Registry(
     "sync.codec",
     f"{_HERE}.codec.base:Codec",
     {
-        "float32": f"{_HERE}.codec.casts:Float32",
-        "float16": f"{_HERE}.codec.casts:Float16",
-        "bfloat16": f"{_HERE}.codec.casts:BFloat16",
+        "float32": f"{_HERE}.codec.base:Float32",
+        "float16": f"{_HERE}.codec.base:Float16",
+        "bfloat16": f"{_HERE}.codec.base:BFloat16",
         "int8": f"{_HERE}.codec.blockwise:Int8",
         "fp4": f"{_HERE}.codec.blockwise:FP4",
         "topk2": f"{_HERE}.codec.topk2:TopK2",
@@ -130,11 +130,11 @@ CODECS = Registry(
 OUTER_OPTIMIZERS = Registry(
     "outer optimizer",
     "sync.outer",
-    f"{_HERE}.outer_optimizer:OuterOptimizer",
+    f"{_HERE}.optim:OuterOptimizer",
     {
-        "nesterov": f"{_HERE}.outer_optimizer:Nesterov",
-        "sgd": f"{_HERE}.outer_optimizer:Sgd",
-        "adam": f"{_HERE}.outer_optimizer:Adam",
+        "nesterov": f"{_HERE}.optim:Nesterov",
+        "sgd": f"{_HERE}.optim:Sgd",
+        "adam": f"{_HERE}.optim:Adam",
     },
 )
 
@@ -148,8 +148,8 @@ MERGE_RULES = Registry(
 AVERAGES = Registry(
     "average",
     "sync.average",
-    f"{_HERE}.averaging:AverageRule",
-    {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.averaging:SendersMean"},
+    f"{_HERE}.rounds:AverageRule",
+    {"mean": f"{_HERE}.registry:plain_mean", "senders": f"{_HERE}.rounds:SendersMean"},
 )
 
 INNER_OPTIMIZERS = Registry(

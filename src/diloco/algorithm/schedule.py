@@ -1,15 +1,20 @@
-"""The schedule of sends and merges, a pure function of the step (Streaming DiLoCo, Algorithm 2, lines 6 and 9)."""
+"""The schedule of sends and merges, a pure function of the step, and the steps that a slow replica trains.
+
+Schedule: Streaming DiLoCo, Algorithm 2, lines 6 and 9.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
-from diloco.algorithm.numbers import check_type, check_whole
-from diloco.errors import ConfigurationError
+from diloco.algorithm.checks import check_number, check_type, check_whole
+from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["Merge", "Send", "SyncSchedule"]
+__all__ = ["Merge", "Send", "StepRate", "SyncSchedule", "ValueSchedule", "steps_to_train", "trains_at"]
 
 
 @dataclass(frozen=True)
@@ -163,3 +168,152 @@ class SyncSchedule:
         """The fragments by offset."""
         offsets = self.fragment_offsets
         return {at: tuple(p for p, offset in enumerate(offsets) if offset == at) for at in set(offsets)}
+
+
+_KEPT = 0.9  # the weight that each step leaves to the earlier ones, so that about ten steps count
+
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+
+_MOST_TIMES = 8  # the fastest replica counts as at most this many times as fast as the second fastest
+_ENOUGH_STEPS = 6  # the least number of steps for a meaningful mean
+
+
+def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: int) -> int:
+    """Return ``k = floor(v / max v * H)``, at least 1: the scheduled steps of H that a replica trains.
+
+    It is H for the fastest replica, and for one whose speed is not in ``steps_per_s``.
+
+    >>> speeds = {0: 4.0, 1: 2.0, 2: 0.9, 3: 0.001}
+    >>> [steps_to_train(replica, speeds, inner_steps=10) for replica in (0, 1, 2, 3, 4)]
+    [10, 5, 2, 1, 10]
+
+    Replicas report their own speeds, so the fastest counts as at most eight times as fast as the second fastest:
+
+    >>> steps_to_train(0, {0: 4.0, 1: 4.0, 2: 1e308}, inner_steps=80)
+    10
+    """
+    if replica not in steps_per_s:
+        return inner_steps
+    mine, speeds = steps_per_s[replica], sorted(steps_per_s.values())
+    fastest = min(speeds[-1], _MOST_TIMES * speeds[-2]) if len(speeds) > 1 else speeds[-1]
+    return inner_steps if mine >= fastest else max(1, math.floor(mine / fastest * inner_steps))
+
+
+def trains_at(step: int, steps: int, inner_steps: int) -> bool:
+    """Return whether the scheduled step ``step`` (t, from 0) is trained: ``floor((t + 1) k / H) > floor(t k / H)``.
+
+    Exactly ``steps`` (k) of any ``inner_steps`` (H) consecutive steps are trained, spread as evenly as possible.
+
+    >>> ["." if not trains_at(step, 3, inner_steps=8) else "x" for step in range(8)]
+    ['.', '.', 'x', '.', '.', 'x', '.', 'x']
+    """
+    if not 1 <= steps <= inner_steps:
+        raise ConfigurationError(f"The number of trained steps must be from 1 to {inner_steps}, got {steps}.")
+    return (step + 1) * steps // inner_steps > step * steps // inner_steps
+
+
+class StepRate:
+    """The smoothed inner steps per second of a replica: the inverse of the mean time of about its last ten steps.
+
+    The first step does not count, since it may include compilation. The rate is known from the sixth step on.
+
+    >>> rate = StepRate()
+    >>> for seconds in (30.0, 0.5, 0.5, 0.5, 0.5):
+    ...     rate.add(seconds)
+    >>> rate.steps_per_s is None
+    True
+    >>> rate.add(0.5)
+    >>> rate.steps_per_s
+    2.0
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sum_s = 0.0
+        self._weight = 0.0
+
+    def add(self, compute_s: float) -> None:
+        """Count a step with this compute time, which excludes waiting for others. Ignore impossible times."""
+        if not _SHORTEST_S <= compute_s <= _LONGEST_S:
+            return
+        self._steps += 1
+        if self._steps > 1:
+            self._sum_s = _KEPT * self._sum_s + compute_s
+            self._weight = _KEPT * self._weight + 1
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The inner steps per second, or None before enough steps were counted."""
+        return self._weight / self._sum_s if self._steps >= _ENOUGH_STEPS else None
+
+
+_Kind = Literal["constant", "linear", "cosine", "wsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSchedule:
+    """A linear warm-up to ``peak``, followed by a decay to ``final_ratio * peak`` at ``total_steps``.
+
+    The decay has one of four shapes:
+
+    - ``constant``: stays at the peak.
+    - ``linear``: decreases linearly.
+    - ``cosine``: ``final + (peak - final) * (1 + cos(pi * x)) / 2`` with x from 0 at the end of the warm-up to 1.
+    - ``wsd``: stays at the peak, then decreases linearly over the last ``decay_steps``.
+
+    After ``total_steps`` the value stays constant; it never rises again.
+
+    Args:
+        peak: The value after the warm-up.
+        kind: The shape of the decay.
+        total_steps: The step at which the final value is reached.
+        warmup_steps: The length of the warm-up. Step s < warmup_steps gives ``peak * (s + 1) / warmup_steps``.
+        final_ratio: The final value divided by the peak.
+        decay_steps: The length of the decay of ``wsd``.
+
+    >>> rate = ValueSchedule(peak=1.0, kind="cosine", total_steps=10, warmup_steps=2, final_ratio=0.0)
+    >>> [round(rate(step), 3) for step in (0, 1, 2, 6, 10, 11)]
+    [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    peak: float
+    kind: _Kind = "constant"
+    total_steps: int = 0
+    warmup_steps: int = 0
+    final_ratio: float = 0.0
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("peak", self.peak, -math.inf)
+        check_number("final_ratio", self.final_ratio, 0, 1)
+        for name in ("total_steps", "warmup_steps", "decay_steps"):
+            check_whole(name, getattr(self, name), 0)
+        if self.kind not in get_args(_Kind):
+            raise ConfigurationError(f"There is no kind {self.kind!r}; {nearest(str(self.kind), get_args(_Kind))}")
+        if self.kind != "constant" and self.warmup_steps > self.total_steps:
+            raise ConfigurationError(
+                f"The warm-up can't be longer than the run, got warmup_steps={self.warmup_steps} with "
+                f"total_steps={self.total_steps}."
+            )
+        if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
+            raise ConfigurationError(
+                f"decay_steps must be from 1 to {self.total_steps - self.warmup_steps}, the steps after the warm-up, "
+                f"got {self.decay_steps}."
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the value for the step that follows ``step`` finished steps."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        return self.peak * (self.final_ratio + (1 - self.final_ratio) * self._shape(step))
+
+    def _shape(self, step: int) -> float:
+        """Return the progress of the decay: 1 at the end of the warm-up, 0 from ``total_steps`` on."""
+        if self.kind == "constant":
+            return 1.0
+        if step >= self.total_steps:
+            return 0.0
+        if self.kind == "wsd":
+            return min(1.0, (self.total_steps - step) / self.decay_steps)
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2

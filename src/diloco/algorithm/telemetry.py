@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec
-from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
+from diloco.algorithm.optim import OuterOptimizer, OuterState
 
 __all__ = ["measured_outer_step", "sample", "sampled_ranges", "spread", "spread_terms"]
 

@@ -33,7 +33,7 @@ class TokenizeSettings:
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Folder to create."""
     shard_tokens: int = 1 << 28
-    """Tokens per file; a file ends with the document that reaches this number."""
+    """Tokens per file."""
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ def run(arguments: Sequence[str]) -> int:
 
         folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=show_progress)
     for name, split in folder.splits.items():
-        size = f"{split.documents:,} documents, {format_bytes(split.bytes)}, {split.tokens:,} tokens"
-        print(f"{name:8} {size} in {len(split.shards)} files")
-    text = speed(sum(split.bytes for split in folder.splits.values()))
+        size = f"{split.documents:,} documents, {format_bytes(split.num_bytes)}, {len(split):,} tokens"
+        print(f"{name:8} {size} in {len(split.pieces)} files")
+    text = speed(sum(split.num_bytes for split in folder.splits.values()))
     print(f"{settings.out}: {folder.vocab_size:,} ids, {time.monotonic() - started_s:.1f} s, {text} of text/s")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,13 @@ import xxhash
 
 from diloco.data.chat_tokenizer import ChatTokenizer, Message
 from diloco.data.conversations import read_conversation, texts_of
-from diloco.data.corpus import Corpus
-from diloco.data.files import warn_once
-from diloco.data.heldout import is_heldout
+from diloco.data.corpus import Corpus, fingerprint_of
 from diloco.data.rows import Example, PackedRows, fitting
 from diloco.data.settings import DataSettings
-from diloco.data.text import Row, RowError, read_records, usable
+from diloco.data.text import Row, RowError, is_heldout, read_records, usable, warn_once
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["ChatCorpus", "build_chat_corpus", "chat_tokenizer", "heldout_rows"]
-
-
-@dataclass(frozen=True, eq=False)
-class ChatCorpus(Corpus):
-    """A corpus of conversations, packed into rows of one length."""
-
-    notes: tuple[str, ...] = ()  # one phrase for each way in which conversations were changed or left out
-
-    def description(self) -> str:
-        rows = self.train
-        assert isinstance(rows, PackedRows)
-        counts = (
-            f"{self.train_documents:,} conversations in {(len(rows) - 1) // rows.length:,} rows of {rows.length} "
-            f"tokens, {rows.efficiency:.0%} full; {rows.counted_tokens:,} tokens count"
-        )
-        return "; ".join([counts, *self.notes, f"held out: {self.heldout_documents:,} conversations"])
+__all__ = ["build_chat_corpus", "chat_tokenizer", "heldout_rows"]
 
 
 def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
@@ -55,7 +36,7 @@ def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
     return ChatTokenizer(settings.tokenizer, settings.chat_template)
 
 
-def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpus:
+def build_chat_corpus(settings: DataSettings, sequence_length: int) -> Corpus:
     """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens.
 
     Raises:
@@ -68,17 +49,14 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         rows = sorted(rows, key=lambda row: xxhash.xxh3_64_intdigest(_text_of(row[1]).encode()))
         rows = rows[: settings.max_documents]
     split: dict[bool, list[Example]] = {False: [], True: []}
-    num_bytes = {False: 0, True: 0}
     reader = _Reader(tokenizer)
     for example, heldout in reader.examples(rows, settings):
         if example is not None:
             split[heldout].append(example)
-            num_bytes[heldout] += tokenizer.num_bytes(example.tokens)
-    packed, documents = {}, {}
+    packed = {}
     for heldout, examples in split.items():
         kept, cut, unfit = fitting(examples, sequence_length)
         reader.counts.update(cut=cut, unanswered=unfit)
-        documents[heldout] = len(kept)
         if not kept:
             why = "; ".join(reader.notes(sequence_length))
             raise DataError(
@@ -86,25 +64,14 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
                 f"none to {'evaluate' if heldout else 'train'} on{f' ({why})' if why else ''}. Give more "
                 "conversations, or change the fraction."
             )
-        packed[heldout] = PackedRows(
-            kept,
-            sequence_length,
-            padding=tokenizer.eos_id,
-            together=settings.packing != "single",
-            dtype=tokenizer.dtype,
-        )
-    fingerprint = f"{tokenizer.to_json()} {packed[False].digest} {packed[True].digest}"
-    return ChatCorpus(
-        train=packed[False],
-        heldout=packed[True],
-        tokenizer=tokenizer,
-        train_documents=documents[False],
-        heldout_documents=documents[True],
-        train_bytes=num_bytes[False],
-        heldout_bytes=num_bytes[True],
-        fingerprint=xxhash.xxh3_128_hexdigest(fingerprint.encode()),
-        notes=reader.notes(sequence_length),
+        packed[heldout] = _rows_of(kept, settings, tokenizer, sequence_length)
+    train, held_out = packed[False], packed[True]
+    counts = (
+        f"{train.documents:,} conversations in {len(train) // sequence_length:,} rows of {sequence_length} tokens, "
+        f"{train.efficiency:.0%} full; {train.counted_tokens:,} tokens count"
     )
+    about = "; ".join([counts, *reader.notes(sequence_length), f"held out: {held_out.documents:,} conversations"])
+    return Corpus(train, held_out, tokenizer, fingerprint_of(tokenizer, train, held_out), about=about)
 
 
 def heldout_rows(
@@ -118,8 +85,12 @@ def heldout_rows(
     examples = _Reader(tokenizer).examples(read_records(paths or settings.paths), settings)
     read = (example for example, heldout in examples if example is not None and (paths or heldout))
     kept, _, _ = fitting(read, sequence_length)
+    return _rows_of(kept, settings, tokenizer, sequence_length)
+
+
+def _rows_of(examples: list[Example], settings: DataSettings, tokenizer: ChatTokenizer, length: int) -> PackedRows:
     return PackedRows(
-        kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing != "single", dtype=tokenizer.dtype
+        examples, length, padding=tokenizer.eos_id, together=settings.packing != "single", dtype=tokenizer.dtype
     )
 
 

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.files import warn_once
 from diloco.data.rows import Example
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_choice import library_tokenizer
+from diloco.data.text import warn_once
+from diloco.data.tokenizer import Tokenizer, library_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]

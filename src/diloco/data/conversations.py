@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.data.text import ArrowRow, RowError, checked_text
+from diloco.data.hub import ArrowRow
+from diloco.data.text import RowError, checked_text
 
 __all__ = ["Conversation", "read_conversation", "texts_of"]
 

@@ -2,100 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Unpack
 
-import numpy as np
 import xxhash
 
-from diloco.data.block_reader import BlockReader
-from diloco.data.heldout import documents_of, first_heldout, split_documents
 from diloco.data.loader import Batches, Drawing, Sampler
-from diloco.data.packed import Mixture, PackedTokens, shares_of
-from diloco.data.settings import DataSettings, SourceSettings
-from diloco.data.sources import DocumentSource, open_source, read_source
-from diloco.data.stream import DocumentStream
-from diloco.data.token_folder import SPLITS, TokenFolder, fingerprint_of, token_folders
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_choice import given_tokenizer, make_tokenizer
-from diloco.errors import ConfigurationError
+from diloco.data.packed import Mixture, PackedTokens
+from diloco.data.settings import DataSettings
+from diloco.data.stream import DocumentStream, Source
+from diloco.data.text import is_heldout, split_documents
+from diloco.data.token_folder import SPLITS, TokenFolder, token_folders
+from diloco.data.tokenizer import Tokenizer, given_tokenizer, make_tokenizer
+from diloco.errors import ConfigurationError, DataError
 from diloco.units import format_bytes
 
-__all__ = ["Corpus", "StreamedCorpus", "build_corpus", "corpus_vocabulary_size", "open_stream"]
+__all__ = [
+    "Corpus",
+    "build_corpus",
+    "corpus_vocabulary_size",
+    "fingerprint_of",
+    "heldout_tokens",
+    "open_stream",
+    "read_texts",
+]
 
 _BPE_DOCUMENTS = 10_000  # while streaming, a BPE is trained on the first ones
-
-_COUNTS = ("train_documents", "train_bytes", "heldout_documents", "heldout_bytes")
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Training and held-out documents as tokens, each followed by the end-of-document token, without padding."""
 
-    train: PackedTokens  # uint16 if every id fits, else uint32
+    train: PackedTokens  # uint16 if every id fits, else uint32; empty if documents are read during training
     heldout: PackedTokens
     tokenizer: Tokenizer
-    train_documents: int
-    heldout_documents: int
-    train_bytes: int  # UTF-8 bytes of the training documents; the end-of-document tokens stand for none
-    heldout_bytes: int
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size. It tells data sets apart and is not a cryptographic hash."""
     mapped: bool = False  # whether drawing batches reads files
+    about: str = ""  # what there is to train and to evaluate on, if it is not documents of text
+    stream: Callable[..., Batches] | None = None  # opens the batches of a replica that reads during training
 
     def batches(self, **drawing: Unpack[Drawing]) -> Batches:
         """Return the batches of one replica."""
-        return Sampler(self.train, **drawing)
+        return self.stream(**drawing) if self.stream else Sampler(self.train, **drawing)
 
     def description(self) -> str:
         """Return how much there is to train and to evaluate on, and the shares of the sources."""
-        train = f"{self.train_documents:,} documents, {format_bytes(self.train_bytes)}, {len(self.train):,} tokens"
-        return f"{train}{_shares(self.train.shares)}{', in files' if self.mapped else ''}; {self._heldout_facts()}"
-
-    def _heldout_facts(self) -> str:
-        return f"held out: {self.heldout_documents:,} documents, {format_bytes(self.heldout_bytes)}"
-
-
-@dataclass(frozen=True, eq=False)
-class StreamedCorpus(Corpus):
-    """Sources that are read during training, and the documents held out of them. ``train`` and its counts are empty."""
-
-    settings: DataSettings = field(default_factory=DataSettings)
-    sources: tuple[tuple[SourceSettings, DocumentSource], ...] = ()
-
-    def batches(self, **drawing: Unpack[Drawing]) -> Batches:
-        """Return the batches of one replica out of a fixed number; see `DocumentStream`."""
-        num_replicas, seed = drawing["num_replicas"], drawing["seed"]
-        assert num_replicas is not None, "checked with the settings"
-        assert drawing.get("sharding", "shuffled") == "shuffled", "checked with the settings"
-        readers = [
-            BlockReader(
-                source,
-                name=about.name,
-                size=self.settings.streaming_block,
-                tokenizer=self.tokenizer,
-                heldout_fraction=self.settings.heldout_fraction,
-                seed=seed,
-            )
-            for about, source in self.sources
-        ]
-        return DocumentStream(
-            readers,
-            [about.weight for about, _ in self.sources],
-            data=xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {seed}".encode()),
-            eos_id=self.tokenizer.eos_id,
-            sequence_length=drawing["sequence_length"],
-            batch_size=drawing["batch_size"],
-            replica=drawing["replica"],
-            num_replicas=num_replicas,
-        )
-
-    def description(self) -> str:
-        total = sum(about.weight for about, _ in self.sources)
-        shares = {about.name: about.weight / total for about, _ in self.sources if about.name}
-        return f"read while training{_shares(shares)}; {self._heldout_facts()}"
+        train = f"{self.train.documents:,} documents, {format_bytes(self.train.num_bytes)}, {len(self.train):,} tokens"
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.train.shares.items())
+        files = f"{f' ({shares})' if shares else ''}{', in files' if self.mapped else ''}"
+        return self.about or f"{train}{files}; {_heldout_facts(self.heldout)}"
 
 
 def build_corpus(settings: DataSettings) -> Corpus:
@@ -108,29 +70,31 @@ def build_corpus(settings: DataSettings) -> Corpus:
     """
     sources = settings.parsed_sources()
     folders = {source.name: token_folders(source) for source in sources}
-    ready = [folder for found in folders.values() for folder in found]
-    if ready and settings.max_documents is not None:
-        raise ConfigurationError(
-            f"max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens. Use it when "
-            "the text is tokenised."
-        )
-    if all(folders.values()):
-        _check_heldout_fraction(settings, ready)
+    mapped = [folder for each in folders.values() for folder in each]
+    if mapped:
+        _check_settings(settings, mapped, all(folders.values()))
     texts = {
-        source.name: split_documents(read_source(source), settings.heldout_fraction, settings.max_documents)
+        source.name: split_documents(Source(source).documents(), settings.heldout_fraction, settings.max_documents)
         for source in sources
         if not folders[source.name]
     }
     train = (document for train, _ in texts.values() for document in train)
-    tokenizer = _tokenizer_of(settings, ready) if ready else make_tokenizer(settings, train)
-    corpora = [
-        _mapped(found, tokenizer) if found else _tokenised(*texts.pop(name), tokenizer)
-        for name, found in folders.items()
-    ]
-    return _mixed(sources, corpora) if settings.sources else corpora[0]
+    tokenizer = mapped[0].tokenizer() if mapped else make_tokenizer(settings, train)
+
+    def tokens_of(name: str, split: int) -> PackedTokens:
+        if folders[name]:
+            return PackedTokens.joined([folder.splits[SPLITS[split]] for folder in folders[name]])
+        return _packed(texts[name][split], tokenizer)
+
+    parts = {name: tokens_of(name, 0) for name in folders}
+    train_tokens = parts[""] if not settings.sources else Mixture(parts, {each.name: each.weight for each in sources})
+    heldout = PackedTokens.joined([tokens_of(name, 1) for name in folders])
+    return Corpus(
+        train_tokens, heldout, tokenizer, fingerprint_of(tokenizer, train_tokens, heldout), mapped=bool(mapped)
+    )
 
 
-def open_stream(settings: DataSettings) -> StreamedCorpus:
+def open_stream(settings: DataSettings) -> Corpus:
     """Open the sources that ``settings`` name, and read the held-out documents from their beginning.
 
     Raises:
@@ -138,36 +102,40 @@ def open_stream(settings: DataSettings) -> StreamedCorpus:
         ConfigurationError: a source can't be streamed, or the settings can't work or need a package that is not
             installed.
     """
-    opened = []
-    for about in settings.parsed_sources():
+    parsed = settings.parsed_sources()
+    for about in parsed:
         if token_folders(about):
             raise ConfigurationError(
                 f"{about.data[0]} holds tokens, which are mapped into memory and can't be streamed. Leave out "
                 "data.streaming."
             )
-        opened.append((about, open_source(about)))
-    sources = [source for _, source in opened]
+    sources = [Source(about) for about in parsed]
     share = -(-(settings.bpe_documents or _BPE_DOCUMENTS) // len(sources))
-    texts = (text for source in sources for text in islice(documents_of(source, settings, heldout=False), share))
+    texts = (text for source in sources for text in islice(_documents_of(source, settings, heldout=False), share))
     tokenizer = make_tokenizer(settings, texts)
-    heldout = first_heldout(sources, settings)
-    tokens = tokenizer.encode_documents(heldout)
-    named = [(about.name, about.weight, about.config, about.split, about.text_field) for about, _ in opened]
-    fingerprint = xxhash.xxh3_128(f"{named} {settings.heldout_fraction} {settings.streaming_block}".encode())
-    fingerprint.update(tokenizer.to_json().encode())
-    fingerprint.update(np.ascontiguousarray(tokens).data)
-    return StreamedCorpus(
-        train=PackedTokens([tokens[:0]]),
-        heldout=PackedTokens([tokens]),
-        tokenizer=tokenizer,
-        train_documents=0,
-        heldout_documents=len(heldout),
-        train_bytes=0,
-        heldout_bytes=tokenizer.num_bytes(tokens),
-        fingerprint=fingerprint.hexdigest(),
+    heldout = _packed(_first_heldout(sources, settings), tokenizer)
+    named = [(about.name, about.weight, about.config, about.split, about.text_field) for about in parsed]
+    fingerprint = (
+        f"{named} {settings.heldout_fraction} {settings.streaming_block} {tokenizer.to_json()} {heldout.digest}"
+    )
+    total = sum(about.weight for about in parsed)
+    shares = ", ".join(f"{about.name} {about.weight / total:.1%}" for about in parsed if about.name)
+    digest = xxhash.xxh3_128_hexdigest(fingerprint.encode())
+    return Corpus(
+        PackedTokens([]),
+        heldout,
+        tokenizer,
+        digest,
         mapped=True,
-        settings=settings,
-        sources=tuple(opened),
+        about=f"read while training{f' ({shares})' if shares else ''}; {_heldout_facts(heldout)}",
+        stream=partial(
+            DocumentStream,
+            sources,
+            tokenizer,
+            data=digest,
+            size=settings.streaming_block,
+            heldout_fraction=settings.heldout_fraction,
+        ),
     )
 
 
@@ -183,93 +151,87 @@ def corpus_vocabulary_size(settings: DataSettings) -> int:
     return settings.bpe_vocab_size or given_tokenizer(settings).vocab_size
 
 
-def _check_heldout_fraction(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
-    """Raise `ConfigurationError` if a fraction was asked for, but all documents were already split by another."""
-    asked = settings.heldout_fraction
+def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> PackedTokens:
+    """Return the held-out tokens of the corpus of ``settings``, encoded by the tokenizer that a run saved.
+
+    Raises:
+        DataError, ConfigurationError: as `build_corpus` and `open_stream`.
+    """
+    parsed = settings.parsed_sources()
+    if settings.streaming:
+        return _packed(_first_heldout([Source(about) for about in parsed], settings), tokenizer)
+    parts = []
+    for about in parsed:
+        if folders := token_folders(about):
+            parts += [folder.splits["heldout"] for folder in folders]
+        else:
+            texts = split_documents(Source(about).documents(), settings.heldout_fraction, settings.max_documents)
+            parts.append(_packed(texts[1], tokenizer))
+    return PackedTokens.joined(parts)
+
+
+def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterator[str]:
+    """Return all documents of ``paths`` (files, folders and ``hf:`` names), read with the other ``settings``."""
+    (about,) = dataclasses.replace(settings, paths=tuple(paths), sources={}, streaming=False).parsed_sources()
+    return Source(about).documents()
+
+
+def fingerprint_of(tokenizer: Tokenizer, train: PackedTokens, heldout: PackedTokens) -> str:
+    """Return the fingerprint of a corpus: equal for equal tokens, split and vocabulary size."""
+    return xxhash.xxh3_128_hexdigest(f"{tokenizer.vocab_size} {train.digest} {heldout.digest}".encode())
+
+
+def _packed(texts: Sequence[str], tokenizer: Tokenizer) -> PackedTokens:
+    tokens = tokenizer.encode_documents(texts)
+    return PackedTokens(
+        [tokens], vocab_size=tokenizer.vocab_size, documents=len(texts), num_bytes=tokenizer.num_bytes(tokens)
+    )
+
+
+def _heldout_facts(heldout: PackedTokens) -> str:
+    return f"held out: {heldout.documents:,} documents, {format_bytes(heldout.num_bytes)}"
+
+
+def _documents_of(source: Source, settings: DataSettings, *, heldout: bool) -> Iterator[str]:
+    return (text for text in source.documents() if is_heldout(text, settings.heldout_fraction) is heldout)
+
+
+def _first_heldout(sources: Sequence[Source], settings: DataSettings) -> list[str]:
+    """Return the first held-out documents, as many from each source; raise `DataError` if there are none."""
+    share = -(-settings.streaming_heldout // len(sources))
+    texts = [text for source in sources for text in islice(_documents_of(source, settings, heldout=True), share)]
+    if not texts:
+        raise DataError(
+            f"data.heldout_fraction={settings.heldout_fraction:g} holds out none of the documents. Use a larger "
+            "fraction, or more documents."
+        )
+    return texts
+
+
+def _check_settings(settings: DataSettings, folders: Sequence[TokenFolder], all_mapped: bool) -> None:
+    """Raise `ConfigurationError` if token folders differ in their tokenizer, or the settings ask for another one."""
+    first, tokenizer = folders[0], folders[0].tokenizer().to_json()
+    if settings.max_documents is not None:
+        raise ConfigurationError(
+            f"max_documents={settings.max_documents} has no effect on {first.path}, which holds tokens. Use it when "
+            "the text is tokenised."
+        )
     for folder in folders:
+        if folder.tokenizer().to_json() != tokenizer:
+            raise ConfigurationError(
+                f"{first.path} and {folder.path} were made with different tokenizers. Make them with the same one, "
+                f"such as --tokenizer {first.path}."
+            )
+        asked = settings.heldout_fraction
         made = folder.made.get("heldout_fraction", asked)
-        if asked not in (made, DataSettings().heldout_fraction):
+        if all_mapped and asked not in (made, DataSettings().heldout_fraction):
             raise ConfigurationError(
                 f"{folder.path} was made with a heldout_fraction of {made:g}, so data.heldout_fraction={asked:g} has "
                 "no effect. Pass it to `diloco tokenize`, or leave it out."
             )
-
-
-def _tokenizer_of(settings: DataSettings, folders: Sequence[TokenFolder]) -> Tokenizer:
-    """Return the tokenizer of the folders; raise `ConfigurationError` if they differ, or another was asked for."""
-    first = folders[0].tokenizer()
-    for folder in folders[1:]:
-        if folder.tokenizer().to_json() != first.to_json():
-            raise ConfigurationError(
-                f"{folders[0].path} and {folder.path} were made with different tokenizers. Make them with the same "
-                f"one, such as --tokenizer {folders[0].path}."
-            )
-    given = settings.tokenizer
-    if settings.bpe_vocab_size is not None or (
-        given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()
-    ):
+    other = settings.bpe_vocab_size is not None
+    if other or (settings.tokenizer != "bytes" and given_tokenizer(settings).to_json() != tokenizer):
         raise ConfigurationError(
-            f"data.tokenizer={given!r} was given, but {folders[0].path} was made with another tokenizer. Leave out "
-            "data.tokenizer."
+            f"data.tokenizer={settings.tokenizer!r} was given, but {first.path} was made with another tokenizer. Leave "
+            "out data.tokenizer."
         )
-    return first
-
-
-def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
-    """Join folders end to end. Digest and fingerprint are computed from those in the manifests; no token is read."""
-    parts = {split: [folder.tokens(split) for folder in folders] for split in SPLITS}
-    counts = {
-        f"{split}_{what}": sum(getattr(folder.splits[split], what) for folder in folders)
-        for split in SPLITS
-        for what in ("documents", "bytes")
-    }
-    train, heldout = (_end_to_end(parts[split]) for split in SPLITS)
-    fingerprint = folders[0].fingerprint
-    if len(folders) > 1:
-        fingerprint = xxhash.xxh3_128_hexdigest(" ".join(folder.fingerprint for folder in folders).encode())
-    return Corpus(train=train, heldout=heldout, tokenizer=tokenizer, **counts, fingerprint=fingerprint, mapped=True)
-
-
-def _end_to_end(parts: Sequence[PackedTokens]) -> PackedTokens:
-    if len(parts) == 1:
-        return parts[0]
-    digest = xxhash.xxh3_64_hexdigest(" ".join(part.digest for part in parts).encode())
-    pieces = [piece for part in parts for piece in part.pieces]
-    return PackedTokens(pieces, digest, vocab_size=parts[0].vocab_size)
-
-
-def _tokenised(train: list[str], heldout: list[str], tokenizer: Tokenizer) -> Corpus:
-    train_tokens, heldout_tokens = tokenizer.encode_documents(train), tokenizer.encode_documents(heldout)
-    return Corpus(
-        train=PackedTokens([train_tokens]),
-        heldout=PackedTokens([heldout_tokens]),
-        tokenizer=tokenizer,
-        train_documents=len(train),
-        heldout_documents=len(heldout),
-        train_bytes=tokenizer.num_bytes(train_tokens),
-        heldout_bytes=tokenizer.num_bytes(heldout_tokens),
-        fingerprint=fingerprint_of(tokenizer, [train_tokens], [heldout_tokens]),
-    )
-
-
-def _mixed(sources: Iterable[SourceSettings], corpora: Sequence[Corpus]) -> Corpus:
-    """Mix all sources by weight; their held-out documents follow one after the other."""
-    weights = {source.name: source.weight for source in sources}
-    train = Mixture({name: corpus.train for name, corpus in zip(weights, corpora, strict=True)}, weights)
-    named = [
-        [name, count, corpus.fingerprint]
-        for name, count, corpus in zip(weights, shares_of(weights), corpora, strict=True)
-    ]
-    tokenizer = corpora[0].tokenizer
-    return Corpus(
-        train=train,
-        heldout=PackedTokens([p for corpus in corpora for p in corpus.heldout.pieces], vocab_size=tokenizer.vocab_size),
-        tokenizer=tokenizer,
-        **{name: sum(getattr(corpus, name) for corpus in corpora) for name in _COUNTS},
-        fingerprint=xxhash.xxh3_128_hexdigest(repr(named).encode()),
-        mapped=any(corpus.mapped for corpus in corpora),
-    )
-
-
-def _shares(shares: Mapping[str, float]) -> str:
-    return f" ({', '.join(f'{name} {share:.1%}' for name, share in shares.items())})" if shares else ""

@@ -39,6 +39,8 @@ class PackedTokens:
         digest: a hash of all their bytes, if it is known already; otherwise it is computed when needed.
         vocab_size: every id must be below it. Ids are checked when they are read, because files may be damaged. None:
             they are not checked.
+        documents: the number of documents, each with its end.
+        num_bytes: their UTF-8 bytes; the end-of-document tokens stand for none.
 
     Attributes:
         shares: source -> its fraction of the sequences; empty for a single source.
@@ -55,14 +57,33 @@ class PackedTokens:
     marks_ends = False
 
     def __init__(
-        self, pieces: Sequence[TokenArray], digest: str | None = None, *, vocab_size: int | None = None
+        self,
+        pieces: Sequence[TokenArray],
+        digest: str | None = None,
+        *,
+        vocab_size: int | None = None,
+        documents: int = 0,
+        num_bytes: int = 0,
     ) -> None:
         # A plain view: slices of np.memmap are np.memmap objects, which take ten times as long to create.
         self.pieces = tuple(piece.view(np.ndarray) for piece in pieces)
-        self.vocab_size = vocab_size
+        self.vocab_size, self.documents, self.num_bytes = vocab_size, documents, num_bytes
         self.shares: Mapping[str, float] = {}
         self._ends = list(accumulate(len(piece) for piece in self.pieces))
         self._digest = digest
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedTokens]) -> PackedTokens:
+        """Return the tokens of several, end to end."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            [piece for part in parts for piece in part.pieces],
+            xxhash.xxh3_64_hexdigest(" ".join(part.digest for part in parts).encode()),
+            vocab_size=parts[0].vocab_size,
+            documents=sum(part.documents for part in parts),
+            num_bytes=sum(part.num_bytes for part in parts),
+        )
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -166,6 +187,8 @@ class Mixture(PackedTokens):
         super().__init__(
             [piece.astype(dtype, copy=False) for tokens in sources.values() for piece in tokens.pieces],
             vocab_size=next((t.vocab_size for t in sources.values() if t.vocab_size is not None), None),
+            documents=sum(tokens.documents for tokens in sources.values()),
+            num_bytes=sum(tokens.num_bytes for tokens in sources.values()),
         )
         self.shares = {name: count / CYCLE for name, count in zip(sources, counts, strict=True)}
         self._sources = sources

@@ -115,7 +115,7 @@ class PackedRows(PackedTokens):
                 self._counted[place + 1 : end] = examples[number].counted[1:]
                 self._last[end - 1] = True
                 place = end
-        super().__init__([tokens])
+        super().__init__([tokens], documents=len(examples))
         self.length = length
         self.marks_ends = together
         self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are not padding

@@ -1,122 +1,291 @@
 """Batches of documents that are read, tokenised and packed during training.
 
-Each source is divided into blocks of documents (see `diloco.data.block_reader`), and block g belongs to replica ``g %
-M``. A replica reads its blocks in order, packs their documents end to end, each followed by the end-of-document token,
-and cuts the result into sequences, so every token is a target once. Replicas may be at different places.
+The records of a source are numbered in its own order, and `streaming_block` consecutive ones are a block. Block g
+belongs to replica ``g % M``, whatever the epoch: a replica reads the source from beginning to end, skips the blocks of
+the others, shuffles each block of its own, and packs its documents end to end, each followed by the end-of-document
+token. The result is cut into sequences, so every token is a target once. Replicas may be at different places.
 
 With several sources, the next document comes from the source that has drawn the fewest tokens relative to its weight.
 So weights count tokens, whatever the lengths of documents.
 
-The rest of a source is described by a few numbers: the next block, blocks begun and returned, and documents begun. When
-another number of replicas resumes the run, these are merged and redistributed: no token is read a second time.
+Another number of replicas continues after the furthest block that any replica has begun: no token is read a second
+time, and what others had not read by then waits for the next epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diloco.data.block_reader import BlockReader
-from diloco.data.loader import Batch, Cursor, check_cursor
-from diloco.data.order import Assignment
-from diloco.errors import CheckpointError, ConfigurationError, DataError
+from diloco.data.hub import open_data_set, rows_of
+from diloco.data.loader import Batch, Cursor, Drawing, check_cursor
+from diloco.data.order import Assignment, permute
+from diloco.data.settings import HUB_PREFIX, SourceSettings
+from diloco.data.text import checked_text, is_heldout, missing_field, read_documents, usable
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["DocumentStream"]
-
-
-@dataclass
-class _Place:
-    """The position of a replica in one source."""
-
-    next: int  # the block to begin after the returned ones
-    stride: int  # the distance to the block after that
-    returned: list[tuple[int, int]] = field(default_factory=list)
-    """(block, record): blocks that were begun, with the record to continue from; they are read first."""
-    tokens: int = 0  # tokens drawn from this source so far
-    blocks: int | None = None  # blocks per epoch, once known
-
-    def to_message(self) -> dict[str, Any]:
-        return {**vars(self), "returned": [list(each) for each in self.returned]}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> _Place:
-        numbers = {name: message[name] for name in ("next", "stride", "tokens")}
-        blocks, returned = message["blocks"], [(block, record) for block, record in message["returned"]]
-        whole = [*numbers.values(), *(0 if blocks is None else blocks,), *(n for pair in returned for n in pair)]
-        if not all(type(number) is int and number >= 0 for number in whole) or numbers["stride"] < 1:
-            raise ValueError(f"{dict(message)!r:.200}")
-        return cls(**numbers, returned=returned, blocks=blocks)
+__all__ = ["DocumentStream", "Records", "Source"]
 
 
-_Begun = tuple[int, int, int, int]
-"""Source, block, record and token: a document whose tokens from this one on are still to be drawn."""
+class Source:
+    """The records of a source: its files and data sets one after the other, in the same order at every reading.
 
+    Data sets are opened here, but nothing is read yet.
 
-class DocumentStream:
-    """The batches of one replica, as `Batches`.
-
-    Args:
-        data: identifies sources, tokenizer and settings; part of the cursor.
-        eos_id: the token that ends a document, and also precedes the first one.
-        sequence_length: tokens per sequence (L).
-        batch_size: sequences per batch of this replica (B).
-        num_replicas: M.
+    Raises:
+        DataError: a data set does not exist or lacks the field.
+        ConfigurationError: ``datasets`` is needed but not installed.
     """
+
+    def __init__(self, settings: SourceSettings) -> None:
+        self.settings = settings
+        self.parts: list[Any] = []  # paths, or a data set with its name
+        for of_hub, places in groupby(settings.data or ("",), lambda place: place.startswith(HUB_PREFIX)):
+            if of_hub:
+                self.parts += [(place, open_data_set(place, settings, settings.text_field)) for place in places]
+            else:
+                self.parts.append([Path(place) for place in places if place])
+
+    def documents(self) -> Iterator[str]:
+        """Yield every document; raise `DataError` if one can't be read."""
+        records = Records(self)
+        while block := records.read(100):
+            yield from filter(None, block)
+
+
+class Records:
+    """Reads a source in blocks, from its beginning or any place on that was saved."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._records: Iterator[str] | None = None
+        self._data_set: Any = None
+        self._part = self._row = 0
+        self._rows: Any = None  # the state of the data set after the last block
+
+    def read(self, size: int) -> list[str]:
+        """Return the next records, fewer at the end of a part; none at the end, after which they begin again.
+
+        A record without text is an empty string and not a document.
+        """
+        while self._part < len(self._source.parts):
+            self._records = self._records or self._open(size)
+            try:
+                block = list(islice(self._records, size))
+            except BaseException:  # an iterator that has failed ends
+                self._records = None
+                raise
+            if block:
+                self._row += len(block)
+                self._rows = self._data_set and self._data_set.state_dict()
+                return block
+            self.load_state_dict({"part": self._part + 1, "row": 0, "rows": None})
+        self._part = 0
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last block as JSON; it can be continued from in blocks of the same size."""
+        return {"part": self._part, "row": self._row, "rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._part, self._row, self._rows = state["part"], state["row"], state["rows"]
+        self._records = self._data_set = None
+
+    def _open(self, size: int) -> Iterator[str]:
+        part, settings = self._source.parts[self._part], self._source.settings
+        name = settings.text_field
+        if isinstance(part, list):
+            documents = read_documents(
+                part, text_field=name, document_separator=settings.document_separator, skip_bad=settings.skip_bad
+            )
+            return islice(documents, self._row, None)
+
+        def text_of(place: str, row: Mapping[str, Any]) -> str:
+            if name not in row:
+                raise missing_field(place, name, row)
+            return checked_text(row[name], place, name)
+
+        place, data_set = part
+        self._data_set = copy.deepcopy(data_set)  # each reader has a state of its own
+        if self._rows is not None:
+            self._data_set.load_state_dict(self._rows)
+        rows = rows_of(self._data_set, place, first=self._row, size=size)
+        return usable(rows, text_of, "", skip_bad=settings.skip_bad)
+
+
+class _Reader:
+    """The documents of a source that one replica draws, and its position in them."""
 
     def __init__(
         self,
-        readers: Sequence[BlockReader],
-        weights: Sequence[float],
+        source: Source,
+        tokenizer: Tokenizer,
         *,
-        data: str,
-        eos_id: int,
-        sequence_length: int,
-        batch_size: int,
+        size: int,
+        heldout_fraction: float,
+        seed: int,
         replica: int,
         num_replicas: int,
     ) -> None:
-        self._readers = tuple(readers)
-        self._weights = tuple(weights)
-        self._origin = {"stream": data, "sequence_length": sequence_length, "batch_size": batch_size}
-        self._shape = batch_size, sequence_length
-        self._eos_id = eos_id
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self.name, self.weight = source.settings.name, source.settings.weight
+        self.tokens = 0  # tokens drawn from this source so far
+        self._records, self._next = Records(source), 0  # and the number of the block that is read next
+        self._size, self._tokenizer = size, tokenizer
+        self._heldout_fraction, self._seed = heldout_fraction, seed
+        self._replica, self._stride = replica, num_replicas
+        self._blocks: int | None = None  # blocks per epoch, once the end was reached
+        self._block = replica  # the block to draw from
+        self._record = 0  # the next record of it to draw, in its shuffled order
+        self._place: dict[str, Any] = {}  # where it begins in the source
+        self._documents: list[NDArray[Any]] | None = None  # its documents, once they have been read
+
+    @property
+    def epochs(self) -> float:
+        return self._block / self._blocks if self._blocks else 0.0
+
+    def document(self, token: int = 0) -> NDArray[Any]:
+        """Return the tokens of the document to draw, with its end.
+
+        Args:
+            token: the next one to draw; from 1 on, if the document has been begun.
+
+        Raises:
+            DataError: the source can't be read, nothing of it is trained on, or a document that was begun is not there.
+        """
+        passed = 0
+        while True:
+            if self._documents is None:
+                self._documents = self._read()
+            if token and token >= sum(map(len, self._documents[self._record :][:1])):
+                raise DataError(
+                    f"The source {self.name!r} has no document at the saved position: its text has changed."
+                )
+            for record in range(self._record, len(self._documents)):
+                self._record = record
+                if len(self._documents[record]):
+                    return self._documents[record]
+            self._block, self._record, self._documents = self._block + self._stride, 0, None
+            passed += 1
+            if self._blocks is not None and passed > 2 * self._blocks + 1:
+                raise DataError(
+                    f"The source {self.name!r} has no documents to train on: all are empty or held out. Give more "
+                    "text or a smaller data.heldout_fraction."
+                )
+
+    def end_document(self) -> None:
+        self._record += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        begun = self._documents is not None
+        return {
+            "at": self._block if begun else self._next,  # the number of the block that begins at ``place``
+            "place": self._place if begun else self._records.state_dict(),
+            "block": self._block,
+            "record": self._record,
+            "tokens": self.tokens,
+            "blocks": self._blocks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._next, self._block, self._record = state["at"], state["block"], state["record"]
+        self.tokens, self._blocks = state["tokens"], state["blocks"]
+        self._records.load_state_dict(state["place"])
+        self._documents = None
+
+    def resume_after(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the furthest block that any of several replicas has begun."""
+        furthest = max(states, key=lambda state: int(state["block"]))
+        tokens = sum(state["tokens"] for state in states) // self._stride
+        block = furthest["block"] + 1 + self._replica
+        self.load_state_dict({**furthest, "block": block, "record": 0, "tokens": tokens})
+
+    def _read(self) -> list[NDArray[Any]]:
+        """Return the tokens of each record of the block in its shuffled order; a record that is not drawn has none."""
+        ends = 0
+        while self._next <= self._block:
+            place = self._records.state_dict()
+            records = self._records.read(self._size)
+            self._next += bool(records)
+            ends = 0 if records else ends + 1
+            if not records:
+                self._blocks = self._blocks or self._next
+            if ends > 1:
+                raise DataError(f"The source {self.name!r} has no documents.")
+        self._place = place
+        order = permute(np.arange(len(records)), len(records), f"seed {self._seed}, {self.name}, block {self._block}")
+        texts = [records[number] for number in order.tolist()]
+        drawn = [bool(text) and not is_heldout(text, self._heldout_fraction) for text in texts]
+        packed = self._tokenizer.encode_documents([text for text, use in zip(texts, drawn, strict=True) if use])
+        ends_at = (np.flatnonzero(packed == self._tokenizer.eos_id) + 1).tolist()
+        documents = iter(np.split(packed, ends_at[:-1]))
+        return [next(documents) if use else packed[:0] for use in drawn]
+
+
+class DocumentStream:
+    """The `Batches` of one replica out of a fixed number.
+
+    Args:
+        sources: as `Source` opened them, which may be shared by several streams.
+        data: identifies sources, tokenizer and settings; part of the cursor.
+        size: records per block.
+        heldout_fraction: the fraction of the documents that is held out of training.
+        drawing: see `Drawing`.
+    """
+
+    order = ""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        *,
+        data: str,
+        size: int,
+        heldout_fraction: float,
+        **drawing: Unpack[Drawing],
+    ) -> None:
+        self._replica, self._shape = drawing["replica"], (drawing["batch_size"], drawing["sequence_length"])
+        self._origin = {name: value for name, value in drawing.items() if name not in ("replica", "sharding")}
+        self._origin |= {"stream": data}
+        self._eos = np.array([tokenizer.eos_id], dtype=np.int64)
+        self._readers = [
+            _Reader(
+                source,
+                tokenizer,
+                size=size,
+                heldout_fraction=heldout_fraction,
+                seed=drawing["seed"],
+                replica=self._replica,
+                num_replicas=drawing["num_replicas"] or 1,
+            )
+            for source in sources
+        ]
         self._drawn = 0
-        self._begun: list[_Begun] = []
-        self._places = [_Place(next=replica, stride=num_replicas) for _ in self._readers]
-        # (source, block) -> its documents: a cache
-        self._read: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        self._source: int | None = None  # that of the document that has been begun
+        self._token = 0  # the next one of it to draw
 
     @property
     def epochs(self) -> Mapping[str, float]:
         """Source -> how often all replicas together have read all of it; 0 until its end is first reached."""
-        return {
-            reader.name: place.next / reader.blocks if reader.blocks else 0.0
-            for reader, place in zip(self._readers, self._places, strict=True)
-        }
-
-    @property
-    def order(self) -> str:
-        return ""
+        return {reader.name: reader.epochs for reader in self._readers}
 
     def next_batch(self) -> Batch:
-        """Return the next batch; if it cannot be read, the cursor does not move."""
-        batch_size, length = self._shape
-        before = list(self._begun), [replace(place, returned=list(place.returned)) for place in self._places]
+        before = self.state_dict()
         try:
-            pieces, missing = [np.array([self._last_token()], dtype=np.int64)], batch_size * length
+            pieces, missing = [self._last_token()], self._shape[0] * self._shape[1]
             while missing:
-                tokens = self._draw(missing)
-                pieces.append(tokens)
-                missing -= len(tokens)
+                pieces.append(self._draw(missing))
+                missing -= len(pieces[-1])
         except BaseException:
-            self._begun, self._places = before
+            self.load_state_dict(before)
             raise
         stream = np.concatenate(pieces).astype(np.int64, copy=False)
         self._drawn += 1
@@ -129,156 +298,54 @@ class DocumentStream:
 
     def assign(self, assignment: Assignment) -> None:
         """Raise `ConfigurationError`: the members of a streaming run can't change."""
-        raise ConfigurationError(
-            "Replicas can't join or leave a run that streams its data, because only each replica itself knows what it "
-            f"has read. Use tokens made by `diloco tokenize`. Nothing was assigned from step {assignment.from_step} on."
-        )
+        self.join_at(assignment.from_step, "")
 
     def join_at(self, step: int, order: str) -> None:
         """Raise `ConfigurationError`: only a replica's own checkpoint records what it has read."""
         raise ConfigurationError(
-            f"Replica {self._replica} can't join a run that streams its data at step {step}, because the other "
-            "replicas do not know what it has read. Resume all replicas from their checkpoints, or use tokens made by "
-            "`diloco tokenize`."
+            f"Replica {self._replica} can't join a run that streams its data, or see others join it, at step {step}: "
+            "only each replica itself knows what it has read. Resume all replicas from their checkpoints, or use "
+            "tokens made by `diloco tokenize`."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor as JSON."""
-        for place, reader in zip(self._places, self._readers, strict=True):
-            place.blocks = reader.blocks
-        return {
-            **self._origin,
-            "drawn": self._drawn,
-            "begun": [list(each) for each in self._begun],
-            "sources": [place.to_message() for place in self._places],
-        }
+        begun = {"drawn": self._drawn, "source": self._source, "token": self._token}
+        return {**self._origin, **begun, "sources": [reader.state_dict() for reader in self._readers]}
 
     def load_state_dict(self, state: Cursor) -> None:
-        """Continue after the batch after which ``state`` was saved, with the same number of replicas.
-
-        Raises:
-            CheckpointError: the cursor is malformed, or belongs to other data or another number of replicas. The cursor
-                does not move.
-        """
-        drawn, begun, places = self._parsed(state)
-        if any(place.stride != self._num_replicas for place in places):
-            raise CheckpointError(
-                f"The data cursor is of {places[0].stride} replicas, not of {self._num_replicas}. It was not loaded."
-            )
-        self._resume(drawn, begun, places)
+        check_cursor(state, self._origin, ("drawn", "source", "token", "sources"))
+        self._drawn, self._source, self._token = state["drawn"], state["source"], state["token"]
+        for reader, place in zip(self._readers, state["sources"], strict=True):
+            reader.load_state_dict(place)
 
     def resume_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        """Continue as `Batches.resume_from` describes; what all replicas left is redistributed by block or document."""
-        parsed = [self._parsed(cursor_of(replica)) for replica in range(before)]
-        drawn = [each[0] for each in parsed]
-        if len(set(drawn)) > 1:
-            raise CheckpointError(
-                f"The cursors belong to different steps: the replicas had drawn {drawn} batches. None was loaded."
-            )
-        begun = sorted(document for _, documents, _ in parsed for document in documents)
-        places = []
-        for source in range(len(self._readers)):
-            each = [place[source] for _, _, place in parsed]
-            start = max(place.next for place in each)
-            left = [entry for place in each for entry in place.returned]
-            left += [(block, 0) for place in each for block in range(place.next, start, place.stride)]
-            places.append(
-                _Place(
-                    next=start + self._replica,
-                    stride=self._num_replicas,
-                    returned=self._mine(sorted(left)),
-                    tokens=sum(place.tokens for place in each) // self._num_replicas,
-                    blocks=next((place.blocks for place in each if place.blocks is not None), None),
-                )
-            )
-        self._resume(drawn[0], self._mine(begun), places)
+        states = [cursor_of(replica) for replica in range(before)]
+        for state in states:
+            check_cursor(state, {**self._origin, "num_replicas": before}, ("drawn", "source", "token", "sources"))
+        self._drawn, self._source, self._token = states[0]["drawn"], None, 0
+        for number, reader in enumerate(self._readers):
+            reader.resume_after([state["sources"][number] for state in states])
 
     def close(self) -> None:
-        """Do nothing: there is no background work."""
+        pass
 
-    def _mine(self, entries: list[Any]) -> list[Any]:
-        return entries[self._replica :: self._num_replicas]
-
-    def _resume(self, drawn: int, begun: list[_Begun], places: list[_Place]) -> None:
-        self._drawn, self._begun, self._places = drawn, begun, places
-        self._read.clear()
-        for place, reader in zip(places, self._readers, strict=True):
-            reader.restore_blocks(place.blocks)
-
-    def _parsed(self, state: Cursor) -> tuple[int, list[_Begun], list[_Place]]:
-        check_cursor(state, self._origin, ("drawn", "begun", "sources"))
-        try:
-            begun = [(source, block, record, token) for source, block, record, token in state["begun"]]
-            places = [_Place.from_message(message) for message in state["sources"]]
-            numbers = [state["drawn"], *(number for document in begun for number in document)]
-            if len(places) != len(self._readers) or not all(type(n) is int and n >= 0 for n in numbers):
-                raise ValueError(f"{numbers!r:.200}")
-            if any(document[0] >= len(places) for document in begun):
-                raise ValueError(f"{begun!r:.200}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The data cursor is malformed: {error!r:.300}. It was not loaded.") from error
-        return state["drawn"], begun, places
-
-    def _last_token(self) -> int:
-        """Return the token before the next one to draw."""
-        if not self._begun or self._begun[0][3] == 0:
-            return self._eos_id
-        source, block, record, token = self._begun[0]
-        return int(self._document(source, block, record)[token - 1])
+    def _last_token(self) -> NDArray[Any]:
+        """Return the token before the next one to draw, ``(1,)``."""
+        if self._source is None:
+            return self._eos
+        return self._readers[self._source].document(self._token)[self._token - 1 : self._token]
 
     def _draw(self, most: int) -> NDArray[Any]:
         """Return up to ``most`` of the next tokens, all of one document."""
-        if not self._begun:
-            self._begun.append(self._next_document())
-        source, block, record, token = self._begun[0]
-        document = self._document(source, block, record)
-        tokens = document[token : token + most]
-        if token + len(tokens) < len(document):
-            self._begun[0] = source, block, record, token + len(tokens)
-        else:
-            del self._begun[0]
-        self._places[source].tokens += len(tokens)
+        if self._source is None:  # the source that is furthest behind its weight
+            drawn = [reader.tokens / reader.weight for reader in self._readers]
+            self._source = drawn.index(min(drawn))
+        reader = self._readers[self._source]
+        document = reader.document(self._token)
+        tokens = document[self._token : self._token + most]
+        reader.tokens += len(tokens)
+        self._token += len(tokens)
+        if self._token == len(document):
+            reader.end_document()
+            self._source, self._token = None, 0
         return tokens
-
-    def _next_document(self) -> _Begun:
-        """Begin a new document of the source that is furthest behind its weight."""
-        drawn = [place.tokens / weight for place, weight in zip(self._places, self._weights, strict=True)]
-        source = drawn.index(min(drawn))
-        place, reader, passed = self._places[source], self._readers[source], 0
-        while True:
-            if not place.returned:
-                place.returned.append((place.next, 0))
-                place.next += place.stride
-            block, first = place.returned[0]
-            documents = self._block(source, block)
-            for record in range(first, len(documents)):
-                if len(documents[record]):
-                    place.returned[0] = (block, record + 1)
-                    return source, block, record, 0
-            del place.returned[0]
-            self._read.pop((source, block), None)
-            passed += 1
-            if reader.blocks is not None and passed > 2 * reader.blocks + 1:
-                raise DataError(
-                    f"The source {reader.name!r} has no documents to train on: all are empty or held out. Give more "
-                    "text or a smaller data.heldout_fraction."
-                )
-
-    def _document(self, source: int, block: int, record: int) -> NDArray[Any]:
-        documents = self._block(source, block)
-        if record >= len(documents) or not len(documents[record]):
-            raise DataError(
-                f"The source {self._readers[source].name!r} has no document at the saved position (block {block}, "
-                f"record {record}): its text has changed."
-            )
-        return documents[record]
-
-    def _block(self, source: int, block: int) -> list[NDArray[Any]]:
-        key = source, block
-        if key not in self._read:
-            needed = {(each[0], each[1]) for each in self._begun}
-            needed |= {(s, place.returned[0][0]) for s, place in enumerate(self._places) if place.returned}
-            for old in self._read.keys() - needed:
-                del self._read[old]
-            self._read[key] = self._readers[source].read(block)
-        return self._read[key]

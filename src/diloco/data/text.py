@@ -1,66 +1,89 @@
 """Read documents and records: text files, JSON, Parquet, and the standard library of the running Python.
 
 A document is a non-empty ``str`` that UTF-8 can encode. The order of the documents depends only on names and contents:
-paths in the order given, the files of a folder sorted by their path in it, records in file order. Nothing is unpickled
-and nothing is executed.
+paths in the order given, the files of a folder sorted by their path in it, records in file order. Compression and
+encoding are read from a file's first bytes, so a wrong suffix does no harm; the suffix says what the text is. Nothing
+is unpickled and nothing is executed.
 """
 
 from __future__ import annotations
 
-import io
+import bz2
+import functools
+import gzip
+import heapq
 import json
+import logging
+import lzma
+import os
+import re
+import stat
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from diloco.data.files import (
-    FOLDER_SUFFIXES,
-    RECORDS,
-    decode,
-    files_of,
-    kind_of,
-    listed,
-    opened,
-    pieces,
-    read_bytes,
-    walk,
-    warn_once,
-)
-from diloco.errors import DataError, NoDataError, from_extra, nearest
+import xxhash
+import zstandard
+
+from diloco.data.hub import parquet_rows
+from diloco.errors import DataError, NoDataError, nearest
 
 __all__ = [
-    "ArrowRow",
     "Row",
     "RowError",
     "checked_text",
+    "is_heldout",
     "missing_field",
     "read_documents",
     "read_records",
     "read_standard_library",
+    "split_documents",
+    "split_lazily",
     "usable",
+    "warn_once",
 ]
 
 T = TypeVar("T")
 
+LOGGER = logging.getLogger("diloco.data")
+"""The logger of what is left out of the data. Its warnings go to stderr unless a program configures logging."""
+
 # fmt: off
+FOLDER_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".rst", ".tex",
+    ".py", ".c", ".h", ".cpp", ".hpp", ".rs", ".go", ".java", ".js", ".ts",
+    ".jsonl", ".jsonlines", ".ndjson", ".parquet",
+})
+"""The files that are read of a folder. ``.json`` is not among them, because it often describes a folder."""
+
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # installed packages
     "test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "distutils", "ensurepip",  # often split off
     "encodings", "pydoc_data",  # character tables, and one long string
     "__pycache__",
 })
-# fmt: on
 """Folders of the standard library that do not belong to the built-in data set."""
+# fmt: on
+
+RECORDS = {".jsonl": "lines", ".jsonlines": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "parquet"}
+"""Suffix -> how the records of a file are stored. Every other file is text."""
+
+_COMPRESSIONS = frozenset({".gz", ".gzip", ".bz2", ".bz", ".xz", ".zst", ".zstd"})
+_CHUNK_BYTES = 1 << 20
+_REFUSED = (
+    (re.compile(rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff"), "begins like UTF-16 or UTF-32 text. Convert it to UTF-8"),
+    (re.compile(rb"PK\x03\x04"), "is a zip archive. Give the files in it"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "is a tar archive. Give the files in it"),
+    (re.compile(rb"PAR1"), "is a Parquet file. Give it the suffix .parquet"),
+)
+"""How files begin that can't be read as text, and what to do."""
 
 
 class RowError(DataError):
     """One record or document can't be used. `usable` raises it, or leaves the row out."""
-
-
-class ArrowRow(dict[str, Any]):
-    """A row of a table. A null in its structs may stand for a field that only other rows have."""
 
 
 Row = tuple[str, Any]
@@ -96,7 +119,7 @@ def usable(rows: Iterable[Row], use: Callable[[str, Any], T], instead: T, *, ski
     finally:  # also where the reader needs no more
         if bad:
             words = f"{bad_count:,} of {count:,} rows can't be used and are left out"
-            warn_once(f"data.skip_bad: {words}: {listed(bad, bad_count)}.")
+            warn_once(f"data.skip_bad: {words}: {_listed(bad, bad_count)}.")
 
 
 def read_documents(
@@ -116,11 +139,8 @@ def read_documents(
     Raises:
         DataError: a path is missing or holds no text, text is not UTF-8, or a record is not JSON or lacks the field.
             The message names the file and the byte or line.
-        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
+        ConfigurationError: a ``.parquet`` file needs datasets, which is not installed.
     """
-    if not paths:
-        yield from read_standard_library()
-        return
 
     def text_of(place: str, content: Any) -> str:
         if isinstance(content, str):
@@ -129,8 +149,10 @@ def read_documents(
             raise missing_field(place, text_field, content)
         return checked_text(content[text_field], place, text_field)
 
+    if not paths:
+        yield from read_standard_library()
     for path in paths:
-        rows = (row for file in files_of(path) for row in _rows(file, text_field, document_separator))
+        rows = (row for file in _files_of(path) for row in _rows(file, document_separator))
         yield from _some(
             filter(None, usable(rows, text_of, "", skip_bad=skip_bad)),
             f"{path} holds no text. Give a file that contains text, or a folder with files that end in "
@@ -143,25 +165,15 @@ def read_records(paths: Sequence[Path]) -> Iterator[Row]:
 
     Raises:
         DataError: a file can't be read or is of another type, or a path holds no records.
-        ConfigurationError: a ``.parquet`` file needs pyarrow, which is not installed.
+        ConfigurationError: a ``.parquet`` file needs datasets, which is not installed.
     """
     for path in paths:
-        files = files_of(path, records_only=True)
+        files = _files_of(path, records_only=True)
         for file in files:
-            if kind_of(file) == "text":
+            if _suffix(file) not in RECORDS:
                 raise DataError(f"{file} can't be read as records. Give files that end in {' '.join(RECORDS)}.")
-        rows = (row for file in files for row in _rows(file, None, None))
+        rows = (row for file in files for row in _rows(file, None))
         yield from _some(rows, f"{path} holds no records. Give files with records that end in {' '.join(RECORDS)}.")
-
-
-def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
-    """Yield values; raise `NoDataError` with the message ``nothing`` if there are none."""
-    nothing_yet = True
-    for value in values:
-        nothing_yet = False
-        yield value
-    if nothing_yet:
-        raise NoDataError(nothing)
 
 
 def read_standard_library(root: Path | None = None) -> Iterator[str]:
@@ -178,139 +190,23 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
         DataError: this Python has no readable standard library (some ship it as one zip file).
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    found = False
-    for file in walk(folder, leave_out=STANDARD_LIBRARY_LEFT_OUT)[0] if folder.is_dir() else ():
-        top = file.relative_to(folder).parts[0]
-        if file.suffix != ".py" or top.startswith(("_sysconfigdata", "sitecustomize", "usercustomize", "config-")):
-            continue
-        try:
-            document = read_bytes(file, text=False)[0].decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if document:
-            found = True
-            yield document
-    if not found:
-        raise DataError(
-            f"No standard library was found as .py files in {folder}. Give your own text: data.paths (--data PATH)."
-        )
 
+    files = _walk(folder, STANDARD_LIBRARY_LEFT_OUT)[0] if folder.is_dir() else []
+    machine = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
-def _rows(path: Path, text_field: str | None, separator: str | None) -> Iterator[Row]:
-    """Yield the records of a file, or the documents of a text file.
+    def documents() -> Iterator[str]:
+        for file in files:
+            if file.suffix == ".py" and not file.relative_to(folder).parts[0].startswith(machine):
+                with suppress(UnicodeDecodeError):
+                    yield file.read_bytes().decode("utf-8")
 
-    Args:
-        text_field: the only field that is needed of Parquet; None: all.
-    """
-    match kind_of(path):
-        case "lines":
-            yield from _json_lines(path)
-        case "json":
-            yield from _json_file(path)
-        case "parquet":
-            yield from _parquet_rows(path, text_field)
-        case _ if separator is None:
-            content, offset = read_bytes(path)
-            if content[:1] == b"{" and isinstance(_record(path, str(path), content.partition(b"\n")[0]), dict):
-                warn_once(f"{path} is read as one text, but looks like JSON Lines. Give such files the suffix .jsonl.")
-            yield _text_row(path, offset, content)
-        case _:
-            with opened(path) as file:
-                yield from (_text_row(path, *piece) for piece in pieces(file, separator.encode()))
-
-
-def _text_row(path: Path, offset: int, content: bytes) -> Row:
-    try:
-        return str(path), decode(content, path, offset)
-    except DataError as error:
-        return str(path), RowError(str(error))
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with opened(path) as file:
-        # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its
-        # tokens.
-        for number, (offset, line) in enumerate(pieces(file, b"\n"), start=1):
-            place, text = _text_row(path, offset, line)
-            place = f"{place}:{number}"
-            if isinstance(text, RowError):
-                yield place, text
-            elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
-                yield place, _record(path, place, text)
-
-
-def _json_file(path: Path) -> Iterator[Row]:
-    """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
-    content, offset = read_bytes(path)
-    first = list(islice((line for line in content.split(b"\n") if line.strip()), 2))
-    in_lines = any(isinstance(_record(path, str(path), line), dict) for line in first)
-    if len(first) > 1 and in_lines and not first[0].lstrip().startswith(b"["):
-        yield from _json_lines(path)
-        return
-    text = decode(content, path, offset).strip()
-    if text.startswith("["):
-        try:
-            records = _parsed(path, text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not JSON: {error}.") from error
-        for number, record in enumerate(records):
-            place = f"{path}, record {number}"
-            yield place, record if isinstance(record, dict) else _no_object(place, record)
-    elif text:
-        yield str(path), _record(path, str(path), text)
-
-
-def _record(path: Path, place: str, text: str | bytes) -> Any:
-    """Return the record that a text holds, or the `RowError` that says why it holds none."""
-    try:
-        record = _parsed(path, text)
-    except (ValueError, RecursionError) as error:
-        return RowError(f"{place} is not JSON: {error}.")
-    return record if isinstance(record, dict) else _no_object(place, record)
-
-
-def _parsed(path: Path, text: str | bytes) -> Any:
-    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            names = [name for name, _ in pairs]
-            for name in sorted({name for name in names if names.count(name) > 1}):
-                warn_once(f"{path}: an object has the field {name!r} twice; the last one is used.")
-        return fields
-
-    return json.loads(text, object_pairs_hook=collect)
-
-
-def _no_object(place: str, record: Any) -> RowError:
-    return RowError(f"{place} must be a JSON object with the fields of a record, got a {type(record).__name__}.")
-
-
-def _parquet_rows(path: Path, text_field: str | None) -> Iterator[Row]:
-    """Yield each row of a ``.parquet`` file: one field of it, or with None all fields."""
-    with from_extra("parquet", f"{path} needs pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
-    try:
-        with opened(path, text=False) as content, pyarrow.parquet.ParquetFile(_seekable(content)) as file:
-            if text_field is not None and text_field not in file.schema_arrow.names:
-                raise missing_field(str(path), text_field, file.schema_arrow.names)
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=None if text_field is None else [text_field]):
-                for values in batch.to_pylist():
-                    yield f"{path}, row {row}", ArrowRow(values)
-                    row += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
-
-
-def _seekable(file: io.BufferedReader) -> io.BufferedReader | io.BytesIO:
-    return file if isinstance(file.raw, io.FileIO) else io.BytesIO(file.read())
+    nothing = f"No standard library was found as .py files in {folder}. Give your own text: data.paths (--data PATH)."
+    yield from _some(filter(None, documents()), nothing)
 
 
 def missing_field(place: str, text_field: str, known: Iterable[str]) -> RowError:
-    """Return the error for a record or file without the field that should hold the text."""
-    hint = nearest(text_field, known)
-    return RowError(f"{place} has no field {text_field!r} (data.sources); {hint}")
+    """Return the error for a record without the field that should hold the text."""
+    return RowError(f"{place} has no field {text_field!r} (data.sources); {nearest(text_field, known)}")
 
 
 def checked_text(value: Any, place: str, text_field: str) -> str:
@@ -321,7 +217,284 @@ def checked_text(value: Any, place: str, text_field: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise RowError(
-            f"{place}: the field {text_field!r} holds U+{ord(value[error.start]):04X}, half of a surrogate pair, which "
-            "is not valid text."
+            f"{place}: the field {text_field!r} holds half of a surrogate pair, which is not text."
         ) from error
     return value
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged the same one: data may be read several times."""
+    LOGGER.warning(message)
+
+
+def _listed(names: list[str], count: int) -> str:
+    """Return the first of ``count`` names, and how many more there are."""
+    return "; ".join(name.rstrip(".") for name in names[:5]) + (f"; and {count - 5:,} more" if count > 5 else "")
+
+
+def _some(values: Iterable[T], nothing: str) -> Iterator[T]:
+    """Yield values; raise `NoDataError` with the message ``nothing`` if there are none."""
+    empty = True
+    for value in values:
+        empty = False
+        yield value
+    if empty:
+        raise NoDataError(nothing)
+
+
+# Training and held-out documents.
+
+
+def split_documents(
+    texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Return the training and the held-out documents, each in the order given, as `split_lazily` tells them apart.
+
+    >>> split_documents(["one", "four", "five", "eight"], heldout_fraction=0.3)
+    (['four', 'five', 'eight'], ['one'])
+    """
+    sides: tuple[list[str], list[str]] = ([], [])
+    for text, heldout in split_lazily(texts, heldout_fraction, max_documents):
+        sides[heldout].append(text)
+    return sides
+
+
+def split_lazily(
+    texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
+) -> Iterator[tuple[str, bool]]:
+    """Yield documents, each with whether it is held out.
+
+    That depends only on its text and the fraction: adding documents moves no other document, and copies of a document
+    stay together. ``max_documents`` keeps the documents whose texts hash lowest, so a small sample is spread over all
+    of them.
+
+    Raises:
+        DataError: one of the splits is empty, after the last document; the message says which fractions would work.
+    """
+    hashed: Iterable[tuple[int, str, float, int]]
+    hashed = ((place, text, *_keys(text)) for place, text in enumerate(texts))
+    if max_documents is not None:
+        hashed = sorted(heapq.nsmallest(max_documents, hashed, key=lambda each: (each[3], each[0])))
+    counts, keys = [0, 0], [1.0, 0.0]  # of both splits; the lowest and the highest
+    for _, text, key, _ in hashed:
+        heldout = key < heldout_fraction
+        counts[heldout] += 1
+        keys = [min(keys[0], key), max(keys[1], key)]
+        yield text, heldout
+    if not all(counts):
+        advice = "Give more files, a .jsonl with one document per line, or a document_separator in data.sources"
+        if keys[0] < keys[1]:
+            advice = f"Use a fraction between {keys[0]:.6g} and {keys[1]:.6g}, or more documents"
+        raise DataError(
+            f"data.heldout_fraction={heldout_fraction:g} holds out {counts[1]} of {sum(counts)} documents and leaves "
+            f"{counts[0]} to train on; at least one of each is needed. {advice}."
+        )
+
+
+def is_heldout(text: str, heldout_fraction: float) -> bool:
+    """Return whether a document is held out."""
+    return _keys(text)[0] < heldout_fraction
+
+
+def _keys(text: str) -> tuple[float, int]:
+    """Return two independent halves of a hash: a number in [0, 1) for the split, and an integer for the sample."""
+    number = xxhash.xxh3_128_intdigest(text.encode("utf-8"))
+    return (number >> 75) / (1 << 53), number & ((1 << 64) - 1)  # a float holds 53 bits exactly
+
+
+# The rows of a file.
+
+
+def _rows(path: Path, separator: str | None) -> Iterator[Row]:
+    """Yield the records of a file, or the documents of a text file."""
+    match RECORDS.get(_suffix(path)):
+        case "lines":
+            yield from _json_lines(path)
+        case "json":
+            yield from _json_file(path)
+        case "parquet":
+            yield from parquet_rows(path)
+        case _ if separator is None:
+            yield _text_row(path, 0, b"".join(_chunks(path)))
+        case _:
+            yield from (_text_row(path, *piece) for piece in _pieces(path, separator.encode()))
+
+
+def _text_row(path: Path, offset: int, content: bytes) -> Row:
+    """Return a text that begins at byte ``offset`` of a file, without a byte order mark."""
+    try:
+        return str(path), content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        return str(path), RowError(
+            f"{path} is not UTF-8: byte {offset + error.start} is 0x{content[error.start]:02x} ({error.reason}). "
+            "Convert it to UTF-8."
+        )
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    # Split at line feeds only: splitlines would also split at a carriage return, which JSON allows between its tokens.
+    for number, (offset, line) in enumerate(_pieces(path, b"\n"), start=1):
+        place, text = f"{path}:{number}", _text_row(path, offset, line)[1]
+        if isinstance(text, RowError):
+            yield place, text
+        elif text := text.strip().removeprefix("\ufeff"):  # files that were joined have a mark in the middle
+            yield place, _record(place, text)
+
+
+def _json_file(path: Path) -> Iterator[Row]:
+    """Yield the records of a JSON file: of an array, a record alone, or JSON lines."""
+    _, text = _text_row(path, 0, b"".join(_chunks(path)))
+    if isinstance(text, RowError):
+        raise text
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(_record("", text.lstrip().partition("\n")[0]), dict):
+            raise DataError(f"{path} is not JSON: {error}.") from error
+        yield from _json_lines(path)
+        return
+    for number, record in enumerate(records if isinstance(records, list) else [records]):
+        place = f"{path}, record {number}"
+        yield place, record if isinstance(record, dict) else _no_object(place, record)
+
+
+def _record(place: str, text: str) -> Any:
+    """Return the record that a text holds, or the `RowError` that says why it holds none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return RowError(f"{place} is not JSON: {error}.")
+    return record if isinstance(record, dict) else _no_object(place, record)
+
+
+def _no_object(place: str, record: Any) -> RowError:
+    return RowError(f"{place} must be a JSON object with the fields of a record, got a {type(record).__name__}.")
+
+
+# Files and their bytes.
+
+
+def _files_of(path: Path, *, records_only: bool = False) -> list[Path]:
+    """Return the files to read: ``path`` itself, or what a folder holds, sorted by path. What is left out is named.
+
+    Raises:
+        DataError: the path does not exist, is not a regular file or a folder, or can't be read.
+    """
+    path = path.expanduser()
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
+        raise NoDataError(f"{path}{link} does not exist.") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+    if stat.S_ISREG(mode):
+        return [path]
+    if not stat.S_ISDIR(mode):
+        raise DataError(
+            f"{path} is a pipe, socket or device, but data may be read several times. Write it to a file, and give "
+            "that."
+        )
+    files, others = _walk(path)
+    suffixes = FOLDER_SUFFIXES & RECORDS.keys() if records_only else FOLDER_SUFFIXES
+    data = [file for file in files if _suffix(file) in suffixes and (file.is_file() or not file.exists())]
+    others += [file.relative_to(path).as_posix() for file in sorted(set(files) - set(data))]
+    if others:
+        names = _listed(others, len(others))
+        warn_once(f"{path}: not read, because they are hidden, links to folders or files of another type: {names}.")
+    return data
+
+
+def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
+    """Return every file below ``folder`` sorted by path, and the names of what is hidden or a link to a folder."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    files: list[Path] = []
+    others: list[str] = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for name in sorted(folders):
+            if name.startswith(".") or name in leave_out or os.path.islink(os.path.join(parent, name)):
+                folders.remove(name)
+                others.append(f"{Path(parent, name).relative_to(folder).as_posix()}/")
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+        others += [Path(parent, name).relative_to(folder).as_posix() for name in names if name.startswith(".")]
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix()), sorted(others)
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that says what a file holds, in lower case and without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in _COMPRESSIONS else suffixes[-1:])
+
+
+def _pieces(path: Path, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield a file between separators, without reading all of it at once; each piece with its first byte's place."""
+    rest, offset = bytearray(), 0
+    for chunk in _chunks(path):
+        searched = max(0, len(rest) - len(separator) + 1)  # the separator may lie across two chunks
+        rest += chunk
+        begin = 0
+        while (end := rest.find(separator, max(begin, searched))) >= 0:
+            yield offset + begin, bytes(rest[begin:end])
+            begin = end + len(separator)
+        del rest[:begin]
+        offset += begin
+    yield offset, bytes(rest)
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file, decompressed.
+
+    Raises:
+        DataError: the file can't be read, or is known not to be UTF-8 text.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(10)
+            file.seek(0)
+            unpack = next((unpack for beginning, unpack in _COMPRESSED if beginning.match(head)), _read)
+            chunks = unpack(file)
+            first = next(chunks, b"")
+            _check_text(path, first[:512])
+            yield first
+            yield from chunks
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def _check_text(path: Path, head: bytes) -> None:
+    what = next((what for beginning, what in _REFUSED if beginning.match(head)), "")
+    if max(head[0::2].count(0), head[1::2].count(0)) > len(head) // 4:
+        what = what or "looks like UTF-16 text, in which every other byte is zero. Convert it to UTF-8"
+    if what:
+        raise DataError(f"{path} {what}.")
+
+
+def _read(file: Any) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of zstandard frames. Unlike the library's reader, this notices a frame that is cut off."""
+    frame = None
+    for packed in _read(file):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if content := frame.decompress(packed):
+                yield content
+            packed, frame = frame.unused_data, None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+
+
+_COMPRESSED: tuple[tuple[re.Pattern[bytes], Callable[[BinaryIO], Iterator[bytes]]], ...] = (
+    (re.compile(rb"\x1f\x8b\x08"), lambda file: _read(gzip.GzipFile(fileobj=file))),
+    (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), lambda file: _read(bz2.BZ2File(file))),
+    (re.compile(rb"\xfd7zXZ\0"), lambda file: _read(lzma.LZMAFile(file))),  # noqa: SIM115  # `_chunks` closes the file below it
+    (re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), _unzstd),  # pzstd begins with a frame to skip
+)
+"""How compressed files begin, and what decompresses them."""

@@ -3,85 +3,50 @@
 ::
 
     FOLDER/
-      manifest.json             counts, fingerprint, how it was made (written last)
+      manifest.json             counts, digests, how it was made
       tokenizer.json            and tokenizer_config.json
-      train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document with its end
-      train-00000.ends          little-endian uint64: the position in that file at which each document ends
+      train-00000.tokens        packed tokens, little-endian uint16 or uint32, each document followed by its end
       train-00001.tokens ...
       heldout-00000.tokens ...
 
-Documents keep the order of their source, and none spans two files. A folder is written next to its final path and
-renamed when it is complete. If an empty folder exists at that path, it is filled instead, and the manifest comes last.
+Documents keep the order of their source. A folder is written next to its final path and renamed when it is complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from diloco.checkpoint import new_folder
 from diloco.data.packed import PackedTokens
-from diloco.data.settings import SourceSettings
-from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokenizer_choice import load_tokenizer
+from diloco.data.settings import DataSettings, SourceSettings
+from diloco.data.stream import Source
+from diloco.data.text import split_lazily
+from diloco.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "SPLITS",
-    "TokenFolder",
-    "TokenSplit",
-    "file_name",
-    "fingerprint_of",
-    "is_token_folder",
-    "map_file",
-    "token_folders",
-]
+__all__ = ["SPLITS", "TokenFolder", "token_folders", "tokenize"]
 
-FORMAT = "diloco tokens"
-FORMAT_VERSION = 1  # incremented when an earlier reader could not read the new format
-
-MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
 
+_FORMAT = "diloco tokens"
+_VERSION = 2  # incremented when an earlier reader could not read the new format
+_READABLE = (1, 2)  # the first one also has files of where documents end
+_MANIFEST = "manifest.json"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
-_CHUNK_TOKENS = 1 << 24
-
-
-def file_name(split: str, number: int, kind: str) -> str:
-    """Return the name of a file of a split: of its "tokens", or of the "ends" of its documents."""
-    return f"{split}-{number:05d}.{kind}"
-
-
-@dataclass(frozen=True)
-class TokenSplit:
-    """The training or the held-out documents, as a manifest describes them."""
-
-    tokens: int
-    documents: int
-    bytes: int  # UTF-8 bytes of the documents, without the end-of-document tokens
-    digest: str  # as `PackedTokens.digest`
-    shards: tuple[tuple[int, int], ...]  # tokens and documents of each file
+_BATCH_CHARACTERS = 4 << 20  # text tokenised at a time: enough to use all threads of the tokenizers library
 
 
 class TokenFolder:
     """A token folder. Opening it reads its manifest and checks the sizes of its files.
-
-    Attributes:
-        vocab_size: the vocabulary size of its tokenizer.
-        eos_id: the token that ends each document.
-        splits: "train" and "heldout" -> the description of the split.
-        fingerprint: equal for equal tokens, split and vocabulary, also for tokens that were not read from a folder.
-        made: how the folder was made.
 
     Raises:
         DataError: the folder is incomplete, damaged, or of another version.
@@ -90,66 +55,42 @@ class TokenFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            members = json.loads((path / MANIFEST).read_bytes())
-            found = members["format"], members["format_version"]
-            if found == (FORMAT, FORMAT_VERSION):
-                self._read(members)
+            manifest = json.loads((path / _MANIFEST).read_bytes())
+            if manifest["format_version"] not in _READABLE:
+                raise ValueError(
+                    f"version {manifest['format_version']}, but diloco {version('diloco')} reads {_READABLE}"
+                )
+            self._dtype = np.dtype(_DTYPES[manifest["dtype"]])
+            self.vocab_size, self._eos_id = int(manifest["vocab_size"]), int(manifest["eos_id"])
+            self.made: Mapping[str, Any] = manifest["made"]  # how the folder was made
+            self.splits = {name: self._split(name, manifest[name]) for name in SPLITS}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path / MANIFEST} cannot be read ({error!r:.200}). Make the folder again with `diloco tokenize`."
+                f"The token folder {path} cannot be read ({type(error).__name__}: {error}). Copy it again, or "
+                "make it again with `diloco tokenize`."
             ) from error
-        if found != (FORMAT, FORMAT_VERSION):
-            raise DataError(
-                f"{path} has the format {found[0]!r}, version {found[1]!r}, but diloco {version('diloco')} reads "
-                f"{FORMAT!r}, version {FORMAT_VERSION}. Make the folder again with `diloco tokenize`."
-            )
-        for name, split in self.splits.items():
-            for number, (tokens, documents) in enumerate(split.shards):
-                _check_size(self._file(name, number, "tokens"), tokens * self.dtype.itemsize)
-                _check_size(self._file(name, number, "ends"), documents * 8)
-
-    def _read(self, members: Mapping[str, Any]) -> None:
-        self.dtype = np.dtype(_DTYPES[members["dtype"]])
-        self.vocab_size, self.eos_id = int(members["vocab_size"]), int(members["eos_id"])
-        self.fingerprint = str(members["fingerprint"])
-        self.made: Mapping[str, Any] = members["made"]
-        self.splits = {
-            name: TokenSplit(**{**members[name], "shards": tuple((int(t), int(d)) for t, d in members[name]["shards"])})
-            for name in SPLITS
-        }
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer with which the tokens were made.
-
-        Raises:
-            DataError: the tokenizer is missing, or is another one.
-        """
+        """Return the tokenizer with which the tokens were made; raise `DataError` if it is another one."""
         tokenizer = load_tokenizer(self.path)
-        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
+        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self._eos_id):
             raise DataError(
                 f"The tokenizer.json in {self.path} has {tokenizer.vocab_size} ids and ends documents with "
-                f"{tokenizer.eos_id}, but the tokens have {self.vocab_size} ids and end documents with {self.eos_id}. "
+                f"{tokenizer.eos_id}, but the tokens have {self.vocab_size} ids and end documents with {self._eos_id}. "
                 "Restore the tokenizer with which they were made."
             )
         return tokenizer
 
-    def tokens(self, split: str) -> PackedTokens:
-        """Return the packed tokens of "train" or "heldout", memory-mapped."""
-        shards = range(len(self.splits[split].shards))
-        pieces = [map_file(self._file(split, number, "tokens"), self.dtype) for number in shards]
-        return PackedTokens(pieces, self.splits[split].digest, vocab_size=self.vocab_size)
-
-    def _file(self, split: str, number: int, kind: str) -> Path:
-        return self.path / file_name(split, number, kind)
-
-
-def is_token_folder(path: Path) -> bool:
-    """Return whether ``path`` is a token folder, of any version."""
-    try:
-        with (path / MANIFEST).open("rb") as file:
-            return f'"format": "{FORMAT}"'.encode() in file.read(200)
-    except OSError:
-        return False
+    def _split(self, name: str, about: Mapping[str, Any]) -> PackedTokens:
+        pieces: list[NDArray[Any]] = []
+        for number, shard in enumerate(about["shards"]):
+            tokens = int(shard[0] if isinstance(shard, list) else shard)  # version 1 also counts its documents
+            file, size = self.path / f"{name}-{number:05d}.tokens", tokens * self._dtype.itemsize
+            if file.stat().st_size != size:
+                raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, but should have {size:,}")
+            pieces.append(np.memmap(file, dtype=self._dtype, mode="r"))
+        counts = {"documents": int(about["documents"]), "num_bytes": int(about["bytes"])}
+        return PackedTokens(pieces, str(about["digest"]), vocab_size=self.vocab_size, **counts)
 
 
 def token_folders(source: SourceSettings) -> list[TokenFolder]:
@@ -158,37 +99,164 @@ def token_folders(source: SourceSettings) -> list[TokenFolder]:
     Raises:
         ConfigurationError: the source mixes token folders and text.
     """
-    ready = [place for place in source.data if is_token_folder(Path(place))]
-    if ready and len(ready) < len(source.data):
-        other = next(place for place in source.data if place not in ready)
+    folders = [place for place in source.data if _is_token_folder(Path(place))]
+    if folders and len(folders) < len(source.data):
+        other = next(place for place in source.data if place not in folders)
         raise ConfigurationError(
-            f"{ready[0]} contains tokens and {other} contains text, but one source can't mix the two. Run `diloco "
+            f"{folders[0]} contains tokens and {other} contains text, but one source can't mix the two. Run `diloco "
             "tokenize` on the text, or give the text its own table in data.sources."
         )
-    return [TokenFolder(Path(place)) for place in ready]
+    return [TokenFolder(Path(place)) for place in folders]
 
 
-def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout: Iterable[NDArray[Any]]) -> str:
-    """Return the fingerprint of packed tokens: equal for equal tokens, split and vocabulary size."""
-    train = list(train)
-    digest = xxhash.xxh3_128(f"{tokenizer.vocab_size} {tokenizer.dtype} {sum(map(len, train))}".encode())
-    for piece in [*train, *heldout]:
-        for begin in range(0, len(piece), _CHUNK_TOKENS):
-            digest.update(np.ascontiguousarray(piece[begin : begin + _CHUNK_TOKENS]).data)
-    return digest.hexdigest()
+def _is_token_folder(path: Path) -> bool:
+    try:
+        with (path / _MANIFEST).open("rb") as file:
+            return f'"format": "{_FORMAT}"'.encode() in file.read(200)
+    except OSError:
+        return False
 
 
-def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the values of a file, memory-mapped."""
-    if not file.stat().st_size:  # an empty file can't be mapped
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(file, dtype=dtype, mode="r")
+def tokenize(
+    settings: DataSettings,
+    place: Path,
+    *,
+    shard_tokens: int = 1 << 28,
+    progress: Callable[[int, int], None] = lambda documents, size_bytes: None,
+) -> TokenFolder:
+    """Make a token folder of the text that ``settings`` name. `build_corpus` gives the same corpus for both.
 
+    The tokenizers library uses all cores (``TOKENIZERS_PARALLELISM=false`` prevents it). A BPE is first trained on the
+    text, which is then read twice.
 
-def _check_size(file: Path, size_bytes: int) -> None:
-    found = file.stat().st_size if file.is_file() else -1
-    if found != size_bytes:
-        what = "is missing, and should have" if found < 0 else f"has {found:,} bytes, but should have"
-        raise DataError(
-            f"{file} {what} {size_bytes:,} bytes. Copy the folder again, or make it again with `diloco tokenize`."
+    Args:
+        settings: the text and tokenizer to use; settings that concern training are ignored.
+        place: the folder to make; it must not exist, or be empty.
+        shard_tokens: tokens per file.
+        progress: called after each batch with the numbers of documents and UTF-8 bytes so far.
+
+    Raises:
+        DataError: the text cannot be read or does not suffice for both splits, or the folder can't be written. Nothing
+            of it remains.
+        ConfigurationError: the settings can't work or need a package that is not installed, or ``place`` is not empty.
+    """
+    sources = settings.parsed_sources()
+    if len(sources) > 1:
+        raise ConfigurationError(
+            f"A folder of tokens has one source, not {', '.join(source.name for source in sources)}. Make a folder for "
+            "each source, with the same tokenizer."
         )
+    (about,) = sources
+    if token_folders(about):
+        raise ConfigurationError(f"{about.data[0]} already contains tokens. Give text instead.")
+    place = Path(os.path.realpath(place))  # keeps a link, and gives "." a name
+    _require_free(place)
+    source = Source(about)
+
+    def split() -> Iterator[tuple[str, bool]]:
+        return split_lazily(source.documents(), settings.heldout_fraction, settings.max_documents)
+
+    tokenizer = make_tokenizer(settings, (text for text, heldout in split() if not heldout))
+    made = {
+        "diloco": version("diloco"),
+        "data": [str(each) for each in about.data] or ["the standard library"],
+        "split": about.split,
+        "tokenizer": settings.tokenizer,
+        "heldout_fraction": settings.heldout_fraction,
+        "max_documents": settings.max_documents,
+    }
+    try:
+        with new_folder(place, last=_MANIFEST) as folder:
+            writers = [_SplitWriter(folder, name, tokenizer, shard_tokens) for name in SPLITS]
+            try:
+                for texts in _batches(split()):
+                    for writer, side in zip(writers, texts, strict=True):
+                        writer.add(side)
+                    progress(sum(writer.documents for writer in writers), sum(writer.bytes for writer in writers))
+                manifest = {
+                    "format": _FORMAT,
+                    "format_version": _VERSION,
+                    "dtype": tokenizer.dtype.name,
+                    "vocab_size": tokenizer.vocab_size,
+                    "eos_id": tokenizer.eos_id,
+                    **{writer.name: writer.finish() for writer in writers},
+                    "made": made,
+                }
+            finally:
+                for writer in writers:
+                    writer.close()
+            tokenizer.save(folder)
+            with (folder / _MANIFEST).open("w", encoding="utf-8") as file:
+                file.write(json.dumps(manifest, indent=2) + "\n")
+                os.fsync(file.fileno())
+    except OSError as error:
+        _require_free(place)  # another process may have made it meanwhile
+        raise DataError(
+            f"{place} can't be written: {error}. Give a writable path with enough free space. What was written has "
+            "been removed."
+        ) from error
+    return TokenFolder(place)
+
+
+def _require_free(place: Path) -> None:
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigurationError(f"{place} already exists and is not an empty folder. Give another path.")
+
+
+def _batches(documents: Iterator[tuple[str, bool]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the training and the held-out documents of some text at a time."""
+    sides: tuple[list[str], list[str]] = ([], [])
+    size = 0
+    for text, heldout in documents:
+        sides[heldout].append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield sides
+            sides, size = ([], []), 0
+    yield sides
+
+
+class _SplitWriter:
+    """Writes the files of one split."""
+
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        self.name = name
+        self.documents = self.bytes = 0
+        self._folder, self._tokenizer, self._shard_tokens = folder, tokenizer, shard_tokens
+        self._digest = xxhash.xxh3_64()
+        self._shards: list[int] = []  # tokens of each file
+        self._file: IO[bytes] | None = None
+
+    def add(self, texts: list[str]) -> None:
+        packed = self._tokenizer.encode_documents(texts)
+        self.documents += len(texts)
+        self.bytes += self._tokenizer.num_bytes(packed)
+        packed = np.ascontiguousarray(packed, dtype=packed.dtype.newbyteorder("<"))
+        self._digest.update(packed.data)
+        while len(packed):
+            if self._file is None or self._shards[-1] == self._shard_tokens:
+                self.close()
+                self._file = (self._folder / f"{self.name}-{len(self._shards):05d}.tokens").open("wb")
+                self._shards.append(0)
+            part = packed[: self._shard_tokens - self._shards[-1]]
+            self._file.write(part.data)
+            self._shards[-1] += len(part)
+            packed = packed[len(part) :]
+
+    def finish(self) -> dict[str, Any]:
+        """Return what the manifest says of the split, once all of it is on disk."""
+        self.close()
+        return {
+            "tokens": sum(self._shards),
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "digest": self._digest.hexdigest(),
+            "shards": self._shards,
+        }
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            with file:
+                file.flush()
+                os.fsync(file.fileno())

@@ -1,9 +1,8 @@
 """Tokenizers of the ``tokenizers`` library in which every token stands for a string of bytes.
 
-A loss per token converts to bits per byte only if the tokens spell every text exactly. Byte-level vocabularies do so by
-construction. Others, such as those made from SentencePiece, are tested on `PROBES`. A tokenizer that folds case, merges
-spaces or has no token for some characters would model a different text than the one whose bytes are counted, so it is
-refused.
+A loss per token converts to bits per byte by a table of the bytes of each token. That works for byte-level vocabularies
+and for those made from SentencePiece with byte fallback. A tokenizer that folds case, merges spaces or has no token for
+some characters would model a different text than the one whose bytes are counted, so it is refused.
 
 A tokenizer is saved as a ``tokenizer.json``. The ``tokenizer_config.json`` next to it names the end-of-document token.
 Other libraries read these files too.
@@ -13,35 +12,41 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from diloco.errors import DataError
+from diloco.data.settings import HUB_PREFIX, DataSettings
+from diloco.errors import ConfigurationError, DataError, from_extra, nearest
+from diloco.waiting import fetching
 
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["EOS", "ByteTokenizer", "Tokenizer", "byte_letters", "checked_utf8"]
+__all__ = [
+    "ByteTokenizer",
+    "Tokenizer",
+    "byte_letters",
+    "given_tokenizer",
+    "library_tokenizer",
+    "load_hub_tokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+    "train_bpe",
+]
 
 EOS = "<|endoftext|>"
 """The end-of-document token of the vocabularies made here. In a text, these characters are plain text."""
 
-_WORD = "word"
-PROBES = (
-    "The quick  brown fox,\n\n\tit's 12,345 µm",
-    "Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x\r\n",
-    _WORD,
-    "_",
-)
-"""Texts that a tokenizer must spell exactly: runs of white space, other scripts, characters that normalisers change."""
-
-_SPACE = "▁"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
+_KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
+_PROBE = "The quick  brown fox,\n\n\tit's 12,345 µm Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x_\r\n"
+"""A text that a tokenizer must spell exactly: white space, other scripts, characters that normalisers change."""
 
 
 class Tokenizer:
@@ -69,19 +74,24 @@ class Tokenizer:
         eos_id = self._tokenizer.token_to_id(eos)
         if eos_id is None:
             raise DataError(f"{source} has no token {eos!r} to end a document with.")
-        # Some files list the token without marking it as special.
-        self._tokenizer.add_special_tokens([eos])
+        self._tokenizer.add_special_tokens([eos])  # some files list it without marking it as special
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._token_bytes, self._adds_space = _token_bytes(self._tokenizer, source)
+        self._token_bytes = _token_bytes(self._tokenizer, source)
         self.vocab_size = len(self._token_bytes)  # number of ids, the end-of-document token included
         self.eos_id = eos_id  # the token that ends every document
         self._eos = eos
         self._source = source
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)
-        if self._adds_space:  # subtracts the space that was added at the beginning of the document
-            self._num_bytes[eos_id] = -1
+        spelled, probe = self.as_bytes(self._tokenizer.encode(_PROBE, add_special_tokens=False).ids), _PROBE.encode()
+        if spelled not in (probe, b" " + probe):
+            raise DataError(
+                f"{source} does not spell every text exactly: {_PROBE!r} became {spelled.decode(errors='replace')!r}, "
+                "so bits per byte would refer to a different text. Use a byte-level BPE, such as GPT-2's or Llama 3's, "
+                "or one with byte fallback and no normaliser, such as Llama 2's."
+            )
+        self._num_bytes[eos_id] = len(probe) - len(spelled)  # less a space that is added before every document
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -90,10 +100,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without an end-of-document token."""
-        checked_utf8(text)
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        self._check_end(text, ids)
-        return ids
+        return list(self.encode_documents([text])[:-1].tolist())
 
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
         """Return the ids of all documents, each followed by `eos_id`, packed end to end: ``(n,)`` of type `dtype`."""
@@ -101,13 +108,17 @@ class Tokenizer:
         for begin in range(0, len(documents), 1024):  # limits how many of the library's bulky results exist at once
             texts = documents[begin : begin + 1024]
             for text in texts:
-                checked_utf8(text)
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for text, encoding in zip(texts, encodings, strict=True):
-                self._check_end(text, encoding.ids)
+                _checked_utf8(text)
+            for text, encoding in zip(
+                texts, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+            ):
+                if self.eos_id in encoding.ids:  # it may be a piece of a Unigram model
+                    raise DataError(
+                        f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text "
+                        f"begins with {text[:40]!r}. Remove these characters from it, or choose another "
+                        "end-of-document token (eos_token in tokenizer_config.json)."
+                    )
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
-                if self._adds_space:
-                    self._check_spelling(text, pieces[-1])
         return np.concatenate(pieces)
 
     def decode(self, ids: ArrayLike) -> str:
@@ -119,25 +130,13 @@ class Tokenizer:
         return self.as_bytes(ids).decode("utf-8", errors="replace")
 
     def as_bytes(self, ids: ArrayLike) -> bytes:
-        """Return the bytes that `decode` decodes. The end-of-document token has none; an id outside the vocabulary is
-        ``ff``.
-        """
+        """Return the bytes that `decode` decodes. An id outside the vocabulary is ``ff``."""
         size = self.vocab_size
         return b"".join(self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
 
     def num_bytes(self, ids: ArrayLike) -> int:
-        """Return the number of UTF-8 bytes that ``ids`` stand for; the end-of-document token stands for none.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
-        given = np.asarray(ids, dtype=np.int64)
-        if given.size and not (given.min() >= 0 and given.max() < self.vocab_size):
-            raise DataError(
-                f"The ids range from {given.min()} to {given.max()}, but this vocabulary has 0 to "
-                f"{self.vocab_size - 1}. Their bytes can't be counted."
-            )
-        return int(self._num_bytes[given].sum())
+        """Return the number of UTF-8 bytes that ``ids`` stand for; the end-of-document token stands for none."""
+        return int(self._num_bytes[np.asarray(ids, dtype=np.int64)].sum())
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``; `load_tokenizer` reads them back."""
@@ -149,27 +148,6 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the text of the ``tokenizer.json``."""
         return self._tokenizer.to_str(pretty=True)
-
-    def _check_end(self, text: str, ids: Sequence[int]) -> None:
-        """Raise `DataError` if a text contains the end-of-document token, which may be a piece of a Unigram model."""
-        if self.eos_id in ids:
-            raise DataError(
-                f"{self._source} encodes part of a text as the end-of-document token {self._eos!r}. The text begins "
-                f"with {text[:40]!r}. Remove these characters from it, or choose another end-of-document token "
-                "(eos_token in tokenizer_config.json)."
-            )
-
-    def _check_spelling(self, text: str, ids: NDArray[Any]) -> None:
-        """Raise `DataError` if a document is not spelled exactly.
-
-        The tokens of a document that begins with a space may lack one byte: no further space is added before it.
-        """
-        spelled, size = self.num_bytes(ids), len(text.encode())
-        if spelled != size and not (text.startswith(" ") and spelled == size - 1):
-            raise DataError(
-                f"{self._source} encodes a document of {size} bytes as tokens that stand for {spelled}, so bits per "
-                f"byte would refer to a different text. The document begins with {text[:40]!r}. Use a byte-level BPE."
-            )
 
 
 class ByteTokenizer(Tokenizer):
@@ -189,11 +167,8 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         super().__init__(_byte_vocabulary(), eos=EOS)
 
-    def encode(self, text: str) -> list[int]:
-        return list(checked_utf8(text))
-
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
-        encoded = [checked_utf8(document) for document in documents]
+        encoded = [_checked_utf8(document) for document in documents]
         ends = np.cumsum([len(document) + 1 for document in encoded], dtype=np.int64)
         tokens = np.full(ends[-1] if encoded else 0, self.eos_id, dtype=self.dtype)
         is_byte = np.ones(len(tokens), dtype=np.bool_)
@@ -220,85 +195,212 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def checked_utf8(text: str) -> bytes:
+def _checked_utf8(text: str) -> bytes:
     """Return ``text`` as UTF-8, or raise `DataError` if it contains half of a surrogate pair."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"The text has U+{ord(text[error.start]):04X}, half of a surrogate pair, at character {error.start}, which "
-            "UTF-8 can't encode."
-        ) from error
+        raise DataError(f"The text has half of a surrogate pair at character {error.start}.") from error
 
 
-def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> tuple[list[bytes], bool]:
-    """Return the bytes that each id stands for, and whether encoding adds a space at the beginning of a document.
-
-    Special tokens and unused ids stand for no bytes.
-    """
+def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
+    """Return the bytes that each id stands for; special tokens and unused ids stand for none."""
     described = json.loads(tokenizer.to_str())
-    decoder = described["decoder"] or {}
-    if "ByteLevel" in [part.get("type") for part in [decoder, *decoder.get("decoders", ())]]:
-        table = _of_bytes(tokenizer, source)
-        return table, _spelled(tokenizer, table, _WORD) == b" " + _WORD.encode()  # add_prefix_space
-    table = _of_pieces(tokenizer, described["model"])
-    return table, _adds_space(tokenizer, table, source)
-
-
-def _of_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    decoder, model = described["decoder"] or {}, described["model"]
+    byte_level = "ByteLevel" in [part.get("type") for part in [decoder, *decoder.get("decoders", ())]]
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    if missing := sum(letter not in vocabulary for letter in byte_of):
+    vocabulary, added = tokenizer.get_vocab(with_added_tokens=True), tokenizer.get_added_tokens_decoder()
+    if byte_level and (missing := len(byte_of.keys() - vocabulary.keys())):
         raise DataError(
-            f"{source} lacks {missing} of the 256 bytes, so the bytes that its tokens stand for can't be counted. "
-            "Use a byte-level BPE, such as GPT-2's or Llama 3's."
+            f"{source} lacks {missing} of the 256 bytes. Use a byte-level BPE, such as GPT-2's or Llama 3's."
         )
     table = [b""] * (max(vocabulary.values()) + 1)
-    added = tokenizer.get_added_tokens_decoder()
     for token, index in vocabulary.items():
-        if index in added:
+        fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", token) if model.get("byte_fallback") else None
+        if index in added and (added[index].special or byte_level):
             table[index] = b"" if added[index].special else token.encode()
-        elif all(letter in byte_of for letter in token):  # no text can encode to any other token
-            table[index] = bytes(byte_of[letter] for letter in token)
+        elif byte_level:  # no text encodes to a token with other letters
+            table[index] = bytes(byte_of[letter] for letter in token) if byte_of.keys() >= set(token) else b""
+        elif fallback:
+            table[index] = bytes([int(fallback[1], 16)])
+        elif token != model.get("unk_token"):
+            table[index] = token.replace("▁", " ").encode()
     return table
 
 
-def _of_pieces(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> list[bytes]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    added = tokenizer.get_added_tokens_decoder()
-    table = [b""] * (max(vocabulary.values()) + 1)
-    for token, index in vocabulary.items():
-        byte = _BYTE.match(token) if model.get("byte_fallback") else None
-        if (index in added and added[index].special) or token == model.get("unk_token"):
-            continue
-        table[index] = bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-    return table
-
-
-def _spelled(tokenizer: tokenizers.Tokenizer, table: list[bytes], text: str) -> bytes:
-    """Return the bytes of the tokens that a text encodes to."""
-    return b"".join(table[index] for index in tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _adds_space(tokenizer: tokenizers.Tokenizer, table: list[bytes], source: str) -> bool:
-    """Return whether encoding adds a space before a document.
+def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer that ``settings.tokenizer`` names; train a BPE on ``documents``, the training documents.
 
     Raises:
-        DataError: a probe is otherwise not spelled exactly, or the space is added only to some texts.
+        ConfigurationError: it is not ``"bytes"``, ``"bpe"``, an existing path or an ``hf:`` name.
+        DataError: as `train_bpe`, `load_tokenizer` and `load_hub_tokenizer`.
     """
-    before = set()
-    for probe in PROBES:
-        spelled, text = _spelled(tokenizer, table, probe), probe.encode()
-        if spelled not in (text, b" " + text):
-            raise DataError(
-                f"{source} does not spell every text exactly: {probe!r} became {spelled.decode(errors='replace')!r}, "
-                "so bits per byte would refer to a different text. Use a byte-level BPE, such as GPT-2's or Llama 3's, "
-                "or one with byte fallback and no normaliser, such as Llama 2's."
-            )
-        before.add(spelled != text)
-    if len(before) > 1:
-        raise DataError(
-            f"{source} adds a space before some texts and not before others, so the bytes of its tokens can't be "
-            "counted. Use a byte-level BPE, such as GPT-2's or Llama 3's."
+    if settings.bpe_vocab_size is not None:
+        return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
+    return given_tokenizer(settings)
+
+
+def given_tokenizer(settings: DataSettings) -> Tokenizer:
+    """Return the tokenizer as `make_tokenizer` does, if it needs no training."""
+    if settings.tokenizer == "bytes":
+        return ByteTokenizer()
+    if settings.tokenizer.startswith(HUB_PREFIX):
+        return load_hub_tokenizer(settings.tokenizer)
+    path = Path(settings.tokenizer).expanduser()
+    if not path.exists():
+        raise ConfigurationError(
+            f"data.tokenizer={settings.tokenizer!r} is neither 'bytes' nor 'bpe' nor an existing path; "
+            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME "
+            "for a tokenizer of the Hugging Face hub."
         )
-    return before.pop()
+    return load_tokenizer(path)
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with ``vocab_size`` ids: the end-of-document token, 256 bytes, and merges.
+
+    The same documents give the same tokenizer.
+
+    Raises:
+        DataError: the documents have too few repeated pairs for that many merges.
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = LibraryTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS],
+        initial_alphabet=byte_letters(),
+        show_progress=False,
+    )
+
+    def checked() -> Iterator[str]:
+        for document in documents:
+            _checked_utf8(document)
+            yield document
+
+    tokenizer.train_from_iterator(checked(), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < vocab_size:
+        raise DataError(
+            f"The training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {size} ids. "
+            f"Use --tokenizer bpe:{size} or less, or give more text."
+        )
+    return Tokenizer(tokenizer.to_str(), eos=EOS)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer at ``path``: a ``tokenizer.json``, or a folder with one, as `Tokenizer.save` writes.
+
+    The end-of-document token is the ``eos_token`` of the ``tokenizer_config.json`` next to it. Without that entry, the
+    vocabulary must contain exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few
+    others).
+
+    Raises:
+        DataError: the file is missing, cannot be read, does not spell texts exactly, or does not say which token ends a
+            document.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    config = file.with_name("tokenizer_config.json")
+    content, described = _json_object(file)
+    eos = _json_object(config)[1].get("eos_token") if config.exists() else None
+    if isinstance(eos, dict):  # the longer of the two forms in which a token is written there
+        eos = eos.get("content")
+    if not isinstance(eos, str):
+        added = described.get("added_tokens")
+        names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        known = [name for name in _KNOWN_EOS if name in names]
+        if len(known) != 1:
+            raise DataError(
+                f"{file} does not say which token ends a document: of the usual names it has {known}. Put "
+                f'{{"eos_token": "..."}} into a {config.name} next to it.'
+            )
+        eos = known[0]
+    tokenizer = Tokenizer(content, eos=eos, source=str(file))
+    plain = ByteTokenizer()
+    return plain if tokenizer.to_json() == plain.to_json() else tokenizer
+
+
+def load_hub_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
+
+    If there is no ``tokenizer.json``, transformers converts the tokenizer.
+
+    Raises:
+        DataError: there is no such tokenizer, the hub can't be reached, or as `load_tokenizer`.
+        ConfigurationError: transformers is needed but not installed.
+    """
+    place = name.removeprefix(HUB_PREFIX)
+    file = Path(place).expanduser()
+    if not file.exists():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        try:
+            with fetching(place, "models"):
+                file = Path(hf_hub_download(place, "tokenizer.json"))
+                with suppress(EntryNotFoundError):
+                    hf_hub_download(place, "tokenizer_config.json")  # read by `load_tokenizer`
+        except Exception as error:  # the types vary: no such repository, no access, no connection, an invalid name
+            if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
+                raise _unreadable(name, error) from error
+    if file.is_file() or (file / "tokenizer.json").is_file():
+        return load_tokenizer(file)
+    needs = f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"
+    library = library_tokenizer(name, "hf", needs)
+    return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
+
+
+def library_tokenizer(name: str, extra: str, needs: str) -> Any:
+    """Load the tokenizer of ``hf:NAME`` or of a folder as an object of transformers.
+
+    Args:
+        extra, needs: as for `from_extra`.
+
+    Raises:
+        DataError: there is no such tokenizer, the hub can't be reached, or the tokenizer has no end-of-document token.
+        ConfigurationError: transformers is not installed.
+    """
+    with from_extra(extra, needs):
+        from transformers import AutoTokenizer
+    place = name.removeprefix(HUB_PREFIX)
+    local = Path(place).expanduser()
+    try:
+        with fetching(place, "models"):
+            library: Any = AutoTokenizer.from_pretrained(
+                str(local) if local.exists() else place, trust_remote_code=False
+            )
+        library.backend_tokenizer.to_str()
+    except Exception as error:  # the library raises many types
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"The tokenizer of {name} is code that comes with it, which is not run. Use another."
+            ) from error
+        raise _unreadable(name, error) from error
+    if library.eos_token is None:
+        raise DataError(f"{name} has no token to end a document with.")
+    return library
+
+
+def _unreadable(name: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(
+        f"The tokenizer of {name} cannot be read: {reason} Check the connection to the hub (HF_HUB_OFFLINE=1 disables "
+        "it), or give a local model folder or tokenizer.json."
+    )
+
+
+def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text of a file, and the JSON object that it holds."""
+    try:
+        content = path.read_text("utf-8-sig")
+        value = json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} does not contain a JSON object.")
+    return content, value

@@ -310,7 +310,7 @@ def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:
 def described(value: object) -> str:
     """Describe a value as text that is the same in every process: objects by attributes, functions by name.
 
-    >>> from diloco.algorithm.outer_optimizer import Nesterov
+    >>> from diloco.algorithm.optim import Nesterov
     >>> described(Nesterov(learning_rate=1, momentum=max))
     'Nesterov(learning_rate=1.0, momentum=max)'
     """

@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm import (
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
     AlphaMerge,
     AverageRule,
     Codec,
@@ -33,7 +35,7 @@ from diloco.algorithm import (
     RoundId,
     Send,
     SyncSchedule,
-    check_base_weight,
+    check_number,
     collect_buffers,
     digest_state,
     holding,
@@ -166,7 +168,8 @@ class DiLoCo:
         self.merge = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
         self.codec = make_codec(codec) if isinstance(codec, str) else codec
         self.error_feedback = error_feedback
-        self.weight = check_base_weight(weight)
+        check_number("weight", weight, LEAST_WEIGHT, GREATEST_WEIGHT)
+        self.weight = weight
         self.max_norm = max_norm
         self.average = average
         self.mean_codec = mean_codec

@@ -5,17 +5,26 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.memory import empty
-from diloco.algorithm.numbers import check_type
+from diloco.algorithm.checks import check_type
 from diloco.algorithm.registry import CODECS
 from diloco.errors import CodecError
 
-__all__ = ["Codec", "divisor", "largest_magnitude", "make_codec", "pieces"]
+__all__ = [
+    "BFloat16",
+    "Codec",
+    "Float16",
+    "Float32",
+    "divisor",
+    "encode_with_feedback",
+    "largest_magnitude",
+    "make_codec",
+    "pieces",
+]
 
 
 class Codec(abc.ABC):
@@ -65,7 +74,7 @@ class Codec(abc.ABC):
         """
         _check_floats(f"{self.name} can't encode", values)
         with torch.no_grad():
-            payload = empty(self.payload_bytes(values.numel()), torch.uint8, values.device)
+            payload = torch.empty(self.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
             self._encode(values, payload)
         return payload
 
@@ -86,7 +95,7 @@ class Codec(abc.ABC):
         """
         self._check_payload(payload, numel)
         if out is None:
-            out = empty(numel, torch.float32, payload.device)
+            out = torch.empty(numel, dtype=torch.float32, device=payload.device)
         self._check_out(payload, numel, out)
         with torch.no_grad():
             self._decode(payload, out)
@@ -267,3 +276,132 @@ def make_codec(name: str, **parameters: Any) -> Codec:
     check_type("a codec's name", name, str, "a text such as 'fp4'")
     codec: Codec = CODECS.make(name, parameters)
     return codec
+
+
+class _Cast(Codec):
+    """A codec that rounds each value to ``wire_type`` (to nearest, half to even) and clamps it to the finite range."""
+
+    wire_type: ClassVar[torch.dtype]
+
+    def payload_bytes(self, numel: int) -> int:
+        return numel * self.wire_type.itemsize
+
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        numbers = payload.view(self.wire_type)
+        limit = self.saturation_limit
+        scratch = None
+        for start, stop in pieces(values.numel(), values.device):
+            scratch = torch.empty_like(values[start:stop]) if scratch is None else scratch
+            clamped = torch.clamp(values[start:stop], -limit, limit, out=scratch[: stop - start])
+            numbers[start:stop].copy_(clamped)
+
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        for start, stop in pieces(out.numel(), out.device):
+            out[start:stop].copy_(self._numbers(payload, start, stop))
+
+    def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
+        scratch = None
+        for start, stop in pieces(out.numel(), out.device):
+            scratch = torch.empty_like(out[start:stop]) if scratch is None else scratch
+            term = scratch[: stop - start]
+            term.copy_(self._numbers(payload, start, stop)).mul_(weight)
+            out[start:stop].add_(term)
+
+    def _find_fault(self, payload: Tensor, numel: int) -> str | None:
+        for start, stop in pieces(numel, payload.device):
+            numbers = self._numbers(payload, start, stop)
+            if not math.isfinite(largest_magnitude(numbers)):
+                first = start + int(torch.nonzero(~torch.isfinite(numbers))[0])
+                return f"contains NaN or infinity at value {first}"
+        return None
+
+    def _numbers(self, payload: Tensor, start: int, stop: int) -> Tensor:
+        """Return the values ``start`` to ``stop`` of the payload, as ``wire_type``."""
+        size = self.wire_type.itemsize
+        part = payload[start * size : stop * size]
+        if part.storage_offset() % size or part.data_ptr() % size:  # unaligned part of a larger message
+            part = part.clone()
+        return part.view(self.wire_type)
+
+
+class Float32(_Cast):
+    """Unchanged float32, 4 bytes per value. No error.
+
+    >>> Float32().payload_bytes(10)
+    40
+    """
+
+    name = "float32"
+    wire_type = torch.float32
+    exact = True
+
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.copy_(values.view(torch.uint8))
+
+
+class Float16(_Cast):
+    """IEEE half precision, 2 bytes per value. Saturates at +-65504 instead of overflowing.
+
+    Error of a value within +-65504: at most ``2^-11`` of its magnitude from ``2^-14`` up, at most ``2^-25`` below.
+
+    >>> codec = Float16()
+    >>> codec.decode(codec.encode(torch.tensor([0.1, -1e9])), 2).tolist()
+    [0.0999755859375, -65504.0]
+    """
+
+    name = "float16"
+    wire_type = torch.float16
+    saturation_limit = 65504.0
+
+
+class BFloat16(_Cast):
+    """The upper half of a float32, 2 bytes per value. Saturates at +-3.3895e38, the largest bfloat16.
+
+    Error: at most ``2^-8`` of the magnitude (7 stored mantissa bits, rounded to nearest, half to even) from ``2^-126``
+    up, at most ``2^-134`` below. Above ``3.3895e38`` the value is clamped, which is also within ``2^-8``.
+
+    >>> codec = BFloat16()
+    >>> codec.decode(codec.encode(torch.tensor([0.1, -1e9])), 2).tolist()
+    [0.10009765625, -998244352.0]
+    """
+
+    name = "bfloat16"
+    wire_type = torch.bfloat16
+    saturation_limit = torch.finfo(torch.bfloat16).max
+
+
+def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """Return the payload of ``values`` plus the residual, and the residual that follows if the mean takes the payload.
+
+    With v the values, Q the codec (encoding followed by decoding) and e the residual, starting at zero::
+
+        send  Q(v + beta e);    e <- (v + beta e) - Q(v + beta e)
+
+    as in SparseLoCo (2508.15706), where ``decay`` (beta) is 0.95. Values that are too small for the codec add up until
+    they are sent; with a decay below 1 a residual that waits for long slowly decays. In contrast to SparseLoCo, the new
+    e replaces the old one only if a mean takes the payload. If the round is void or excludes it, the next
+    pseudo-gradient contains all of its work again, which would otherwise count twice.
+
+    Args:
+        codec: Q.
+        values: ``(numel,)`` float32.
+        residual: ``(numel,)`` float32, e.
+        decay: beta, from 0 to 1; 1 keeps the whole residual.
+
+    Returns:
+        The payload, ``(payload_bytes(numel),)`` uint8, and the new e, ``(numel,)`` float32.
+
+    >>> from diloco.algorithm.codec.base import make_codec
+    >>> codec, residual = make_codec("fp4", block_size=8), torch.zeros(2)
+    >>> values = torch.tensor([1.0, 0.005])  # the second is 1/200 of the first: too small for fp4
+    >>> for _ in range(3):
+    ...     payload, residual = encode_with_feedback(codec, values, residual, 1.0)
+    ...     print(codec.decode(payload, 2))
+    tensor([1., 0.])
+    tensor([1., 0.])
+    tensor([1.0000, 0.0156])
+    """
+    error = torch.add(values, residual, alpha=decay)
+    payload = codec.encode(error)
+    codec.accumulate(payload, error, -1.0)
+    return payload, error

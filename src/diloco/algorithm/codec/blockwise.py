@@ -17,7 +17,6 @@ from torch import Tensor
 
 from diloco.algorithm.codec import native
 from diloco.algorithm.codec.base import Codec, pieces
-from diloco.algorithm.memory import empty
 from diloco.errors import ConfigurationError
 
 __all__ = ["FP4", "BlockwiseCodec", "Int8"]
@@ -117,7 +116,9 @@ class BlockwiseCodec(Codec):
             payload[self._scale_bytes(start) : self._scale_bytes(stop)],
             codes[start // self.codes_per_byte : -(-stop // self.codes_per_byte)],
         )
-        return torch.cat(parts, out=empty(self.payload_bytes(stop - start), torch.uint8, payload.device))
+        return torch.cat(
+            parts, out=torch.empty(self.payload_bytes(stop - start), dtype=torch.uint8, device=payload.device)
+        )
 
     def _decoded(self, blocks: _BlockRange, scratch: Tensor) -> Tensor:
         """Decode blocks into ``scratch`` and return its values."""

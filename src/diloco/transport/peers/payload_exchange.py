@@ -20,7 +20,6 @@ from diloco.algorithm import (
     combined,
     digest_tensors,
     divisor,
-    empty,
     mean_of_buffers,
     sampled_ranges,
     scale_factors,
@@ -78,7 +77,7 @@ class PayloadExchange:
         codec = self.contribution.codec
         try:
             messages, self._messages.links = self._messages, links.result()
-            self.values = empty(self.contribution.numel, torch.float32, torch.device("cpu"))
+            self.values = torch.empty(self.contribution.numel, dtype=torch.float32, device="cpu")
             pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
             if len(self._extras):

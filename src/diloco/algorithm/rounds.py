@@ -20,22 +20,24 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec.base import Codec, divisor, largest_magnitude
-from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, plan_exchange
-from diloco.algorithm.shards import Uplink
+from diloco.algorithm.exchange import PLAIN_MEAN, Exchange, MeanEncoding, Uplink, plan_exchange
 from diloco.algorithm.telemetry import sampled_ranges, spread, spread_terms
-from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError, DivergedError
 
 __all__ = [
+    "GREATEST_WEIGHT",
     "LARGEST_MEAN",
+    "LEAST_WEIGHT",
     "AverageRule",
     "Contribution",
     "Mean",
     "RoundId",
     "SendersMean",
     "Verdict",
+    "bounded_weights",
     "check_mean",
     "combined",
+    "contribution_weight",
     "judge",
     "mean_of_buffers",
     "plan_round",
@@ -48,8 +50,12 @@ Value = TypeVar("Value", bound=Hashable)
 
 LARGEST_MEAN = 2.0**100  # a larger mean makes the round void: momentum and outer steps would overflow
 
-_CHUNK_VALUES = 1 << 20
-"""The number of values whose squares are summed at a time, 8 MiB of float64. It defines the order of summation."""
+_CHUNK_VALUES = 1 << 20  # whose squares are summed at a time; it defines the order of summation
+
+LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
+"""Bounds of weights. Weights multiply float32 values, where far smaller or larger ones would become 0 or infinite."""
+
+_MAX_WINDOWS = 8  # the full windows that a contribution may weigh: its own and the work of seven void rounds
 
 
 class AverageRule(Protocol):
@@ -187,20 +193,18 @@ class Verdict:
 
 def _layout(contribution: Contribution) -> tuple[str, ...]:
     """Describe the sizes and types that all contributions to a round must share."""
-    held = [f"{contribution.numel} values"]
-    for kind, buffers in (("floating", contribution.buffers), ("integer", contribution.integers)):
-        what = "no" if buffers is None else f"{tuple(buffers.shape)} {buffers.dtype}"
-        held.append(f"{what} {kind} buffers")
-    return tuple(held)
+    kinds = {"floating": contribution.buffers, "integer": contribution.integers}
+    buffers = {kind: "no" if b is None else f"{tuple(b.shape)} {b.dtype}" for kind, b in kinds.items()}
+    return (f"{contribution.numel} values", *(f"{layout} {kind} buffers" for kind, layout in buffers.items()))
 
 
 def _refusal(contribution: Contribution, expected: Sequence[str], *, contents: bool) -> str:
     """Return why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" if it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
-    for held, wanted in zip(_layout(contribution), expected, strict=True):
-        if held != wanted:
-            return f"it holds {held} instead of {wanted}"
+    for mine, theirs in zip(_layout(contribution), expected, strict=True):
+        if mine != theirs:
+            return f"it holds {mine} instead of {theirs}"
     for name, weight in (("weight", contribution.weight), ("base weight", contribution.base_weight)):
         if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
             return f"its {name} is {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
@@ -268,8 +272,7 @@ def judge(
 
 
 def _most_frequent(values: Sequence[Value]) -> Value:
-    counts = Counter(values)
-    return max(counts, key=lambda value: counts[value])  # the first of equals, since Counter keeps the order
+    return Counter(values).most_common(1)[0][0]  # the first of equals
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
@@ -401,19 +404,13 @@ def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]
     """
     largest = largest_magnitude(values)
     if not largest <= LARGEST_MEAN:
-        replica = _largest_contributor(addends, values.numel())
+        magnitudes = {
+            replica: weight * largest_magnitude(codec.decode(payload, values.numel()))
+            for replica, (codec, payload, weight) in sorted(addends.items())
+        }
+        replica = max(magnitudes, key=lambda replica: magnitudes[replica])  # the lowest on a tie
         what = "is not finite" if not math.isfinite(largest) else f"has values up to {largest:.3g}"
         raise CodecError(f"the mean {what}; replica {replica} contributed most to it", replica=replica)
-
-
-def _largest_contributor(addends: Mapping[int, tuple[Codec, Tensor, float]], numel: int) -> int:
-    """Return the replica with the largest weighted magnitude, the lowest on a tie."""
-
-    def largest(replica: int) -> float:
-        codec, payload, weight = addends[replica]
-        return weight * largest_magnitude(codec.decode(payload, numel))
-
-    return max(sorted(addends), key=largest)
 
 
 def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[Uplink] = ()) -> Exchange:
@@ -427,3 +424,37 @@ def plan_round(contribution: Contribution, num_replicas: int, uplinks: Sequence[
         whole=contribution.whole,
         uplinks=uplinks,
     )
+
+
+def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:
+    """Return ``w = base_weight * trained / scheduled``, bounded to 1e-18 to 1e18.
+
+    The weight is exactly ``base_weight`` for a replica that trained all scheduled steps. A replica that trained nothing
+    has the least weight, 1e-18: its part of the mean vanishes in rounding if others trained, and the mean is over all
+    replicas if none did. Withdrawing its contribution instead would make a round void if all replicas are needed.
+
+    >>> contribution_weight(1.0, 100.0, 100), contribution_weight(2.0, 25.0, 100), contribution_weight(1.0, 200.0, 100)
+    (1.0, 0.5, 2.0)
+    >>> contribution_weight(1.0, 0.0, 100)
+    1e-18
+    """
+    if trained <= 0:
+        return LEAST_WEIGHT
+    return min(GREATEST_WEIGHT, max(LEAST_WEIGHT, base_weight * (trained / scheduled)))
+
+
+def bounded_weights(weights: Mapping[int, float], base_weights: Mapping[int, float]) -> dict[int, float]:
+    """Return ``min(w, 8 b)`` by replica, where b is its base weight, or the second largest base weight if that is less.
+
+    Replicas report their own weights. The bound limits each to eight full windows, and its window to that of another
+    replica. It affects an honest replica only after more than seven lost rounds in a row, or if its base weight is more
+    than eight times that of any other.
+
+    >>> bounded_weights({0: 1.0, 1: 1e18, 2: 2.0}, {0: 1.0, 1: 1e18, 2: 1.0})
+    {0: 1.0, 1: 8.0, 2: 2.0}
+    """
+    bases = sorted(base_weights[replica] for replica in weights)
+    second = bases[-2] if len(bases) > 1 else GREATEST_WEIGHT
+    return {
+        replica: min(weight, _MAX_WINDOWS * min(base_weights[replica], second)) for replica, weight in weights.items()
+    }

@@ -8,18 +8,30 @@ fused multiply-add). So the result has the same bits on every machine and needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
+from diloco.algorithm.checks import check_number, check_type
 from diloco.algorithm.codec.base import divisor, pieces
-from diloco.algorithm.numbers import check_number, check_type
 from diloco.errors import ConfigurationError
 
-__all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
+__all__ = [
+    "PIECE_BYTES",
+    "Adam",
+    "Nesterov",
+    "OuterOptimizer",
+    "OuterState",
+    "ScalarSchedule",
+    "Sgd",
+    "digest_state",
+    "digest_tensors",
+    "host_pieces",
+]
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
@@ -154,3 +166,48 @@ class Adam:
             denominator = second.div(correction2).double().sqrt_().float().add_(self.epsilon)
             theta.sub_(first.div(correction1).mul_(learning_rate).div_(denominator))
         state.step = count
+
+
+PIECE_BYTES = 1 << 25  # 32 MiB: GPU memory is hashed in pieces of this size, two of which are pinned on the host
+
+
+def digest_state(global_params: Tensor, state: OuterState) -> str:
+    """Return the digest of a fragment's global parameters, ``(numel,)``, and outer state as hexadecimal text.
+
+    >>> digest_state(torch.zeros(2), OuterState()) == digest_state(torch.zeros(2), OuterState(step=1))
+    False
+    """
+    return digest_tensors({f"{state.step}": global_params, **state.slots})
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the digest of the names and bytes of ``tensors``, in order. The host hashes GPU tensors in pieces."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        digest.update(name.encode() + b"\0")
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for piece in (data,) if data.device.type == "cpu" else host_pieces(data, PIECE_BYTES):
+            digest.update(piece.numpy().data)
+    return digest.hexdigest()
+
+
+def host_pieces(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
+    """Yield ``data``, ``(n,)`` uint8, in pieces copied to host memory.
+
+    Each piece is valid until the next one is requested, and is copied while the caller uses the one before it.
+    """
+    pinned = data.is_cuda
+    size = min(piece_bytes, len(data))
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+    ready: Tensor | None = None
+    for number, piece in enumerate(torch.split(data, piece_bytes)):
+        host = buffers[number % 2][: len(piece)]
+        host.copy_(piece, non_blocking=True)
+        arrived = torch.cuda.current_stream(data.device).record_event() if pinned else None
+        if ready is not None:
+            yield ready
+        if arrived is not None:
+            arrived.synchronize()
+        ready = host
+    if ready is not None:
+        yield ready

@@ -1,0 +1,148 @@
+"""Data sets of the ``datasets`` library: of the Hugging Face hub, of local folders, and of its loaders."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from diloco.data.settings import HUB_PREFIX, SourceSettings
+from diloco.errors import ConfigurationError, DataError, from_extra, nearest
+from diloco.waiting import fetching
+
+__all__ = ["ArrowRow", "open_data_set", "parquet_rows", "rows_of"]
+
+
+class ArrowRow(dict[str, Any]):
+    """A row of a table. A null in its structs may stand for a field that only other rows have."""
+
+
+def _parsed(text: str) -> tuple[str, str | None, str | None]:
+    """Return path, config and split of ``hf:NAME[/CONFIG][:SPLIT]``; a missing config or split is None.
+
+    NAME is ORGANISATION/NAME, one word such as a loader of ``datasets`` (json, parquet, text, csv, arrow), or an
+    existing path.
+
+    Raises:
+        ConfigurationError: the text has another form.
+
+    >>> _parsed("hf:allenai/c4/en:validation"), _parsed("hf:imdb:train[:10%]")
+    (('allenai/c4', 'en', 'validation'), ('imdb', None, 'train[:10%]'))
+    """
+    place, _, split = text.removeprefix(HUB_PREFIX).partition(":")
+    if place and Path(place).expanduser().exists():
+        return place, None, split or None
+    parts = place.split("/")
+    if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
+        raise ConfigurationError(
+            f"{text!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, nor "
+            "an existing folder."
+        )
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
+
+
+def open_data_set(place: str, settings: SourceSettings, column: str | None = None) -> Any:
+    """Open a data set as a ``datasets.IterableDataset``; nothing is read yet.
+
+    Args:
+        place: ``hf:NAME[/CONFIG][:SPLIT]``.
+        column: the only column to read; None: all.
+
+    Raises:
+        DataError: it does not exist or lacks the column.
+        ConfigurationError: ``datasets`` is not installed.
+    """
+    path, config, split = _parsed(place)
+    for key, named, given in (("split", split, settings.split), ("config", config, settings.config)):
+        if named and given and named != given:
+            raise ConfigurationError(f"{place} names another {key} than {key} = {given!r}. Give only one of them.")
+    split, config = settings.split or split, settings.config or config
+    if path == "pandas":
+        raise ConfigurationError(f"{place} reads pickles, which could run any code. Convert them to Parquet.")
+    with from_extra("hf", f"{place} needs datasets"):
+        import datasets
+    folder = Path(path).expanduser()
+    with _as_data_error(place):
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # written by save_to_disk
+            rows = _split_of(datasets.load_from_disk(str(folder)), split)
+        else:
+            with fetching(path, "datasets") if "/" in path else nullcontext():  # otherwise a loader of local files
+                rows = datasets.load_dataset(
+                    str(folder) if folder.exists() else path,
+                    config,
+                    split=split or "train",
+                    data_files=list(settings.data_files) or None,
+                    streaming=settings.streaming,
+                    trust_remote_code=False,
+                )
+        if column is not None and (known := rows.column_names) is not None:  # unknown for some streams
+            if column not in known:
+                raise DataError(f"{place} has no field {column!r} (data.sources); {nearest(column, known)}")
+            rows = rows.select_columns([column])
+        return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, ArrowRow]]:
+    """Yield the rows of a Parquet file, as `rows_of` does."""
+    with from_extra("hf", f"{path} needs datasets"):
+        import datasets
+    with _as_data_error(str(path)):
+        files = glob.escape(str(path))
+        data_set = datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=True, trust_remote_code=False
+        )
+    yield from rows_of(data_set, str(path))
+
+
+def rows_of(data_set: Any, place: str, *, first: int = 0, size: int = 100) -> Iterator[tuple[str, ArrowRow]]:
+    """Yield the rows of a data set with their places. Its ``state_dict`` is exact after each ``size`` of them.
+
+    Args:
+        first: the number of the next row, for the places.
+
+    Raises:
+        DataError: the rows can't be read.
+    """
+    row = first
+    with _as_data_error(place):
+        batches = data_set.iter(size)
+    while True:
+        with _as_data_error(place):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        for values in zip(*batch.values(), strict=True):
+            yield f"{place}, row {row}", ArrowRow(zip(batch, values, strict=True))
+            row += 1
+
+
+def _split_of(loaded: Any, split: str | None) -> Any:
+    """Return the split, or the part of it, of what ``save_to_disk`` wrote; the whole of a data set without splits."""
+    import datasets
+
+    parts = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    if split is None and parts is not loaded:
+        return loaded
+    spans = datasets.ReadInstruction.from_spec(split or "train").to_absolute({name: len(parts[name]) for name in parts})
+    return datasets.concatenate_datasets([parts[each.splitname].select(range(each.from_, each.to)) for each in spans])
+
+
+@contextmanager
+def _as_data_error(place: str) -> Iterator[None]:
+    """Turn any error of the library into a `DataError` that says what to do."""
+    try:
+        yield
+    except (DataError, ConfigurationError):
+        raise
+    except ConnectionError as error:
+        raise DataError(
+            f"{place} is not on this machine, and the Hugging Face hub can't be reached: {error}. Check the connection "
+            "(HF_HUB_OFFLINE=1 disables it), or give a local copy as hf:FOLDER, written by save_to_disk or downloaded."
+        ) from error
+    except Exception as error:  # many types without a common base
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(
+            f"{place} cannot be read by datasets: {reason} Check the name, config (hf:NAME/CONFIG) and split (:SPLIT)."
+        ) from error
