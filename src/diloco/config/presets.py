@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.config.keys import Values
 from diloco.config.toml import read_tables, typed_values
-from diloco.model import ModelSection, get_preset, parse_source
+from diloco.model import get_preset, parse_source
 from diloco.train import RunSettings
 
 __all__ = ["DEFAULT_PRESET", "FINETUNE", "preset_values"]
@@ -49,7 +49,7 @@ def preset_values(name: str, asked: Mapping[str, Any] = {}) -> Values:
         "train.sequence_length": preset.sequence_length,
         "train.data_parallel_steps": steps * values.get("train.data_parallel_steps", 0) // own,
         "optimizer.warmup_steps": min(values["optimizer.warmup_steps"], steps // 4),
-        "model.arguments": dict(ModelSection.of(preset.model).arguments),
+        "model.arguments": preset.model.arguments(),
     }
     return values if preset.model.vocab_size is None else values | {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}
 
