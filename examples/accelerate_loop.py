@@ -130,7 +130,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
             diloco.step()  # counts only after gradients were synchronised
 
             if accelerator.sync_gradients and diloco.steps % options.save_steps == 0:
-                accelerator.print({"step": diloco.steps, "loss": loss.item(), **diloco.logs()})
+                accelerator.print({"step": diloco.steps, "loss": loss.item(), **diloco.figures()})
                 accelerator.save_state(options.out / f"step-{diloco.steps}")
 
     with diloco.global_model() as agreed:  # the same on all replicas

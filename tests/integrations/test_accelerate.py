@@ -95,5 +95,5 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -
             loop.optimizer.zero_grad()
         loop.diloco.step()
     assert (loop.diloco.steps, loop.diloco.rounds_committed) == (3, 1)
-    assert loop.diloco.logs()["diloco/rounds"] == 1
+    assert loop.diloco.figures()["diloco/rounds"] == 1
     loop.diloco.close()

@@ -10,7 +10,7 @@ from torch import nn
 
 from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.integrations import HostedReplica, StepWatch, bare_model, bare_optimizer, replica_share
+from diloco.integrations import HostedReplica, StepWatch, replica_share, unwrapped
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
@@ -21,7 +21,8 @@ def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:
     inner = nn.Linear(1, 1)
     compiled = a_class_of("torch._dynamo.eval_frame", "OptimizedModule")()
     compiled._orig_mod = inner
-    assert bare_model(nn.DataParallel(compiled)) is inner
+    optimizer = torch.optim.SGD(inner.parameters())
+    assert unwrapped(nn.DataParallel(compiled), optimizer, None) == (inner, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +41,15 @@ def test_models_that_keep_their_parameters_to_themselves_are_refused(module: str
     kept = a_class_of(module, name)()
     for model in (kept, nn.Sequential(nn.Linear(1, 1), kept)):
         with pytest.raises(ConfigurationError, match=rf"A model with a {name} was given, but {why}"):
-            bare_model(model)
+            unwrapped(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None)
 
 
 def test_what_is_no_optimizer_of_torch_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"got a builtins\.dict"):
-        bare_optimizer({})
+        unwrapped(nn.Linear(1, 1), {}, None)
     wrapped = a_class_of("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper", object)()
     with pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters"):
-        bare_optimizer(wrapped)
+        unwrapped(nn.Linear(1, 1), wrapped, None)
 
 
 def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
@@ -80,7 +81,9 @@ def test_globals_are_shown_and_hidden_and_kept(freezes: bool) -> None:
         replica.show()
         replica.show()  # a second call must not overwrite the saved local parameters
         assert model.weight.item() == began
-        assert replica.local()["weight"].item() == began + 1
+        local = replica.local()
+        assert local is not None
+        assert local["weight"].item() == began + 1
         replica.hide()
         replica.hide()
         assert model.weight.item() == began + 1

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco import DiLoCo, SyncSchedule, connect_replica
 from diloco.algorithm import local_shard
 from diloco.errors import ConfigurationError
-from diloco.integrations import bare_model, check_ranks, load_state, save_state
+from diloco.integrations import load_state, save_state, unwrapped
 from diloco.transport import Address, InProcessTransport
 from tests.processes import Processes
 from tests.transport.nowhere import free_address
@@ -44,12 +44,12 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, Any] = {}
     with pytest.raises(ConfigurationError, match=rf"connect_replica\(..., ranks='{held}'\)"):
-        check_ranks(bare_model(model), _unfit(held))
+        unwrapped(model, optimizer, _unfit(held))
     where = {"replica": replica, "num_replicas": 2, "rendezvous": str(address)}
     with connect_replica(**where, ranks=held, **PATIENT) as transport:
-        check_ranks(bare_model(model), transport)
+        bare, _ = unwrapped(model, optimizer, transport)
         schedule = SyncSchedule(inner_steps=2, overlap_steps=1)
-        with DiLoCo(bare_model(model), optimizer, transport=transport, schedule=schedule, codec="int8") as diloco:
+        with DiLoCo(bare, optimizer, transport=transport, schedule=schedule, codec="int8") as diloco:
             for step in range(5):
                 model(torch.full((1, 4), float(1 + rank + step))).sum().backward()
                 optimizer.step()
@@ -62,7 +62,7 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
         found["local"] = torch.cat([local_shard(p).flatten() for p in model.parameters()])
         found["rounds"] = diloco.rounds_committed
     alone = InProcessTransport(2).endpoint(replica)
-    again = DiLoCo(bare_model(model), optimizer, transport=alone, schedule=schedule, codec="int8")
+    again = DiLoCo(bare, optimizer, transport=alone, schedule=schedule, codec="int8")
     load_state(folder / f"of-{replica}", again, check_model=False)
     found["steps"] = again.steps
     dist.destroy_process_group()

@@ -142,7 +142,7 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     given = options(tmp_path)
     with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without calling callbacks"):
         trainer(given, more={"enable_jit_checkpoint": True}).train()
-    with pytest.raises(ConfigurationError, match="parameters must be 'global' or 'local', got 'both'"):
+    with pytest.raises(ConfigurationError, match="parameters='both' is unknown; use one of: global, local"):
         ours.DiLoCoCallback(parameters="both")  # type: ignore[arg-type]
     made = trainer(given, more={"max_steps": 1, "save_strategy": "no"}, schedule=SyncSchedule(inner_steps=1))
     made.train()

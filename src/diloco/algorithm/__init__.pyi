@@ -49,7 +49,6 @@ from .partition import check_parameters as check_parameters
 from .partition import flatten as flatten
 from .partition import group_layers as group_layers
 from .partition import holding as holding
-from .partition import host_copy as host_copy
 from .partition import layer_container as layer_container
 from .partition import match_patterns as match_patterns
 from .partition import partition as partition

@@ -34,7 +34,6 @@ __all__ = [
     "flatten",
     "group_layers",
     "holding",
-    "host_copy",
     "layer_container",
     "match_patterns",
     "partition",
@@ -219,11 +218,11 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Set ``parameters`` to ``values`` of the same names inside a ``with`` block and restore them at its end.
 
     For a DTensor parameter, ``values`` contains this rank's shard. What the parameters held waits in host memory, so
-    that a GPU does not need room for all of them twice.
+    that a GPU does not need room for all of them twice, and is what the block gets.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -234,17 +233,17 @@ def holding(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> I
     True
     """
     shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
-    before = {name: host_copy(shard) for name, shard in shards.items()}
+    before = {name: _host_copy(shard) for name, shard in shards.items()}
     try:
         for name, shard in shards.items():
             shard.copy_(values[name])
-        yield
+        yield before
     finally:
         for name, shard in shards.items():
             shard.copy_(before[name])
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     """Return a copy of ``tensor`` in host memory, which is pinned if it is on a GPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)

@@ -7,6 +7,7 @@ unless it is a number; ``=`` gives any word as a value. tyro prints the help and
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import re
 import shlex
@@ -87,10 +88,10 @@ def parse_flags(
     return CommandLine(**{name: value for name, value in values.items() if name in own}, values=typed)
 
 
-def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
+def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
     """Parse the arguments of ``diloco COMMAND`` into ``kind``, a dataclass with a flag or a place for each field.
 
-    ``--debug`` in any place sets `DEBUG`. The words after ``--`` are positional.
+    Its docstring describes the command. ``--debug`` in any place sets `DEBUG`. The words after ``--`` are positional.
 
     Raises:
         ConfigurationError: for an invalid command line, with the nearest flag for an unknown one.
@@ -98,7 +99,8 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
     """
     keys = keys_of(kind)
     if words := [word for word in _help_words(arguments) if word != "--help-all"]:
-        _show_help([*keys.values()], command, description, words, {name: key.default for name, key in keys.items()})
+        defaults = {name: key.default for name, key in keys.items()}
+        _show_help([*keys.values()], command, inspect.getdoc(kind) or "", words, defaults)
     values = _parse(keys, command, arguments)
     for key in keys.values():
         if key.default is MISSING and key.name not in values:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from torch import nn
 
 from diloco.errors import from_extra
-from diloco.integrations.host import StepWatch, refuse_unfit, unwrapped
-from diloco.integrations.hosted_replica import DiLoCoArguments, Figures, load_state, save_state
+from diloco.integrations.host import StepWatch, load_state, refuse_unfit, save_state, unwrapped
 from diloco.outer import DiLoCo
 from diloco.transport import Transport
 
@@ -28,6 +27,7 @@ class AcceleratedDiLoCo(DiLoCo):
 
     ``accelerator.save_state`` and ``load_state`` also save and load DiLoCo's state, in files next to theirs. The model
     that they save has the local parameters; for the global ones use ``with diloco.global_model() as model``.
+    ``accelerator.log(diloco.figures())`` logs the rounds.
 
     Args:
         accelerator: the accelerator that prepared the model and the optimizer.
@@ -47,13 +47,12 @@ class AcceleratedDiLoCo(DiLoCo):
         optimizer: Any,
         *,
         transport: Transport | None = None,
-        **arguments: Unpack[DiLoCoArguments],
+        **arguments: Any,
     ) -> None:
         kind = accelerator.distributed_type.name
         refuse_unfit([kind], f"An Accelerator for {kind}")
         bare, inner = unwrapped(model, optimizer, transport)
-        self.figures = Figures(arguments.get("on_event"))
-        super().__init__(bare, inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
+        super().__init__(bare, inner, transport=transport, **arguments)
         self._accelerator = accelerator
         self._watch = StepWatch(inner)
         self._hooks = (
@@ -72,10 +71,6 @@ class AcceleratedDiLoCo(DiLoCo):
         """Run the second half of `step`; do nothing while gradients are accumulated."""
         if self._accelerator.sync_gradients:
             super().finish()
-
-    def logs(self) -> dict[str, float]:
-        """Return figures of the rounds so far, for ``accelerator.log``; see `Figures`."""
-        return self.figures.of(self)
 
     def close(self) -> None:
         """Remove all hooks from the optimizer and the accelerator. Leaving a ``with`` block does the same."""

@@ -1,31 +1,57 @@
-"""Access to the model and optimizer inside a framework's wrappers, and checks that DiLoCo can work with them."""
+"""A replica whose training loop is driven by a framework, which all integrations share.
+
+DiLoCo's state is saved next to the framework's checkpoint, in ``diloco/replica-M`` of the checkpoint folder. If
+parameters are sharded, each rank saves its part in ``diloco/replica-M-rank-R-of-S``. The files are written atomically,
+verified when read, and contain no pickle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from diloco.algorithm import check_replica, content_of, named_parameters
-from diloco.errors import ConfigurationError
+from diloco.algorithm import (
+    all_parameters,
+    check_choice,
+    check_replica,
+    content_of,
+    digest_tensors,
+    holding,
+    local_shard,
+    named_parameters,
+    reshard,
+)
+from diloco.checkpoint import open_checkpoint, save_checkpoint
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.outer import DiLoCo, check_kinds
 from diloco.transport import Transport
 
 __all__ = [
+    "HostedReplica",
+    "Parameters",
     "StepWatch",
-    "bare_model",
-    "bare_optimizer",
-    "check_ranks",
-    "is_sharded",
+    "has_state",
+    "held_values",
+    "load_state",
     "names_of",
     "refuse_unfit",
     "replica_share",
+    "save_state",
     "unwrapped",
 ]
+
+Parameters = Literal["global", "local"]
+"""Which parameters are evaluated, saved as the model, and left in the model at the end: the global ones, which are the
+same on all replicas, or this replica's local ones."""
 
 _UNFIT = {
     "DeepSpeed keeps the parameters private": (
@@ -43,14 +69,9 @@ _UNFIT = {
 
 
 def refuse_unfit(names: Iterable[str], given: str) -> None:
-    """Refuse an object if one of its ``names`` is in `_UNFIT`; ``given`` describes the object in the message.
-
-    Raises:
-        ConfigurationError: if DiLoCo can't work with the object. The message gives the reason.
-    """
-    found = set(names)
+    """Raise `ConfigurationError` if DiLoCo can't work with an object of these ``names``, described as ``given``."""
     for why, unfit in _UNFIT.items():
-        if found.intersection(unfit):
+        if set(names).intersection(unfit):
             raise ConfigurationError(
                 f"{given} was given, but {why}, so DiLoCo can't work with it. Use DistributedDataParallel, or FSDP2 "
                 "with Accelerate or the Trainer of transformers."
@@ -63,74 +84,38 @@ def names_of(thing: object) -> list[str]:
     return [kind.__name__ for kind in kinds] + [kind.__module__.partition(".")[0] for kind in kinds]
 
 
-def bare_model(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of torch, such as DistributedDataParallel and torch.compile.
+def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
+    """Return the module and the optimizer inside the wrappers of torch, Accelerate and Lightning.
 
     Raises:
-        ConfigurationError: if a submodule stores parameters in a form that DiLoCo can't work with.
-
-    >>> inner = nn.Linear(2, 2)
-    >>> bare_model(nn.DataParallel(inner)) is inner
-    True
+        ConfigurationError: if DiLoCo can't work with one of them, or if ``transport`` does not match the way in which
+            the ranks of torch.distributed, whose gradients the framework averages, hold the model.
     """
     for module in model.modules():
         refuse_unfit(names_of(module), f"A model with a {type(module).__name__}")
     while (content := content_of(model)) is not None:
         model = content
-    return model
-
-
-def bare_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside the wrappers of Accelerate and Lightning.
-
-    Raises:
-        ConfigurationError: if ``optimizer`` is not a torch optimizer, or if DiLoCo can't work with it.
-    """
-    names = names_of(optimizer)
-    refuse_unfit(names, f"A {type(optimizer).__name__}")
-    if {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names):
-        return bare_optimizer(optimizer.optimizer)
+    refuse_unfit(names_of(optimizer), f"A {type(optimizer).__name__}")
+    while {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names_of(optimizer)):
+        optimizer = optimizer.optimizer
+        refuse_unfit(names_of(optimizer), f"A {type(optimizer).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"The optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__module__}."
             f"{type(optimizer).__name__}."
         )
-    return optimizer
-
-
-def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
-    """Return the bare model and the bare optimizer.
-
-    Raises:
-        ConfigurationError: if DiLoCo can't work with one of them or with ``transport``.
-    """
-    bare, inner = bare_model(model), bare_optimizer(optimizer)
-    check_ranks(bare, transport)
-    return bare, inner
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether the parameters of ``model`` are sharded across ranks (DTensors)."""
-    return any(hasattr(parameter, "to_local") for parameter in named_parameters(model).values())
-
-
-def check_ranks(model: nn.Module, transport: Transport | None) -> None:
-    """Check that ``transport`` matches the way in which the ranks of torch.distributed hold the model.
-
-    These ranks form one replica, because the framework averages their gradients.
-
-    Raises:
-        ConfigurationError: if the ranks hold shards but the transport expects whole parameters, or vice versa.
-    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1 or transport is None:
-        return
-    if is_sharded(model) == transport.shared_by_ranks:
-        held, fitting = ("shards", "sharded") if is_sharded(model) else ("all", "whole")
+    if ranks > 1 and transport is not None and _is_sharded(model) == transport.shared_by_ranks:
+        part, fitting = ("shards", "sharded") if _is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
-            f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {held} "
+            f"The given {type(transport).__name__} does not fit this replica, each of whose {ranks} ranks holds {part} "
             f"of its parameters. Use the transport of connect_replica(..., ranks={fitting!r})."
         )
+    return model, optimizer
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "to_local") for parameter in named_parameters(model).values())
 
 
 class StepWatch:
@@ -150,17 +135,12 @@ class StepWatch:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._taken = False
+        self.taken = False  # whether a step was taken since the last call of `trained`
         self._handle = optimizer.register_step_post_hook(self._stepped)
-
-    @property
-    def taken(self) -> bool:
-        """Whether a step was taken since the last call of `trained`."""
-        return self._taken
 
     def trained(self) -> float:
         """Return 1.0 if the optimizer took a step since the last call, else 0.0, as an argument for `DiLoCo.step`."""
-        taken, self._taken = self._taken, False
+        taken, self.taken = self.taken, False
         return float(taken)
 
     def close(self) -> None:
@@ -169,8 +149,219 @@ class StepWatch:
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._taken = True
+        self.taken = self.taken or found_inf is None or not bool(found_inf)
+
+
+class HostedReplica:
+    """A `DiLoCo` that is created when a framework starts to train. It can swap global parameters into the model.
+
+    While the model holds the global parameters, it must not be trained or merged.
+
+    Args:
+        parameters: the parameters that the model holds while it is evaluated or saved, and at the end.
+        arguments: further arguments of `DiLoCo`.
+
+    Raises:
+        ConfigurationError: if ``parameters`` or one of ``arguments`` can't work.
+    """
+
+    def __init__(self, parameters: Parameters, arguments: Mapping[str, Any]) -> None:
+        check_choice("parameters", parameters, get_args(Parameters))
+        known = [name for name in inspect.signature(DiLoCo).parameters if name not in ("model", "inner_optimizer")]
+        for name in arguments:
+            check_choice("argument", name, known)
+        check_kinds(arguments)
+        self.parameters = parameters
+        self.training = False  # whether training has started and not ended
+        self.diloco: DiLoCo | None = None  # None until training starts
+        self._arguments = arguments
+        self._shown = ExitStack()
+        self._hidden: dict[str, Tensor] | None = None  # the local parameters while the model holds the global ones
+
+    def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
+        """Create the `DiLoCo` for the model and optimizer that a framework has wrapped.
+
+        Raises:
+            ConfigurationError: if DiLoCo can't work with the model, the optimizer or the transport.
+        """
+        bare, inner = unwrapped(model, optimizer, transport)
+        self.diloco = DiLoCo(bare, inner, transport=transport, **self._arguments)
+        self._watch = StepWatch(inner)
+        self.training = True
+        return self.diloco
+
+    def step(self) -> None:
+        """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
+        self._begun.step(self._watch.trained())
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the framework's logs."""
+        return self._begun.figures()
+
+    @property
+    def shows_globals(self) -> bool:
+        """Whether the model holds the global parameters instead of the local ones."""
+        return self._hidden is not None
+
+    def show(self) -> None:
+        """During training, put the parameters that are to be evaluated or saved into the model."""
+        if self.training and self.parameters == "global" and self._hidden is None:
+            self._begun.check_model()
+            globals_held = holding(self._begun.named_parameters(), self._begun.named_global_params())
+            self._hidden = self._shown.enter_context(globals_held)
+
+    def hide(self) -> None:
+        """Put the local parameters back into the model."""
+        if self._hidden is not None:
+            reshard(self._begun.model)
+            self._shown.close()
+            self._hidden = None
+
+    def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
+        """Merge what is in flight, and leave the model with the chosen `parameters`, or with ``instead`` if given."""
+        self.hide()
+        self._begun.end()
+        if instead is None and self.parameters == "global":
+            instead = self._begun.named_global_params()
+        if instead is not None:
+            _hold(self._begun, instead)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Put the local parameters back and remove the hook from the optimizer; do nothing after `end`."""
+        self.hide()
+        if self.training:
+            self._watch.close()
+            self.training = False
+
+    def local(self) -> dict[str, Tensor] | None:
+        """Return parameter name -> local value while the model holds the global ones, else None."""
+        return self._hidden
+
+    def chosen_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the entries of the ``state_dict`` of ``module`` that differ if the global parameters are chosen."""
+        if self.parameters == "local":
+            return {}
+        agreed, parameters = self._begun.named_global_params(), self._begun.named_parameters()
+        values = {id(parameters[name]): value for name, value in agreed.items()}
+        # hooks of some wrappers take their own prefix out of the names in a state_dict
+        names = dict(module.named_parameters(remove_duplicate=False)) | dict(all_parameters(module))
+        return {
+            name: values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
+            for name, parameter in names.items()
+            if id(parameter) in values
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a framework saves beside a model, which holds the chosen `parameters`."""
+        local = self._hidden or held_values(self._begun)
+        saves_globals = self.training and self.parameters == "global"
+        state = {"diloco": self._begun.state_dict(), "local": local if saves_globals else None}
+        return state | {"replica": self._begun.transport.replica}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict`. The framework loads the model before or after this call.
+
+        Raises:
+            CheckpointError: if it belongs to another replica, model or schedule.
+        """
+        if state["replica"] != (replica := self._begun.transport.replica):
+            raise CheckpointError(
+                f"The checkpoint belongs to replica {state['replica']}, but this is replica {replica}. Resume each "
+                "replica from its own checkpoint."
+            )
+        _restore(self._begun, state)
+
+    @property
+    def _begun(self) -> DiLoCo:
+        assert self.diloco is not None, "training has started"
+        return self.diloco
+
+
+def held_values(diloco: DiLoCo) -> dict[str, Tensor]:
+    """Return name -> this rank's part of each synchronised parameter, sharing its memory."""
+    return {name: local_shard(parameter) for name, parameter in diloco.named_parameters().items()}
+
+
+def _hold(diloco: DiLoCo, values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the synchronised parameters, which keep their dtype and device."""
+    for name, shard in held_values(diloco).items():
+        shard.copy_(values[name])
+
+
+def _restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    if state["local"] is not None:
+        _hold(diloco, state["local"])
+    diloco.load_state_dict(state["diloco"])
+
+
+def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
+    """Save the state that this rank needs to resume exactly. Call this on all ranks of the replica.
+
+    Args:
+        checkpoint: the framework's checkpoint folder.
+        diloco: this rank's `DiLoCo`.
+        local: parameter name -> local value, if the framework saves the global parameters as the model; else None.
+
+    Raises:
+        ConfigurationError: if another replica has saved into the same folder.
+        CheckpointError: if the state can't be written.
+    """
+    if not _is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
+        return
+    replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
+    if others := [name for name in _saved(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
+        raise ConfigurationError(
+            f"Replica {replica} can't save into {checkpoint}, because {others[0]} saves there and each would overwrite "
+            "the other's model and optimizer. Give each replica its own folder."
+        )
+    about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco))}
+    state = {"diloco": diloco.state_dict(), "local": local}
+    save_checkpoint(mine, diloco.steps, {"state": state}, about=about, keep=1)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Return whether any replica has saved its state in the folder."""
+    return bool(_saved(checkpoint))
+
+
+def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
+    """Restore the state that `save_state` saved. Call this on all ranks of the replica.
+
+    Afterwards the model holds its local parameters, even if the framework saved the global ones.
+
+    Args:
+        checkpoint: the framework's checkpoint folder.
+        diloco: this rank's `DiLoCo`, which has not taken a step.
+        check_model: whether to check that the model is the one saved with the state; True if it is already loaded.
+
+    Raises:
+        CheckpointError: if the state of this replica is missing or damaged, or belongs to another model or schedule.
+    """
+    mine = _place(checkpoint, diloco)
+    if not mine.exists() and (others := _saved(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint} holds {', '.join(others)}, but not {mine.name}. Resume from the folder that this replica "
+            "saved, with the same number of ranks."
+        )
+    opened = open_checkpoint(mine)
+    if check_model and opened.about.get("model") != digest_tensors(held_values(diloco)):
+        raise CheckpointError(
+            f"The model that was loaded is not the one saved in {checkpoint}. Pass the folder that it was loaded from "
+            "to DiLoCoCallback (resume_from_checkpoint=...)."
+        )
+    _restore(diloco, opened.load("state"))
+
+
+def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
+    """Return the folder of this rank's state."""
+    suffix = f"-rank-{dist.get_rank()}-of-{dist.get_world_size()}" if _is_sharded(diloco.model) else ""
+    return checkpoint / "diloco" / f"replica-{diloco.transport.replica}{suffix}"
+
+
+def _saved(checkpoint: Path) -> list[str]:
+    """Return the names of all states saved in the folder."""
+    return sorted(path.name for path in (checkpoint / "diloco").glob("replica-*"))
 
 
 def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | None = 0) -> Any:

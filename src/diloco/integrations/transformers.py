@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any, Self, Unpack
-
-from torch import nn
+from typing import Any, Self
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.integrations.hosted_replica import (
-    DiLoCoArguments,
+from diloco.integrations.host import (
     HostedReplica,
     Parameters,
     has_state,
@@ -60,7 +57,7 @@ class DiLoCoCallback(TrainerCallback):
         parameters: Parameters = "global",
         resume_from_checkpoint: str | Path | None = None,
         begin_from_checkpoint: bool = False,
-        **arguments: Unpack[DiLoCoArguments],
+        **arguments: Any,
     ) -> None:
         self.transport = transport
         self.resume_from_checkpoint = resume_from_checkpoint
@@ -82,76 +79,55 @@ class DiLoCoCallback(TrainerCallback):
         trainer.add_callback(self)
         return self
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Create the `DiLoCo`, and restore its state if training resumes."""
-        assert model is not None, "the Trainer passes its model"
         self._refuse_unfit(args, state)
-        diloco = self._replica.begin(model, optimizer, self.transport)
+        diloco = self._replica.begin(given["model"], given["optimizer"], self.transport)
         self._began = state
         if state.global_step:
             self._resume(diloco, args, state)
         if args.eval_on_start:
             self._replica.show()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Put the local parameters back for training."""
         self._replica.hide()
 
     on_epoch_begin = on_step_begin
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Run `DiLoCo.step` after the optimizer has stepped or a gradient scaler has skipped the step."""
         self._replica.step()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Put the parameters to evaluate or save into the model, if an evaluation or a checkpoint follows."""
         if control.should_evaluate or control.should_save:
             self._replica.show()
 
     on_epoch_end = on_step_end
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Save DiLoCo's state with the checkpoint, unless the Trainer saves only the model."""
         assert self.diloco is not None, "training has started"
-        folder, shown = _checkpoint_of(args, state), self._replica.shows_globals
-        if self._replica.parameters == "global" and not shown:
+        folder = _checkpoint_of(args, state)
+        if self._replica.parameters == "global" and not self._replica.shows_globals:
             warnings.warn(
                 f"{folder} contains the local parameters, because a callback after DiLoCoCallback requested this "
                 "checkpoint. To save the global parameters, pass DiLoCoCallback as the last callback.",
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._replica.local() if shown else None)
+            save_state(folder, self.diloco, self._replica.local())
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **given: Any) -> None:
         """Add the figures to the Trainer's training logs and to its history."""
-        if self.diloco is not None and logs is not None and {"loss", "train_loss"} & logs.keys():
+        logs = given["logs"]
+        if self.diloco is not None and {"loss", "train_loss"} & logs.keys():
             figures = self._replica.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Merge what is in flight, and leave the model with the chosen parameters.
 
         If the Trainer has loaded the best model at the end, the model keeps those parameters.
@@ -177,17 +153,15 @@ class DiLoCoCallback(TrainerCallback):
     def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
         refused = {
             "DeepSpeed, which keeps the parameters private": args.deepspeed is not None,
-            "a hyperparameter search, whose trials would be out of step with the other replicas": (
-                state.is_hyper_param_search
-            ),
+            "a hyperparameter search, whose trials would be out of step with others": state.is_hyper_param_search,
             "enable_jit_checkpoint, which saves without calling callbacks": args.enable_jit_checkpoint,
             "the same DiLoCoCallback twice, because each step would count as two": self._began is state,
-            "a second train() call, because the rounds of this DiLoCoCallback have ended; create a new one": (
+            "a second train() call, because its rounds have ended; create a new one": (
                 None is not self._began is not state
             ),
         }
-        for what, given in refused.items():
-            if given:
+        for what, present in refused.items():
+            if present:
                 raise ConfigurationError(f"DiLoCoCallback can't work with {what}.")
 
 
@@ -197,8 +171,8 @@ class _FiguresFirst(TrainerCallback):
     def __init__(self, callback: DiLoCoCallback) -> None:
         self._callback = callback
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._callback.on_log(args, state, control, **kwargs)
+    def on_log(self, *given: Any, **more: Any) -> None:
+        self._callback.on_log(*given, **more)
 
 
 def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:

@@ -4,4 +4,3 @@ from .diloco import DiLoCo as DiLoCo
 from .fragment import Fragment as Fragment
 from .model_watch import frozen_digests as frozen_digests
 from .recovery import StateRecovery as StateRecovery
-from .reports import Warnings as Warnings

@@ -271,6 +271,17 @@ class DiLoCo:
         report = self._reports.step
         self._on_event(report(self.steps, self.transport, loss=loss, tokens=tokens, gradient_norm=gradient_norm))
 
+    def figures(self) -> dict[str, float]:
+        """Return name -> number for the logs of a framework: rounds, bytes, and seconds waited by this process."""
+        return {
+            "diloco/rounds": self.rounds_committed,
+            "diloco/rounds_void": self.rounds_void,
+            "diloco/contributors": self._reports.contributors,
+            "diloco/sent_bytes": self.transport.sent_bytes,
+            "diloco/received_bytes": self.transport.received_bytes,
+            "diloco/wait_s": self._reports.wait_s,
+        }
+
     @_outside_inference_mode()
     def change_transport(self, transport: Transport) -> None:
         """Continue over another transport.

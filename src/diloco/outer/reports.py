@@ -59,7 +59,8 @@ class Reports:
     def __init__(self, optimizers: Sequence[Optimizer], on_event: Callable[[Event], None] | None) -> None:
         self._optimizers = optimizers
         self._listen = Warnings().handle if on_event is None else on_event
-        self._wait_s = 0.0
+        self.wait_s = 0.0  # waited for averages
+        self.contributors = 0  # of the last committed round
         self._began_s: float | None = None
         self._last = 0, 0.0  # the step of the last report, and when it was made
 
@@ -72,7 +73,8 @@ class Reports:
     def pass_on(self, event: Event, transport: Transport) -> None:
         """Pass on an event."""
         if isinstance(event, RoundCommitted):
-            self._wait_s += event.wait_s
+            self.wait_s += event.wait_s
+            self.contributors = len(event.contributors)
         transport.report(event)
         self._listen(event)
 
@@ -94,7 +96,7 @@ class Reports:
             step_s=(now_s - last_s) / max(1, step - last_step),
             sent_bytes=transport.sent_bytes,
             received_bytes=transport.received_bytes,
-            compute_utilization=max(0.0, 1 - self._wait_s / elapsed_s),
+            compute_utilization=max(0.0, 1 - self.wait_s / elapsed_s),
         )
 
 
