@@ -62,7 +62,7 @@ def settings_of(data: Path, arguments: str = "", file: Path | None = None) -> Co
         name.replace("-", "_"): int(value) if value.isdecimal() else value for name, value in python
     }
     configuration = dataclasses.replace(configuration, data=dataclasses.replace(configuration.data, **values))
-    return resolve(configuration, num_layers=configuration.model.settings.layers)
+    return resolve(configuration, num_layers=configuration.model.decoder.layers)
 
 
 def train(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco import cli
-from diloco.cli import COMMANDS
+from diloco.cli import COMMANDS, PLACES
 from diloco.config import RENAMED, Configuration, keys_of, parse_arguments, parse_flags, parse_options, parse_toml
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def until_end(words: list[str]) -> list[str]:
 
 def parse(command: str, arguments: list[str]) -> None:
     assert command in COMMANDS, command
-    module = importlib.import_module(f"diloco.cli.{command}")
+    module = importlib.import_module(f"diloco.cli.{PLACES.get(command, command)}")
     if command == "train":
         parse_arguments(arguments)
     elif command == "finetune":
@@ -77,7 +77,7 @@ def parse(command: str, arguments: list[str]) -> None:
     elif command in ("tokenize", "plan"):
         parse_flags(getattr(module, f"{command.capitalize()}Settings"), command, "", arguments, shown={})
     else:
-        parse_options(getattr(module, f"{command.capitalize()}Options"), command, "", arguments)
+        parse_options(getattr(module, f"{command.capitalize()}Options"), command, arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -148,9 +148,9 @@ def unknown_settings(text: str) -> set[str]:
 def known_flags() -> set[str]:
     """Return every flag of every command, without those that are named like a setting."""
     keys = list(KEYS.values())
-    for command in COMMANDS:
-        for kind in vars(importlib.import_module(f"diloco.cli.{command}")).values():
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == f"diloco.cli.{command}":
+    for module in {f"diloco.cli.{PLACES.get(command, command)}" for command in COMMANDS}:
+        for kind in vars(importlib.import_module(module)).values():
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module:
                 keys += keys_of(kind).values()
     flags = {flag for key in keys for flag in (key.flag, *key.aliases)}
     flags |= {f"--no-{flag[2:]}" for flag in flags}

@@ -390,7 +390,7 @@ def test_a_configuration_names_only_known_implementations(tmp_path: Path, odd: d
     name, value = next(iter(odd.items()))
     settings = ModelSettings(source=f"hf:{tmp_path}", arguments={name: value})
     if name != "layers":
-        with pytest.raises(ConfigurationError, match=r"code from elsewhere|is not a part of"):
+        with pytest.raises(ConfigurationError, match=r"code from elsewhere|is not a part of|Expected `str"):
             build_language_model(settings, seed=0, device="meta")
 
 

@@ -36,9 +36,9 @@ from diloco.algorithm import (
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model import (
+    DecoderSettings,
     LanguageModel,
     LossChunks,
-    ModelSettings,
     Transformer,
     attend,
     block_mask,
@@ -60,7 +60,7 @@ from diloco.units import format_bytes
 
 __all__ = ["CHECKS", "run_checks"]
 
-MODEL = ModelSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
+MODEL = DecoderSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
 
 
 class SkippedError(Exception):

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.sizes import Job
 from diloco.algorithm import SyncSettings
 from diloco.data import ByteTokenizer, Corpus, PackedTokens
-from diloco.model import ModelSection
+from diloco.model import ModelSettings
 from diloco.train import Fleet, OptimizerSettings, RunSettings, Session, TrainSettings, make_transport, resolve
 from diloco.transport import NetworkSettings
 
@@ -90,7 +90,7 @@ def make_session(
         optimizer=inner,
         sync=SyncSettings(inner_steps=NO_ROUNDS),
         network=NetworkSettings(replicas=replicas),
-        model=ModelSection.of(job.model),
+        model=ModelSettings(arguments=job.model.arguments()),
     )
     settings = resolve(settings, num_layers=job.model.layers)
     fleet = Fleet(make_transport(settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from diloco.model import ModelSettings, get_preset
+from diloco.model import DecoderSettings, get_preset
 
 __all__ = ["FULL", "TINY", "Job", "Sizes"]
 
@@ -21,7 +21,7 @@ class Job:
         goal: the fraction of the device's peak to reach; None if there is no goal.
     """
 
-    model: ModelSettings
+    model: DecoderSettings
     batch_size: int
     sequence_length: int
     goal: float | None = None
@@ -75,7 +75,7 @@ FULL = Sizes(
     check_values=1_000_000,
 )
 
-_SMALL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64, max_sequence_length=32)
+_SMALL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64, max_sequence_length=32)
 
 TINY = Sizes(
     jobs={"150m": Job(_SMALL, 2, 8, 0.45), "1b": Job(replace(_SMALL, kv_heads=1), 2, 8, 0.50)},

@@ -57,7 +57,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
     text.write_text("".join(json.dumps({"text": f"line {number} of it. " * 4}) + "\n" for number in range(400)))
     for run in (f"{method} {link}" for method in RUNS for link in LINKS):
         given = load_configuration([*MODEL.split(), *run.split(), "--steps", str(STEPS), "--data", str(text)])
-        settings = resolve(given, num_layers=given.model.settings.layers)
+        settings = resolve(given, num_layers=given.model.decoder.layers)
         yield {"kind": "virtual", "run": run, "measured": _train(settings), "predicted": _predict(settings)}
 
 
@@ -74,7 +74,7 @@ def _train(settings: Configuration) -> dict[str, float]:
 
 
 def _predict(settings: Configuration) -> dict[str, float]:
-    model, replicas = build_model(settings.model.settings, seed=0, device="meta"), settings.network.replicas
+    model, replicas = build_model(settings.model.decoder, seed=0, device="meta"), settings.network.replicas
     sizes = [fragment.numel for fragment in make_fragments(settings.sync, model)]
     codec = make_configured_codec(settings.sync)
     traffic = outer_traffic(make_schedule(settings), sizes, codec, replicas)

@@ -257,7 +257,7 @@ class Options:
     ],
 )
 def test_a_prompt_is_taken_as_it_is(words: str, prompt: str) -> None:
-    given = parse_options(Options, "generate", "", ["run", *words.split()])
+    given = parse_options(Options, "generate", ["run", *words.split()])
     assert given.prompt == prompt
     assert DEBUG.get() == ("--debug" in words and prompt == "x")
     DEBUG.set(False)

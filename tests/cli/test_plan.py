@@ -112,10 +112,10 @@ def test_a_round_that_its_timeout_would_end_is_noted(capsys: pytest.CaptureFixtu
 def test_the_memory_is_what_a_replica_keeps(
     rank: int, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, lora = write_base(tmp_path), {"lora_rank": rank, "base_dtype": dtype} if rank else {}
+    base, lora = write_base(tmp_path), {"base_dtype": dtype} if rank else {}
     flags = f"--lora-rank {rank} --model.arguments.base-dtype {dtype}" if rank else ""
     plan = read(f"--model hf:{base} {flags} --replicas 2 --fragments 1 --sync.outer sgd {LINK}", capsys)
-    model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
+    model = build_language_model(ModelSettings(source=f"hf:{base}", lora_rank=rank, arguments=lora), seed=0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     loop = DiLoCo(model, optimizer, outer_optimizer=Sgd(learning_rate=1.0), schedule=SyncSchedule(inner_steps=2))

@@ -37,9 +37,9 @@ def test_a_preset_may_stand_in_the_file_or_on_the_command_line(tmp_path: Path) -
     other = next(name for name in preset_names() if name != "tiny")
     third = next(name for name in preset_names() if name not in ("tiny", other))
     file = toml_file(tmp_path, f'preset = "{other}"')
-    assert load_configuration([str(file)]).model.settings == get_preset(other).model
+    assert load_configuration([str(file)]).model.decoder == get_preset(other).model
     run = load_configuration([str(file), "--preset", third])
-    assert (run.preset, run.model.settings) == (third, get_preset(third).model)
+    assert (run.preset, run.model.decoder) == (third, get_preset(third).model)
 
 
 SHORT_FLAGS: dict[str, tuple[str, Any]] = {
@@ -121,7 +121,7 @@ def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
 def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
     run = compose(command_line(preset=name, algorithm=algorithm))
-    resolved = resolve(run, num_layers=run.model.settings.layers)
+    resolved = resolve(run, num_layers=run.model.decoder.layers)
     assert resolved.train.sequence_length == get_preset(name).sequence_length
 
 
@@ -158,7 +158,7 @@ def test_a_table_of_arguments_changes_only_the_entries_that_it_names(tmp_path: P
 def test_the_sizes_of_the_decoder_are_arguments_of_the_model(tmp_path: Path) -> None:
     file = toml_file(tmp_path, "[model.arguments]\nlayers = 2\n")
     configuration = compose(command_line(file, **{"model.arguments.width": 64}))
-    sizes = configuration.model.settings
+    sizes = configuration.model.decoder
     assert (sizes.layers, sizes.width, sizes.ffn_width) == (2, 64, get_preset("tiny").model.ffn_width)
     with pytest.raises(ConfigurationError, match=r"model\.arguments\.layer is not .* did you mean 'layers'"):
         compose(command_line(**{"model.arguments.layer": 2}))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.model import ModelSettings, Transformer, build_model
+from diloco.model import DecoderSettings, Transformer, build_model
 
-SMALL = ModelSettings(layers=2, width=24, ffn_width=40, heads=6, vocab_size=31, max_sequence_length=16)
+SMALL = DecoderSettings(layers=2, width=24, ffn_width=40, heads=6, vocab_size=31, max_sequence_length=16)
 VARIANTS = {
     "llama": SMALL,
     "one head": replace(SMALL, heads=1),
@@ -25,7 +25,7 @@ def random_tokens(*shape: int, seed: int = 0, vocab: int = 31) -> torch.Tensor:
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
+def build_uneven(settings: DecoderSettings, seed: int = 1) -> Transformer:
     """Return a decoder with norm weights that differ from 1, and embeddings large enough for every term to matter."""
     model, generator = build_model(settings, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
     return model
 
 
-def build_lively(settings: ModelSettings, seed: int = 0) -> Transformer:
+def build_lively(settings: DecoderSettings, seed: int = 0) -> Transformer:
     """Return a decoder whose logits are far enough apart that greedy choices vary and do not depend on round-off."""
     model = build_model(settings, seed=seed)
     assert model.lm_head is not None

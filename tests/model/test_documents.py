@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.model import ModelSettings, Transformer, attend, block_mask, boolean_mask, build_model, document_numbers
+from diloco.model import DecoderSettings, Transformer, attend, block_mask, boolean_mask, build_model, document_numbers
 
 END = 9
 
@@ -23,7 +23,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model() -> Transformer:
-    return build_model(ModelSettings(layers=2, width=16, heads=2, ffn_width=32, vocab_size=11, qk_norm=True), seed=0)
+    return build_model(DecoderSettings(layers=2, width=16, heads=2, ffn_width=32, vocab_size=11, qk_norm=True), seed=0)
 
 
 def test_a_document_has_the_logits_that_it_has_alone() -> None:

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.model import (
+    DecoderSettings,
     LossChunks,
-    ModelSettings,
     Transformer,
     build_model,
     cross_entropy_with_z_loss,
     projected_cross_entropy,
 )
 
-SMALL = ModelSettings(layers=1, width=16, ffn_width=24, heads=2, vocab_size=31, max_sequence_length=16)
+SMALL = DecoderSettings(layers=1, width=16, ffn_width=24, heads=2, vocab_size=31, max_sequence_length=16)
 
 
 def draw(tokens: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

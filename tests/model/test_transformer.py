@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diloco.model import ModelSettings, build_model, cross_entropy_with_z_loss
+from diloco.model import DecoderSettings, build_model, cross_entropy_with_z_loss
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
 
 # --- properties -------------------------------------------------------------------------------------------------------
 
 
 @every_variant
-def test_a_later_token_changes_no_earlier_logits(settings: ModelSettings) -> None:
+def test_a_later_token_changes_no_earlier_logits(settings: DecoderSettings) -> None:
     model, tokens = build_uneven(settings), random_tokens(1, 16)
     changed = tokens.clone()
     changed[0, 9] = (changed[0, 9] + 1) % 31

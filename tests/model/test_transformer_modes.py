@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model import KeyValueCache, ModelSettings, build_model
+from diloco.model import DecoderSettings, KeyValueCache, build_model
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
 
 
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_stays_near_float32(settings: ModelSettings, dtype: torch.dtype) -> None:
+def test_autocast_stays_near_float32(settings: DecoderSettings, dtype: torch.dtype) -> None:
     model, tokens, targets = build_model(settings, seed=0), random_tokens(2, 16), random_tokens(2, 16, seed=1)
     exact = model.loss(tokens, targets)
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype):
@@ -32,7 +32,7 @@ def test_autocast_stays_near_float32(settings: ModelSettings, dtype: torch.dtype
 
 
 @every_variant
-def test_a_cache_gives_the_logits_of_the_full_forward(settings: ModelSettings) -> None:
+def test_a_cache_gives_the_logits_of_the_full_forward(settings: DecoderSettings) -> None:
     model, tokens = build_uneven(settings), random_tokens(3, 16)
     cache = KeyValueCache(settings)
     with torch.no_grad():

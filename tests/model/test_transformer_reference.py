@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from diloco.model import ModelSettings, Transformer
+from diloco.model import DecoderSettings, Transformer
 from tests.model.decoders import build_uneven, every_variant, random_tokens
 
 
@@ -66,7 +66,7 @@ def reference_logits(model: Transformer, tokens: list[int]) -> np.ndarray:
 
 
 @every_variant
-def test_logits_equal_a_plain_reference(settings: ModelSettings) -> None:
+def test_logits_equal_a_plain_reference(settings: DecoderSettings) -> None:
     model, tokens = build_uneven(settings), random_tokens(2, 16)
     logits = model(tokens).detach().numpy()
     for row in range(2):
@@ -75,7 +75,7 @@ def test_logits_equal_a_plain_reference(settings: ModelSettings) -> None:
 
 
 @every_variant
-def test_loss_equals_a_plain_reference(settings: ModelSettings) -> None:
+def test_loss_equals_a_plain_reference(settings: DecoderSettings) -> None:
     model, tokens, targets = build_uneven(settings), random_tokens(2, 9), random_tokens(2, 9, seed=1)
     cross_entropies, squares = [], []
     for row in range(2):

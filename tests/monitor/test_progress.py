@@ -3,12 +3,12 @@ import math
 import pytest
 
 from diloco import events
-from diloco.monitor import RunProgress, line
+from diloco.monitor import RunProgress
 from tests.monitor.made_events import committed, evaluated, sent, started, step, void
 
 
 def news(progress: RunProgress, *facts: events.Event) -> list[bool]:
-    return [progress.take(event, 0.0) for event in facts]
+    return [bool(progress.take(event, 0.0)) for event in facts]
 
 
 def test_each_round_counts_once_however_many_replicas_report_it() -> None:
@@ -21,17 +21,18 @@ def test_each_round_counts_once_however_many_replicas_report_it() -> None:
 
 def test_totals_and_the_best_loss_go_on_after_a_resume() -> None:
     progress = RunProgress()
-    news(progress, started(6, best_heldout_loss=2.5, rounds_committed=7, rounds_void=1), evaluated(7, 3.0))
-    assert (progress.committed, progress.void, progress.best_heldout_loss, progress.best_step) == (7, 1, 2.5, 0)
-    assert "(best)" not in line(evaluated(7, 3.0), progress)
-    news(progress, evaluated(8, 2.0))
-    assert line(evaluated(8, 2.0), progress).endswith("(best)")
+    news(progress, started(6, best_heldout_loss=2.5, rounds_committed=7, rounds_void=1))
+    assert "(best)" not in progress.take(evaluated(7, 3.0), 0.0)
+    assert (progress.committed, progress.void, progress.best_heldout_loss) == (7, 1, 2.5)
+    assert progress.take(evaluated(8, 2.0), 0.0).endswith("(best)")
 
 
 def test_the_best_held_out_loss_is_a_finite_one() -> None:
     progress = RunProgress()
-    news(progress, *(evaluated(n, loss) for n, loss in ((1, math.nan), (2, 3.0), (3, math.nan), (4, 2.0), (5, 2.5))))
-    assert (progress.heldout_loss, progress.best_heldout_loss, progress.best_step) == (2.5, 2.0, 4)
+    losses = (math.nan, 3.0, math.nan, 2.0, 2.5)
+    said = [progress.take(evaluated(n, loss), 0.0) for n, loss in enumerate(losses)]
+    assert ["(best)" in line for line in said] == [False, True, False, True, False]
+    assert (progress.heldout_loss, progress.best_heldout_loss) == (2.5, 2.0)
 
 
 def test_a_void_round_is_worth_a_line_only_when_its_reason_changes() -> None:
@@ -111,8 +112,7 @@ LOST = (
 )
 def test_a_change_of_members_is_one_sentence_with_names(changed: events.ViewChanged, words: str) -> None:
     progress, verbose = RunProgress(), RunProgress(verbose=True)
-    assert news(progress, changed) == news(verbose, changed) == [True]
-    assert line(changed, progress) == words
-    details = line(changed, verbose)
+    assert progress.take(changed, 0.0) == words
+    details = verbose.take(changed, 0.0)
     assert details.startswith(f"{words}\n")
     assert "100200301" not in details

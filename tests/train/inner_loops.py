@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm import ValueSchedule
-from diloco.model import ModelSettings, build_model
+from diloco.model import DecoderSettings, build_model
 from diloco.train import InnerLoop, OptimizerSettings, ParallelModel, make_inner_optimizer
 
-MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 CONSTANT = ValueSchedule(peak=1e-2)
 
 

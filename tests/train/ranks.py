@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.algorithm import Codec, RoundId, SyncSchedule, ValueSchedule, make_codec, partition
 from diloco.checkpoint import Checkpoint, SavedValues, Shards, load_own, save_checkpoint
-from diloco.model import ModelSettings, build_model
+from diloco.model import DecoderSettings, build_model
 from diloco.outer import DiLoCo
 from diloco.train import (
     InnerLoop,
@@ -28,7 +28,7 @@ from diloco.train import (
 from diloco.transport import ReplicaGroup, Transport, open_replica_group
 
 CPU = torch.device("cpu")
-MODEL = ModelSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
+MODEL = DecoderSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
 """33 and 17 rows can't be divided evenly among any number of ranks."""
 
 SCHEDULE = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=2)

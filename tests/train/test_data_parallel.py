@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.algorithm import CODECS, RoundId, ValueSchedule, make_codec
 from diloco.errors import RoundVoidError
 from diloco.events import Event, Note
-from diloco.model import ModelSettings, Transformer, build_model
+from diloco.model import DecoderSettings, Transformer, build_model
 from diloco.train import (
     GradientAverager,
     InnerLoop,
@@ -24,7 +24,7 @@ from diloco.train import (
 )
 from diloco.transport import Fault, InProcessTransport, ReplicaGroup
 
-MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+MODEL = DecoderSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
 
 
 def batch(seed: int, size: int = 2) -> tuple[Tensor, Tensor]:

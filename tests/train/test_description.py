@@ -8,12 +8,12 @@ import pytest
 
 from diloco.algorithm import data_parallel_bytes, make_codec, partition, plan_exchange
 from diloco.config import build
-from diloco.model import ModelSettings, Transformer, build_model
+from diloco.model import DecoderSettings, Transformer, build_model
 from diloco.train import RunSettings, describe, diff, identity, resolve
 from diloco.units import format_bytes, format_ratio
 from tests.command_lines import dotted
 
-MODEL = ModelSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
+MODEL = DecoderSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
 
 
 @pytest.fixture(scope="module")

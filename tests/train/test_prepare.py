@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.model import ModelSettings, Transformer, build_model, document_numbers
+from diloco.model import DecoderSettings, Transformer, build_model, document_numbers
 from diloco.train import prepare_blocks
 
-SETTINGS = ModelSettings(
+SETTINGS = DecoderSettings(
     layers=2, width=16, ffn_width=24, heads=4, kv_heads=2, vocab_size=17, qk_norm=True, max_sequence_length=16
 )
 TOKENS = torch.randint(17, (2, 13), generator=torch.Generator().manual_seed(0))

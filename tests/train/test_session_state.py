@@ -19,7 +19,7 @@ from diloco.config import load_configuration
 from diloco.data import DataSettings, Sampler, build_corpus
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
-from diloco.model import ModelSection
+from diloco.model import with_vocabulary
 from diloco.train import Fleet, Session, load_session, make_transport, resolve, save_session
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
@@ -108,11 +108,9 @@ def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int)
 
 def make_session(data: Path, arguments: str, kind: type[Fleet] = Fleet) -> Session:
     configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
-    settings = resolve(configuration, num_layers=configuration.model.settings.layers)
+    settings = resolve(configuration, num_layers=configuration.model.decoder.layers)
     corpus = build_corpus(settings.data)
-    settings = replace(
-        settings, model=ModelSection.of(replace(settings.model.settings, vocab_size=corpus.tokenizer.vocab_size))
-    )
+    settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     fleet = kind(make_transport(settings))
     return Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
 

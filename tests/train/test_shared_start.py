@@ -14,7 +14,7 @@ import torch
 
 from diloco.data import build_corpus
 from diloco.events import Event, Note, RoundCommitted, ViewChanged
-from diloco.model import ModelSection, with_vocabulary
+from diloco.model import with_vocabulary
 from diloco.train import Session, TorchFleet, follow_views
 from diloco.transport import Address, Place, TcpStreams, TcpWire, connect
 from tests.runs import settings_of
@@ -107,9 +107,7 @@ class Peers:
         arguments = f"--replicas 3 --steps 100000 --data-parallel-steps {data_parallel_steps}"
         settings = settings_of(data, arguments)
         self.corpus = build_corpus(settings.data)
-        self.settings = replace(
-            settings, model=ModelSection.of(with_vocabulary(settings.model.settings, self.corpus.tokenizer.vocab_size))
-        )
+        self.settings = replace(settings, model=with_vocabulary(settings.model, self.corpus.tokenizer.vocab_size))
         with rendezvous(3) as address:
             self.all = at_once([lambda m=m: self.peer(m, address) for m in range(3)])
         for each in self.all:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from diloco.data import ByteTokenizer
 from diloco.devices import flops_utilization, known_peak_flops_per_s
-from diloco.model import ModelSettings, build_model, document_numbers
+from diloco.model import DecoderSettings, build_model, document_numbers
 from diloco.trained import evaluate
 
 
@@ -34,7 +34,7 @@ def test_without_a_peak_or_time_there_is_no_utilization() -> None:
 
 
 def test_evaluation_sees_documents_as_training_does() -> None:
-    model = build_model(ModelSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257), seed=0)
+    model = build_model(DecoderSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257), seed=0)
     tokens = np.random.default_rng(0).integers(250, 257, size=8 * 12 + 1, dtype=np.uint16)
 
     def loss(**given: bool) -> float:

@@ -92,9 +92,9 @@ def test_configurations_say_which_token_ends_and_begins_a_document(exported: Pat
 def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path, exported: Path) -> None:
     begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
     before = open_checkpoint(run).about["model"]
-    assert begun.model.settings.described() == before | {"max_sequence_length": 16, "z_loss": 0.0}
+    assert begun.model.described()["arguments"] == before["arguments"] | {"max_sequence_length": 16, "z_loss": 0.0}
     assert (begun.data.tokenizer, begun.sync.inner_steps) == (str(exported), 500)
-    assert same(read_weights(exported, begun.model.settings), read_weights(run))
+    assert same(read_weights(exported, begun.model), read_weights(run))
     flags = [
         "--init-from",
         str(exported),
@@ -106,9 +106,9 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path
         "absent",
     ]
     changed = load_configuration(flags)
-    words = r"model\.arguments\.layers=3, model\.arguments\.rope_theta=5 can't be combined with .* layers 2"
+    words = r"model\.arguments\.layers=3, model\.arguments\.rope_theta=5\.0 can't be combined with .* layers 2"
     with pytest.raises(ConfigurationError, match=words):
-        read_weights(exported, changed.model.settings)
+        read_weights(exported, changed.model)
 
 
 def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from diloco.data import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import ModelSettings, build_language_model
+from diloco.model import DecoderSettings, build_model
 from diloco.trained import Trained, export_huggingface, export_safetensors, load_trained
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Trained:
-    settings = ModelSettings(layers=1, width=8, heads=2, ffn_width=16, vocab_size=257, max_sequence_length=16)
-    model = build_language_model(settings, seed=0).eval()
+    settings = DecoderSettings(layers=1, width=8, heads=2, ffn_width=16, vocab_size=257, max_sequence_length=16)
+    model = build_model(settings, seed=0).eval()
     return Trained(model, ByteTokenizer(), 1, 16, tmp_path / "run" / "checkpoints" / "step-00000001")
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, NonFiniteError
-from diloco.model import ModelSettings, Transformer, build_model
+from diloco.model import DecoderSettings, Transformer, build_model
 from diloco.trained import Sampling, generate
 from tests.model.decoders import build_lively
 
-SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
+SETTINGS = DecoderSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
 PROMPT = [3, 1, 4, 1, 5]
 
 

@@ -102,9 +102,20 @@ def test_peers_that_change_their_numbers_or_identities_fill_no_memory() -> None:
     swarm = FollowedSwarm("mine", ["/ip4/1"])
     for number in range(1_500):
         swarm.take([report(number, made.step(1), next_event=number + 1, peer=peer) for peer in ("QmLiar", "")], NOW_S)
-    assert len(swarm.run.history.processes) <= 1_024
+    assert len(swarm.run.processes) <= 1_024
     rounds = [made.sent(0, number, number) for number in range(3_000)]
     assert len(shown(swarm_of(report(0, *rounds)))[0]["grid"]["cells"]) <= 256
+
+
+def test_rounds_of_one_peer_fill_no_memory_and_hide_none_of_the_others() -> None:
+    swarm, note = swarm_of(*(report(m, made.sent(m, 0, 0)) for m in (0, 1))), "\U0001f469" * 4_000
+    flood = [made.committed(2, fragment, k, note=note) for k in range(64) for fragment in range(80)]
+    for first in range(0, len(flood), 600):
+        events = [to_record(event) for event in flood[first : first + 600]]
+        swarm.take([report(2, events=events, next_event=first + 600)], NOW_S)
+    cells = shown(swarm)[0]["grid"]["cells"]
+    assert sum(len(cell["why"].encode()) for cell in cells.values()) < 64 << 20
+    assert cells["0:0"]["sent"] == [0, 1]
 
 
 def test_events_are_asked_for_once_and_again_after_a_restart() -> None:

@@ -18,7 +18,7 @@ from diloco.cores import set_wait_policy
 from diloco.errors import DEBUG, ConfigurationError, DiLoCoError, nearest
 from diloco.terminal import StandardOutput, make_streams_safe, show_visibly
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "main"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "INTERRUPTED", "PLACES", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo or a baseline",
@@ -36,7 +36,13 @@ COMMANDS = {
     "secret": "create the secret that keeps others out of a run",
     "presets": "list the model presets and their dimensions",
 }
-"""Every command with a description. The module of the same name has ``run(arguments) -> exit code``."""
+"""Every command with a description. The module of the same name has ``run(arguments) -> exit code``, or the module in
+`PLACES` has ``run_COMMAND``."""
+
+PLACES = {
+    **dict.fromkeys(("evaluate", "generate", "export"), "trained"),
+    **dict.fromkeys(("doctor", "relay", "secret"), "network"),
+}
 
 RENAMED = {
     "inspect": "status RUN",
@@ -133,7 +139,8 @@ def _dispatch(words: Sequence[str]) -> int:
     from diloco.waiting import log_to_stderr
 
     log_to_stderr()
-    run: Callable[[Sequence[str]], int] = importlib.import_module(f"diloco.cli.{command}").run
+    module = importlib.import_module(f"diloco.cli.{PLACES.get(command, command)}")
+    run: Callable[[Sequence[str]], int] = getattr(module, f"run_{command}" if command in PLACES else "run")
     try:
         return run(rest)
     except SystemExit as stop:  # tyro exits after --help (0) or a usage error (2)

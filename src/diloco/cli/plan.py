@@ -15,7 +15,7 @@ from diloco.cli.tables import columns, facts_table
 from diloco.config import Configuration, compose, flatten, parse_flags, preset_values, to_toml
 from diloco.data import corpus_vocabulary_size
 from diloco.errors import ConfigurationError
-from diloco.model import ModelSection, with_vocabulary
+from diloco.model import with_vocabulary
 from diloco.transport import EmulateSettings
 from diloco.units import (
     COUNT,
@@ -122,14 +122,14 @@ def _model(options: PlanSettings, asked: Configuration) -> tuple[Configuration, 
         sizes = Workload(parameters=total, layers=number).fragment_sizes(number)
     else:
         here = tuple(path for path in asked.data.paths if path.expanduser().exists())
-        size = asked.model.settings.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
+        size = asked.model.vocab_size or corpus_vocabulary_size(replace(asked.data, paths=here))
         built = outline(asked, size)
         total, facts = built.num_parameters(), {"layers": built.num_layers, "vocabulary": built.vocab_size}
-        asked = replace(asked, model=ModelSection.of(with_vocabulary(asked.model.settings, size)))
+        asked = replace(asked, model=with_vocabulary(asked.model, size))
         settings = resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
         sizes = tuple(fragment.numel for fragment in make_fragments(settings.sync, built))
     trained = sum(sizes)
-    frozen_bytes = round(bytes_per_frozen(settings.model.settings) * (total - trained))
+    frozen_bytes = round(bytes_per_frozen(settings.model) * (total - trained))
     memory_bytes = bytes_per_trained(settings) * trained + frozen_bytes
     model = {"parameters": total, "trained": trained, **facts, "memory_bytes": memory_bytes}
     return replace(settings, emulate=emulate), model, sizes

@@ -16,16 +16,15 @@ from diloco.model import get_preset, preset_names
 
 __all__ = ["run"]
 
-DESCRIPTION = """List the model presets, for `diloco train --preset NAME`.
-
-Examples:
-  diloco presets
-  diloco train --preset streaming-35m --data texts/ --print-config"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PresetsOptions:
-    """The options of `diloco presets`."""
+    """List the model presets, for `diloco train --preset NAME`.
+
+    Examples:
+      diloco presets
+      diloco train --preset streaming-35m --data texts/ --print-config
+    """
 
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print one JSON object with every setting of every preset, by name."""
@@ -33,7 +32,7 @@ class PresetsOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
-    options = parse_options(PresetsOptions, "presets", DESCRIPTION, arguments)
+    options = parse_options(PresetsOptions, "presets", arguments)
     presets = [get_preset(name) for name in preset_names()]
     if options.json:
         print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))

@@ -23,14 +23,6 @@ from diloco.units import Duration, format_bytes, format_rate
 if TYPE_CHECKING:
     from diloco.transport import PeerReport, StatusClient
 
-DESCRIPTION = """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
-
-Examples:
-  diloco status runs/streaming-tiny
-  diloco status runs/streaming-tiny/checkpoints/step-00000300 --json
-  diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
-  diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... --every 5s"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmOptions:
@@ -70,7 +62,14 @@ class SwarmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions(SwarmOptions):
-    """The options of `diloco status`."""
+    """Show what a checkpoint holds, or what the peers of a swarm are doing. The command only reads.
+
+    Examples:
+      diloco status runs/streaming-tiny
+      diloco status runs/streaming-tiny/checkpoints/step-00000300 --json
+      diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
+      diloco status --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... --every 5s
+    """
 
     folder: Annotated[Positional[Path | None], arg(metavar="[RUN]", help_behavior_hint="")] = None
     """A run folder (its latest checkpoint) or a checkpoint."""
@@ -82,7 +81,7 @@ class StatusOptions(SwarmOptions):
 
 def run(arguments: Sequence[str]) -> int:
     """Print the status; return 0, or 1 if no peer of the swarm answers."""
-    options = parse_options(StatusOptions, "status", DESCRIPTION, arguments)
+    options = parse_options(StatusOptions, "status", arguments)
     if bool(options.run) == bool(options.folder):
         raise ConfigurationError("give either the folder of a run or checkpoint, or --run and --join of a swarm.")
     if options.every is not None and (options.folder or options.json or not options.every):

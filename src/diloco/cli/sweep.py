@@ -18,19 +18,18 @@ from diloco.events import json_ready
 
 __all__ = ["run"]
 
-DESCRIPTION = """Run a study: the same training run with settings varied along axes.
-
-STUDY is a TOML file. [base] holds the settings that all runs share, [axes] a list of
-values for each key that is varied. Every combination is run, and runs that differ
-only in their seed share a row of DIR/table.md. The same command continues a study.
-
-Examples:
-  diloco sweep study.toml --out studies/first --dry-run"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """The options of `diloco sweep`."""
+    """Run a study: the same training run with settings varied along axes.
+
+    STUDY is a TOML file. [base] holds the settings that all runs share, [axes] a list of
+    values for each key that is varied. Every combination is run, and runs that differ
+    only in their seed share a row of DIR/table.md. The same command continues a study.
+
+    Examples:
+      diloco sweep study.toml --out studies/first --dry-run
+    """
 
     study: Annotated[Positional[Path], arg(metavar="STUDY", help_behavior_hint="")]
     """TOML file with [base] and [axes]."""
@@ -44,7 +43,7 @@ class SweepOptions:
 
 def run(arguments: Sequence[str]) -> int:
     """Run all runs that are not done yet; return 1 if a run failed."""
-    given = parse_options(SweepOptions, "sweep", DESCRIPTION, arguments)
+    given = parse_options(SweepOptions, "sweep", arguments)
     if given.jobs is not None and given.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {given.jobs}.")
 

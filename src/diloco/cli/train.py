@@ -102,6 +102,6 @@ def _facts(configuration: Configuration) -> dict[str, str]:
     from diloco.data import corpus_vocabulary_size
     from diloco.train import describe, identity, outline
 
-    vocab_size = configuration.model.settings.vocab_size or corpus_vocabulary_size(configuration.data)
+    vocab_size = configuration.model.vocab_size or corpus_vocabulary_size(configuration.data)
     model = outline(configuration, vocab_size)
     return describe(configuration, model) | identity(configuration, model)

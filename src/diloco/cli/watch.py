@@ -19,18 +19,17 @@ from diloco.errors import ConfigurationError
 from diloco.units import Duration
 from diloco.watch import LOOPBACK, FollowedFolder, FollowedSwarm, PageServer, export_page, page_data, plotly_script
 
-DESCRIPTION = """Show runs on a live web page: losses, rounds, peers and alerts. The command only reads.
-
-Examples:
-  diloco watch runs/streaming-tiny
-  diloco watch runs/a runs/b runs/c                  compare runs
-  diloco watch --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
-  diloco watch runs/streaming-tiny --out page.html"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions(SwarmOptions):
-    """The options of `diloco watch`."""
+    """Show runs on a live web page: losses, rounds, peers and alerts. The command only reads.
+
+    Examples:
+      diloco watch runs/streaming-tiny
+      diloco watch runs/a runs/b runs/c                  compare runs
+      diloco watch --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
+      diloco watch runs/streaming-tiny --out page.html
+    """
 
     folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
     """Folders of running or finished runs."""
@@ -46,7 +45,7 @@ class WatchOptions(SwarmOptions):
 
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted, or write it to a file; return 0."""
-    options = parse_options(WatchOptions, "watch", DESCRIPTION, arguments)
+    options = parse_options(WatchOptions, "watch", arguments)
     if not options.folders and options.run is None:
         raise ConfigurationError("nothing to watch: give the folder of a run, or --run and --join of a swarm.")
     if not options.every:

@@ -12,7 +12,7 @@ from diloco.config.keys import Values, build, flatten, keys_of, layered
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model import ModelSection, get_preset, parse_source
+from diloco.model import get_preset, parse_source
 from diloco.monitor import MonitorSettings
 from diloco.plugins import is_own, same_code
 from diloco.train import RunSettings
@@ -158,7 +158,7 @@ def _model_of_checkpoint(path: Path, typed: Values) -> Values:
         return {}
     from diloco.trained import model_settings
 
-    section = ModelSection.of(model_settings(checkpoint, named))
+    section = model_settings(checkpoint, named)
     values = {f"model.{each.name}": getattr(section, each.name) for each in fields(section)}
     return {name: value for name, value in values.items() if value not in (None, {}, 0)}
 
@@ -170,6 +170,6 @@ def _model_of_folder(init_from: Path | None) -> Values:
         return {}
     from diloco.model import native_settings
 
-    arguments = ModelSection.of(native_settings(folder)).arguments
+    arguments = native_settings(folder).arguments()
     tokenizer = {"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {}
-    return {"model.arguments": dict(arguments), **tokenizer}
+    return {"model.arguments": arguments, **tokenizer}

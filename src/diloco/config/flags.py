@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 import shlex
@@ -94,8 +95,10 @@ def parse_flags(
     return CommandLine(file=values.get("file"), print_config=values.get("print_config", False), values=typed)
 
 
-def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
+def parse_options(kind: Any, command: str, arguments: Sequence[str]) -> Any:
     """Parse the arguments of ``diloco COMMAND`` into ``kind``, a dataclass with a flag or a place for each field.
+
+    Its docstring describes the command.
 
     A flag that takes text takes the next word, even one with a dash, unless that is a flag of this command. ``--debug``
     in any other place sets `DEBUG`. The words after ``--`` are positional.
@@ -105,7 +108,7 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         SystemExit: with code 0, for --help.
     """
     if asked := _asked(arguments):
-        _tyro(kind, command, description, asked)
+        _tyro(kind, command, inspect.getdoc(kind) or "", asked)
     keys = keys_of(kind)
     values = _parse(keys, command, arguments)
     for key in keys.values():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.config.keys import Values
-from diloco.model import ModelSection, get_preset
+from diloco.model import get_preset
 
 __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 
@@ -119,7 +119,7 @@ def preset_values(name: str, *, steps: int | None = None) -> Values:
         "train.sequence_length": preset.sequence_length,
         "train.data_parallel_steps": int(total * run.data_parallel_share),
         "optimizer.warmup_steps": min(run.warmup_steps, total // 4),
-        "model.arguments": dict(ModelSection.of(preset.model).arguments),
+        "model.arguments": preset.model.arguments(),
     }
     if preset.model.vocab_size is not None:
         values |= {"data.tokenizer": f"bpe:{preset.model.vocab_size}"}

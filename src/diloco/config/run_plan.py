@@ -78,7 +78,7 @@ def model_limits(settings: Configuration) -> dict[str, int | None]:
     A model from a source is built for this, without its parameters.
     """
     if settings.model.source is None:
-        model = settings.model.settings
+        model = settings.model.decoder
         return {"num_layers": model.layers, "max_sequence_length": model.max_sequence_length}
     from diloco.train import outline
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError, from_extra
-from diloco.model.settings import ModelSettings
+from diloco.model.settings import DecoderSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -105,7 +105,7 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     return stock
 
 
-def native_settings(folder: Path) -> ModelSettings:
+def native_settings(folder: Path) -> DecoderSettings:
     """Return the settings of the native decoder that equals the ``config.json`` in ``folder``.
 
     Raises:
@@ -147,7 +147,7 @@ def native_weights(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _configuration(settings: ModelSettings) -> PretrainedConfig:
+def _configuration(settings: DecoderSettings) -> PretrainedConfig:
     values = {theirs: getattr(settings, ours) for ours, theirs in _SAME.items()}
     config: PretrainedConfig = import_transformers().AutoConfig.for_model(
         MODEL_TYPES[settings.ffn, settings.qk_norm],
@@ -162,7 +162,7 @@ def _configuration(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
-def _read_settings(folder: Path) -> tuple[ModelSettings | None, str]:
+def _read_settings(folder: Path) -> tuple[DecoderSettings | None, str]:
     """Return the settings of the equal native decoder, or None and why there is none."""
     model_type = read_json(folder / CONFIG_NAME).get("model_type")
     kinds = [kind for kind, name in MODEL_TYPES.items() if name == model_type]
@@ -173,10 +173,8 @@ def _read_settings(folder: Path) -> tuple[ModelSettings | None, str]:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         values = {ours: getattr(config, theirs) for ours, theirs in _SAME.items()}
-        if values["kv_heads"] == values["heads"]:
-            values["kv_heads"] = None
         theta = float(config.rope_parameters["rope_theta"])
-        settings = ModelSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
+        settings = DecoderSettings(**values, ffn=kinds[0][0], qk_norm=kinds[0][1], rope_theta=theta)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
     there, equal = config.to_dict(), _configuration(settings).to_dict()

@@ -1,135 +1,136 @@
-"""A causal language model of ``transformers``, behind the interface of training, evaluation and generation."""
+"""A causal language model of ``transformers``, with or without LoRA adapters, behind the interface of training.
+
+Only installed code runs: no code from a model's folder, and no pickles. Numbers are those of ``transformers``.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import inspect
 import json
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DiLoCoError, nearest
+from diloco.model.folders import (
+    CONFIG_NAME,
+    has_weights,
+    import_transformers,
+    read_json,
+    stored_tensors,
+    weights_digest,
+    without_progress_bars,
+)
 from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
-from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
+from diloco.model.settings import HuggingFaceSettings, ModelSettings, parse_source
+from diloco.model.transformer import block_mask, boolean_mask
+from diloco.waiting import fetching
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from peft.tuners.lora import LoraModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from diloco.model.settings import ModelSettings
-
-__all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel", "alike"]
+__all__ = ["HuggingFaceModel", "build_huggingface", "stored_digest"]
 
 UNLIMITED = 1 << 30  # the maximum length for a model without a position limit, such as a recurrent one
-PROBED_TOKENS = 8  # length of the sequence that tests what a token sees
 
-PROBE_TOLERANCE = 1e-4
-"""Largest relative difference between logits that count as equal. Round-off is far below it; the effect of a token that
-is seen is far above."""
+_CHANGE_LOGITS = (
+    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_scale", "logits_scaling"),
+    *("lm_head_multiplier", "logits_mup_width_multiplier", "unpadded_vocab_size"),
+)
+"""Entries of configurations with which logits are more than a product of hidden states and output projection."""
 
-DocumentMasks = Literal["positions", "mask"]
+IMPLEMENTATIONS = {
+    **dict.fromkeys(("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm"), "torch"),
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+}
+"""The implementations of attention and experts that a configuration may name -> the installed package that has it."""
 
-
-class HuggingFaceCache(TokensSeen):
-    """The tokens seen; for architectures that use one, ``past`` is the key-value cache of transformers."""
-
-    def __init__(self, past: DynamicCache | None) -> None:
-        super().__init__()
-        self.past = past
+_NAMES_OF_CODE = {"auto_map", "transformers_weights", "fusion_config"}  # of a configuration; never passed on
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
 class HuggingFaceModel(LanguageModel):
-    """A causal language model of ``transformers``.
+    """A causal language model of ``transformers``; its parameters are named ``wrapped.NAME`` here.
 
     If its configuration has a load-balancing loss for experts (``router_aux_loss_coef``), that loss is included; a
-    coefficient of 0 leaves it out. Call `probe` once after building, before the model is sharded among ranks.
+    coefficient of 0 leaves it out.
 
     Args:
         z_loss: weight of the squared log-partition in the loss.
+        base: a digest of the stored weights from which it begins; "" if there are none.
     """
 
     loss_calls_model = False
+    wrapped: Any  # the `PreTrainedModel`; its own annotations are incomplete
 
-    def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
+    def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0, base: str = "") -> None:
         super().__init__()
-        self.wrapped = wrapped  # its parameters are named ``wrapped.NAME`` here
-        embedding: Any = wrapped.get_input_embeddings()
+        self.wrapped = wrapped
         # Packed documents have no padding. The padding token is often the end-of-document token, which must be trained.
-        embedding.padding_idx = None
-        self.z_loss = z_loss
-        # the kind of the initial weights; None: unknown, or they come from a checkpoint
-        self.weights: Literal["stored", "fresh"] | None = None
-        self.base = ""  # a digest of the initial stored weights; "" if unknown
+        self.wrapped.get_input_embeddings().padding_idx = None
+        self.z_loss, self.base = z_loss, base
         self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
-        config = wrapped.config
-        head = _head_of(wrapped)
-        self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
+        self.tuner: tuple[LoraModel, ...] = ()  # peft's, which has added them; in a tuple, so that it is no submodule
+        config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
+        self.vocab_size = int(config.vocab_size if head is None else head.weight.shape[0])
         self.max_sequence_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
         self.num_layers = self.count_layers()
         accepted = inspect.signature(wrapped.forward).parameters
         self._caches = "past_key_values" in accepted
-        self._takes_positions = "position_ids" in accepted
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
-        # whether the logits are just the product of hidden states and output projection, so that the loss can be
-        # computed in chunks; set by `probe`
-        self.projects = False
-        self.whole_graphs = self.balance_loss == 0  # that loss is collected from the blocks, outside their graphs
-        # how the documents of a packed row are masked from each other: by positions that restart, which most
-        # architectures support, or by a mask; None: not supported, so ``documents`` are refused
-        self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
+        kinds = set(getattr(config, "layer_types", None) or ())
+        attends = kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
+        # a recurrent state would carry one document into the next
+        self.masks_documents = attends and "position_ids" in accepted and not getattr(wrapped, "_is_stateful", False)
+        self._has_windows = bool(kinds - {"full_attention"} or getattr(config, "sliding_window", None))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        cache: HuggingFaceCache | None = None,
-        documents: Tensor | None = None,
-        *,
-        with_balance: bool = False,
-    ) -> Any:
-        """Return what `LanguageModel.forward` does; with ``with_balance``, also the experts' load-balancing loss,
-        ``()``.
-        """
-        start = 0 if cache is None else cache.length
-        new = tokens.shape[1]
+    def forward(self, tokens: Tensor, cache: _Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        start, new = 0 if cache is None else cache.length, tokens.shape[1]
         if start + new > self.max_sequence_length:
             raise ConfigurationError(
                 f"A sequence of {start + new} tokens is longer than max_position_embeddings={self.max_sequence_length} "
                 f"of {type(self.wrapped).__name__}. Shorten it."
             )
-        if cache is not None:
-            seen = cache.extend(tokens)
-            if cache.past is None:
-                return self.wrapped(input_ids=seen).logits[:, -new:]
-        given = self._given(tokens, documents)
-        if cache is not None:
-            given |= {"past_key_values": cache.past, "use_cache": True}
-        if with_balance:
-            given["output_router_logits"] = True
-        output = self.wrapped(**given)
-        return (output.logits, output.aux_loss) if with_balance else output.logits
+        if cache is None:
+            return self._call(self.wrapped, tokens, documents).logits.view(*tokens.shape, -1)  # type: ignore[no-any-return]  # a tensor
+        seen = cache.extend(tokens)
+        logits: Tensor
+        if cache.past is None:
+            logits = self.wrapped(input_ids=seen).logits[:, -new:]
+        else:
+            logits = self.wrapped(input_ids=tokens, past_key_values=cache.past, use_cache=True).logits
+        return logits
+
+    def hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        hidden: Tensor = self._call(self.wrapped.base_model, tokens, documents).last_hidden_state
+        return hidden.view(*tokens.shape, -1)
+
+    @property
+    def projection(self) -> Tensor | None:
+        head: Any = self.wrapped.get_output_embeddings()
+        changed = any(getattr(self.wrapped.config, name, None) not in (None, False, 1) for name in _CHANGE_LOGITS)
+        # not a subclass: neither quantised nor with adapters
+        return head.weight if type(head) is nn.Linear and getattr(head, "bias", None) is None and not changed else None
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        how, targets, head = self.loss_chunks, targets.flatten(), _head_of(self.wrapped)
-        if self.projects and head is not None and how.serve(len(targets)):
-            hidden = self._hidden(tokens, documents).flatten(0, 1)
-            return LossParts(
-                *projected_cross_entropy(
-                    hidden, head, targets, self.z_loss, chunk_tokens=how.tokens, compiled=how.compiled
-                )
-            )
-        # not `self(...)`: the hooks that gather parameters are on this method
-        if self.balance_loss:
-            logits, balance = self.forward(tokens, documents=documents, with_balance=True)
-        else:
-            logits, balance = self.forward(tokens, documents=documents), None
-        loss, cross_entropy = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
-        return LossParts(loss if balance is None else loss + self.balance_loss * balance, cross_entropy)
+        if not self.balance_loss:
+            return super().loss(tokens, targets, documents)
+        output = self._call(self.wrapped, tokens, documents, output_router_logits=True)
+        parts = self.loss_of_logits(output.logits, targets)
+        return LossParts(parts.loss + self.balance_loss * output.aux_loss, parts.cross_entropy)
 
-    def new_cache(self) -> HuggingFaceCache:
-        from transformers import DynamicCache
-
-        return HuggingFaceCache(DynamicCache(config=self.wrapped.config) if self._caches else None)
+    def new_cache(self) -> _Cache:
+        return _Cache(self.wrapped.config if self._caches else None)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Return the estimated floating-point operations of training on one token, forward and backward.
@@ -149,9 +150,9 @@ class HuggingFaceModel(LanguageModel):
         return 6.0 * self._matrices_of_a_token() + 12.0 * heads * head_width * seen
 
     def definition(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self.wrapped.config.to_json_string(use_diff=False))
-        made = {"architecture": type(self.wrapped).__name__, "config": config}
-        return made | {"base": self.base} if self.base else made
+        config = json.loads(self.wrapped.config.to_json_string(use_diff=False))
+        definition: dict[str, Any] = {"architecture": type(self.wrapped).__name__, "config": config}
+        return definition | {"base": self.base} if self.base else definition
 
     def to_huggingface(self) -> PreTrainedModel:
         """Return the model itself, in evaluation mode. Adapters are merged into the weights."""
@@ -161,92 +162,20 @@ class HuggingFaceModel(LanguageModel):
 
             merge_adapters(self)
             self.adapters = None
-        return self.wrapped
+        return self.wrapped  # type: ignore[no-any-return]  # declared as Any above
 
-    @torch.no_grad()
-    def probe(self) -> None:
-        """Test on a few tokens whether the model is causal, and how it masks documents from each other.
-
-        Raises:
-            ConfigurationError: a token sees those after it, or the logits are not finite.
-        """
-        special = {getattr(self.wrapped.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
-        usable = [token for token in range(min(self.vocab_size, 64)) if token not in special] or [0]
-        length = min(PROBED_TOKENS, self.max_sequence_length)
-        device = next(self.parameters()).device
-        tokens = torch.tensor([[usable[i % len(usable)] for i in range(length)]], dtype=torch.int64, device=device)
-        was_training = self.training
-        self.eval()
-        try:
-            logits = self(tokens)
-            if not bool(logits.isfinite().all()):
-                raise ConfigurationError(
-                    f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Get "
-                    "another copy of the weights, or use --model.arguments.weights fresh."
-                )
-            changed = tokens.clone()
-            changed[0, -1] = tokens[0, 0]
-            if not alike(self(changed)[:, :-1], logits[:, :-1]):
-                raise ConfigurationError(
-                    f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. For BERT "
-                    "and related models, set is_decoder = true."
-                )
-            self.document_masks = self._find_document_masks(tokens)
-            self.projects = self._only_projects(tokens)
-        finally:
-            self.train(was_training)
-
-    def _only_projects(self, tokens: Tensor) -> bool:
-        """Return whether the logits are ``hidden @ projection``: no bias, cap, factor or load-balancing loss."""
-        wrapped: Any = self.wrapped
-        head = _head_of(wrapped)
-        has_bias = getattr(wrapped.get_output_embeddings(), "bias", None) is not None
-        if head is None or self.balance_loss or has_bias:
-            return False
-        large = 2.0**14  # a cap affects only large logits; a power of two restores the weights exactly
-        head.mul_(large)
-        try:
-            return alike(nn.functional.linear(self._hidden(tokens, None), head), self(tokens))
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # a base model with another interface
-            return False
-        finally:
-            head.mul_(1 / large)
-
-    def _hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the input of the output projection, ``(batch, sequence, width)``."""
-        wrapped: Any = self.wrapped
-        hidden: Tensor = wrapped.base_model(**self._given(tokens, documents)).last_hidden_state
-        return hidden
-
-    def _given(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Any]:
-        """Return the keyword arguments for the forward of ``transformers``."""
-        given: dict[str, Any] = {"input_ids": tokens}
+    def _call(self, module: Any, tokens: Tensor, documents: Tensor | None, **arguments: Any) -> Any:
+        """Call a module of ``transformers``, whose output may have all rows in one."""
         if self._caches:
-            given["use_cache"] = False
-        return given if documents is None else given | self._apart(documents)
+            arguments["use_cache"] = False
+        if documents is not None:
+            arguments |= self._apart(documents)
+            tokens = tokens.reshape(arguments["position_ids"].shape)
+        return module(input_ids=tokens, **arguments)
 
-    def _find_document_masks(self, tokens: Tensor) -> DocumentMasks | None:
-        """Return the first method with which the second document of a row gives the same logits as alone, or None."""
-        half = tokens.shape[1] // 2
-        if not self._takes_positions or half == 0:
-            return None
-        columns = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
-        documents = (columns >= half).long().unsqueeze(0)
-        alone = self(tokens[:, half:])
-        methods: tuple[DocumentMasks, ...] = ("positions", "mask")
-        for method in methods:
-            self.document_masks = method
-            try:
-                together = self(tokens, documents=documents)
-            except (RuntimeError, ValueError, TypeError):  # the architecture does not accept such a mask
-                continue
-            if alike(together[:, half:], alone):
-                return method
-        return None
-
-    def _apart(self, documents: Tensor) -> dict[str, Tensor]:
-        """Return the arguments that tell the model which tokens of a row belong to the same document."""
-        if self.document_masks is None:
+    def _apart(self, documents: Tensor) -> dict[str, Any]:
+        """Return the arguments that mask the documents of a row from each other."""
+        if not self.masks_documents:
             raise ConfigurationError(
                 f"{type(self.wrapped).__name__} can't mask the documents of a packed row from each other. Give each "
                 "conversation its own row (--data.packing single), use --data.packing joined, or another architecture."
@@ -254,33 +183,41 @@ class HuggingFaceModel(LanguageModel):
         positions = torch.arange(documents.shape[1], dtype=torch.int64, device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         restarted = positions - torch.where(begins, positions, 0).cummax(1).values
-        if self.document_masks == "positions":  # transformers infers from them where a document begins
+        implementation = str(self.wrapped.config._attn_implementation)
+        if "flash" in implementation:  # the kernel for documents of any length takes one row
+            return {"position_ids": restarted.reshape(1, -1)}
+        if self._has_windows:  # transformers derives the masks of all kinds of layers from the positions
             return {"position_ids": restarted}
-        same = (documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)).tril()
-        mask = torch.zeros(same.shape, dtype=torch.float32, device=documents.device)
-        mask.masked_fill_(~same, torch.finfo(torch.float32).min)
+        if implementation == "flex_attention":
+            return {"position_ids": restarted, "attention_mask": block_mask(documents)}
+        mask = boolean_mask(documents)
+        if implementation == "eager":  # it adds the mask to the scores
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, torch.finfo(torch.float32).min)
         return {"position_ids": restarted, "attention_mask": mask}
 
     def _matrices_of_a_token(self) -> float:
         """Return the number of matrix values by which one token is multiplied."""
-        config = self.wrapped.config
+        config, head = self.wrapped.config, self.wrapped.get_output_embeddings()
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((int(n) for name in names if (n := getattr(config, name, None))), 1)
         chosen = int(getattr(config, "num_experts_per_tok", None) or experts)
-        head = _head_of(self.wrapped)
-        looked_up = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
-        total = 0.0 if head is None else float(head.numel())
+        projection = None if head is None else head.weight
+        tables = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
+        total = 0.0 if projection is None else float(projection.numel())
         for name, weight in self.wrapped.named_parameters():
-            if weight.dim() < 2 or id(weight) in looked_up or weight is head:
-                continue
-            total += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
+            if weight.dim() >= 2 and id(weight) not in tables and weight is not projection:
+                total += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
         return total
 
 
-def _head_of(wrapped: Any) -> Tensor | None:
-    """Return the output projection, ``(vocab, width)``, or None if there is none."""
-    head = wrapped.get_output_embeddings()
-    return None if head is None else head.weight
+class _Cache(TokensSeen):
+    """The tokens seen; for architectures that use one, ``past`` is the key-value cache of transformers."""
+
+    def __init__(self, config: PretrainedConfig | None) -> None:
+        from transformers import DynamicCache
+
+        super().__init__()
+        self.past = None if config is None else DynamicCache(config=config)
 
 
 def _context(length: int, window: int) -> float:
@@ -293,7 +230,230 @@ def _context(length: int, window: int) -> float:
     return (short * (short + 1) / 2 + (length - short) * short) / length
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two ``(..., vocab)`` logits differ only by round-off."""
-    scale = torch.maximum(one.abs().max(), other.abs().max())
-    return bool((one - other).abs().max() <= PROBE_TOLERANCE * scale)
+def build_huggingface(
+    settings: ModelSettings, *, on_meta: bool, definition: Mapping[str, Any] | None = None
+) -> HuggingFaceModel:
+    """Build the model that ``settings.source`` names, on the CPU in float32, without adapters.
+
+    Fresh values come from the global generators.
+
+    Args:
+        on_meta: build it without memory, and read no weights.
+        definition: what `HuggingFaceModel.definition` returned. The source is then not read, and weights are fresh.
+
+    Raises:
+        ConfigurationError: the model does not exist or can't be trained; the message says what would work.
+        CheckpointError: weights are missing or damaged.
+    """
+    auto, options = import_transformers().AutoModelForCausalLM, settings.huggingface
+    base = "" if definition is None else str(definition.get("base", ""))
+    folder = None
+    if definition is not None and not settings.lora_rank:
+        config = _config_of(definition.get("config"), {}, "the checkpoint", options)
+    else:
+        folder = _find_folder(settings, with_weights=not on_meta)
+        config = _read_config(folder, settings)
+    stored = folder is not None and not on_meta and _has_stored(folder, settings)
+    if folder is not None and stored:
+        there = weights_digest(folder)
+        if base not in ("", there):
+            raise ConfigurationError(
+                f"The adapters in the checkpoint were trained with other weights ({base}) than those in "
+                f"{settings.source} ({there}). Put the original model there."
+            )
+        base = there
+    size = options.vocab_size
+    if folder is not None and size is not None and size != config.vocab_size:
+        if options.weights != "fresh" and has_weights(folder):
+            raise ConfigurationError(
+                f"model.arguments.vocab_size={size} does not fit the weights in {folder}, which have "
+                f"{config.vocab_size}. Leave it out, or use --model.arguments.weights fresh."
+            )
+        config.vocab_size = size
+    pad = getattr(config, "pad_token_id", None)  # not every architecture has one
+    if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
+        config.pad_token_id = None  # it belongs to a larger vocabulary; nothing is padded here
+    wrapped: Any
+    with _refusals(type(config).__name__):
+        if folder is not None and stored:
+            wrapped = _load(folder, config, settings)
+        else:
+            with torch.device("meta" if on_meta else "cpu"):
+                wrapped = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if settings.quantization is None or on_meta:
+        wrapped = wrapped.float()
+    return HuggingFaceModel(wrapped, z_loss=options.z_loss, base=base)
+
+
+def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of the weights from which a model of ``transformers`` begins; "" if they are fresh.
+
+    Args:
+        definition: as for `build_huggingface`; it gives the digest if the weights are not read.
+
+    Raises:
+        ConfigurationError, CheckpointError: the folder does not exist, or its weights can't be read.
+    """
+    if definition is not None and not settings.lora_rank:
+        return str(definition.get("base", ""))
+    folder = _find_folder(settings, with_weights=True)
+    return weights_digest(folder) if _has_stored(folder, settings) else ""
+
+
+def _find_folder(settings: ModelSettings, *, with_weights: bool) -> Path:
+    """Return the local folder, or the local copy of the hub's files."""
+    place = parse_source(settings.source or "").place
+    local = Path(place).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists() or not _HUB_NAME.fullmatch(place):
+        what = "is not a folder" if local.exists() else "does not exist and is not a valid name on the hub"
+        raise ConfigurationError(
+            f"model.source=hf:{place} {what}. Give a folder with a config.json, or a name such as "
+            "hf:HuggingFaceTB/SmolLM2-135M."
+        )
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = place.partition("@")
+    patterns = ["config.json", "generation_config.json"]
+    if with_weights and settings.huggingface.weights != "fresh":
+        patterns += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+    with _refusals(f"model.source=hf:{place}, which is not a local folder"), fetching(name, "models"):
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+
+
+def _has_stored(folder: Path, settings: ModelSettings) -> bool:
+    """Return whether to begin from the weights in ``folder``. They must be there if asked for, if they are pickles, and
+    for a name on the hub.
+    """
+    weights, local = settings.huggingface.weights, Path(parse_source(settings.source or "").place).expanduser()
+    needed = weights == "stored" or settings.lora_rank > 0 or not local.is_dir() or any(folder.glob("pytorch_*.bin"))
+    return weights != "fresh" and (needed or has_weights(folder))
+
+
+def _read_config(folder: Path, settings: ModelSettings) -> PretrainedConfig:
+    from transformers import PretrainedConfig
+
+    if not (folder / CONFIG_NAME).is_file():
+        raise ConfigurationError(
+            f"{folder} has no config.json, which describes the model. Give a folder written by save_pretrained."
+        )
+    with _refusals(str(folder)):
+        values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    return _config_of(values, settings.config_changes, str(folder), settings.huggingface)
+
+
+def _config_of(stored: Any, changes: Mapping[str, Any], where: str, options: HuggingFaceSettings) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    values: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {}
+    model_type = values.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
+        raise ConfigurationError(
+            f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
+            "newer transformers, or write your own function (--model module:function)."
+        )
+    with _refusals(where):
+        kind = CONFIG_MAPPING[model_type]
+        known = kind()
+        for name in changes:
+            if name not in values and not hasattr(known, name):
+                raise ConfigurationError(
+                    f"model.arguments.{name} is not a part of {kind.__name__}; {nearest(name, vars(known).keys())}"
+                )
+        values |= copy.deepcopy(dict(changes))
+        if options.attn_implementation is not None:
+            values["attn_implementation"] = options.attn_implementation
+        _check_implementations(values, where)
+        config: PretrainedConfig = kind.from_dict(
+            {name: value for name, value in values.items() if name not in _NAMES_OF_CODE}
+        )
+    is_causal = getattr(config, "is_decoder", True) or model_type.startswith("gpt_neox")  # which is always causal
+    if (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or getattr(config, "is_encoder_decoder", False)
+        or config.get_text_config() is not config
+        or getattr(config, "quantization_config", None) is not None
+        or not is_causal
+    ):
+        raise ConfigurationError(
+            f"{where} ({kind.__name__}) is not a causal language model of text alone with weights that can be trained. "
+            "Use one such as Llama, Qwen3 or GPT-2, not quantised. For BERT and related models, set is_decoder = true."
+        )
+    return config
+
+
+def _check_implementations(values: Any, where: str, name: str = "") -> None:
+    """Refuse an implementation of attention or experts that is not in `IMPLEMENTATIONS`, at any depth of ``values``.
+
+    For another name, the library may fetch code from the hub and run it.
+    """
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            _check_implementations(value, where, name if "_implementation" in name else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _check_implementations(value, where, name)
+    elif "_implementation" in name and isinstance(values, str):
+        package = IMPLEMENTATIONS.get(values)
+        if package is None or importlib.util.find_spec(package) is None:
+            lack = "is not known" if package is None else f"needs the package {package}"
+            raise ConfigurationError(
+                f"{where} has {name}={values!r}, which {lack}; code from elsewhere is not run. Known are "
+                f"{', '.join(IMPLEMENTATIONS)}: --model.arguments.attn-implementation sdpa."
+            )
+
+
+def _load(folder: Path, config: PretrainedConfig, settings: ModelSettings) -> PreTrainedModel:
+    """Load all weights of ``folder``. Weights that this kind of model does not use are ignored.
+
+    The library gets tensors and no folder, in which it would also look for adapters, other weights and code.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig, GenerationConfig
+
+    quantised: dict[str, Any] = {}
+    if settings.quantization is not None:
+        import bitsandbytes  # noqa: F401  # transformers imports it later, with a less specific error
+
+        configure: Any = BitsAndBytesConfig
+        dtype = getattr(torch, settings.huggingface.base_dtype)
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        quantised["quantization_config"] = configure(
+            **(four if settings.quantization == "nf4" else {"load_in_8bit": True})
+        )
+    generation = folder / "generation_config.json"
+    with without_progress_bars():
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        wrapped, report = model_class.from_pretrained(
+            None,
+            config=config,
+            generation_config=GenerationConfig.from_dict(read_json(generation)) if generation.is_file() else None,
+            state_dict=dict(stored_tensors(folder)),
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **quantised,
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigurationError(
+            f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights that the configuration needs, or "
+            "use --model.arguments.weights fresh."
+        )
+    for module in wrapped.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50 on a CPU: after one evaluation, training would use the fast kernel, without gradients
+            module.support_avx512bf16_for_cpu = False
+    model: PreTrainedModel = wrapped
+    return model
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """Pass on any refusal of a library, which has types of its own, as a configuration error."""
+    try:
+        yield
+    except DiLoCoError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"{what} can't be used: {str(error).strip() or type(error).__name__}") from error

@@ -1,22 +1,38 @@
-"""The interface of a language model that training, evaluation and generation use."""
+"""The interface of a language model that training, evaluation and generation use, and how one is built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from diloco.algorithm import group_layers, model_state, trainable_parameters
 from diloco.errors import ConfigurationError
 from diloco.model.loss import ENDS, cross_entropy_with_z_loss, projected_cross_entropy
+from diloco.model.settings import ModelSettings
+from diloco.plugins import call, takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "document_numbers", "documents_of"]
+__all__ = [
+    "ForeignModel",
+    "LanguageModel",
+    "LossChunks",
+    "LossParts",
+    "TokensSeen",
+    "base_digest",
+    "build_language_model",
+    "check_vocabulary",
+    "document_numbers",
+    "documents_of",
+]
 
 
 class LossParts(NamedTuple):
@@ -84,7 +100,7 @@ class LanguageModel(nn.Module):
     z_loss: float = 0.0  # weight of the squared log-partition in the loss
     # how `loss` is computed by a model that supports chunks; training sets it
     loss_chunks: LossChunks = LossChunks()
-    whole_graphs: bool = True  # whether torch.compile traces its blocks without a break
+    whole_graphs: bool = False  # whether it is known that torch.compile traces its blocks without a break
     # whether `loss` calls ``self(tokens)``, and so runs its hooks
     loss_calls_model: bool = True
     # names of the state that checkpoints leave out because the model's source has it: frozen weights next to adapters
@@ -132,10 +148,13 @@ class LanguageModel(nn.Module):
             parts = projected_cross_entropy(
                 hidden, projection, targets, self.z_loss, chunk_tokens=chunks.tokens, compiled=chunks.compiled
             )
-        else:
-            call = self if self.loss_calls_model else self.forward
-            logits = call(tokens, documents=documents).flatten(0, 1).float()
-            parts = cross_entropy_with_z_loss(logits, targets, self.z_loss)
+            return LossParts(*parts)
+        call = self if self.loss_calls_model else self.forward
+        return self.loss_of_logits(call(tokens, documents=documents), targets)
+
+    def loss_of_logits(self, logits: Tensor, targets: Tensor) -> LossParts:
+        """Return the loss of ``(batch, sequence, vocab)`` logits; see `loss`."""
+        parts = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
         return LossParts(*parts)
 
     def new_cache(self) -> Cache:
@@ -158,7 +177,7 @@ class LanguageModel(nn.Module):
     def definition(self) -> dict[str, Any]:
         """Return, as JSON, what its settings do not say about the model, so that it can be built without its source.
 
-        It is an argument of `diloco.model.build.build_language_model`. It is empty if the settings are sufficient.
+        It is an argument of `build_language_model`. It is empty if the settings are sufficient.
         """
         return {}
 
@@ -230,3 +249,168 @@ def documents_of(tokens: Tensor, targets: Tensor, end: int | None) -> Tensor | N
     if end is None:
         return None
     return document_numbers(targets if end == ENDS else tokens, end)
+
+
+class ForeignModel(LanguageModel):
+    """A module whose ``forward(tokens)`` returns logits, adapted to the interface of a language model.
+
+    Args:
+        wrapped: takes ``(batch, sequence)`` int64 and returns ``(batch, sequence, vocab)``, or an object that has it as
+            ``.logits``. Its forward may also take ``documents``, as `LanguageModel.forward` describes them.
+        vocab_size: size of the last dimension of the logits.
+        max_sequence_length: the longest supported sequence, in tokens.
+        z_loss: weight of the squared log-partition in the loss.
+    """
+
+    def __init__(self, wrapped: nn.Module, *, vocab_size: int, max_sequence_length: int, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.vocab_size, self.max_sequence_length, self.z_loss = vocab_size, max_sequence_length, z_loss
+        self.num_layers = self.count_layers()
+
+    def forward(self, tokens: Tensor, cache: TokensSeen | None = None, documents: Tensor | None = None) -> Tensor:
+        new = tokens.shape[1]
+        if cache is not None:
+            tokens = cache.extend(tokens)
+        if tokens.shape[1] > self.max_sequence_length:
+            raise ConfigurationError(
+                f"A sequence of {tokens.shape[1]} tokens is longer than max_sequence_length="
+                f"{self.max_sequence_length}. Shorten it, or increase model.arguments.max_sequence_length."
+            )
+        arguments = {} if documents is None else {"documents": documents}
+        if documents is not None and not takes(self.wrapped.forward, "documents"):
+            raise ConfigurationError(
+                f"{type(self.wrapped).__name__}.forward can't mask the documents of a packed row from each other, "
+                "because it has no argument `documents`. Add one, or turn off document masks."
+            )
+        output = self.wrapped(tokens, **arguments)
+        logits: Any = getattr(output, "logits", output)
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (*tokens.shape, self.vocab_size):
+            raise ConfigurationError(
+                f"{type(self.wrapped).__name__} returned {shape}, not logits of shape (batch, sequence, vocab) = "
+                f"{(*tokens.shape, self.vocab_size)}."
+            )
+        return logits[:, -new:]  # type: ignore[no-any-return]  # a tensor, as checked above
+
+
+def build_language_model(
+    settings: ModelSettings,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    definition: Mapping[str, Any] | None = None,
+) -> LanguageModel:
+    """Build the model that ``settings`` describe. Fresh weights depend only on them and ``seed``, to the bit.
+
+    No global generator advances. A model of ``transformers`` has float32 parameters, whatever its files have.
+
+    Args:
+        settings: with ``vocab_size``, unless ``source`` determines it.
+        device: the device of the model. ``"meta"``: it takes no memory, and no weights are read or drawn.
+        definition: what `LanguageModel.definition` returned when a checkpoint was made. The model is built from it, its
+            weights are meant to be replaced, and its source may no longer exist. Empty or None: it is built from its
+            source.
+
+    Raises:
+        ConfigurationError: there is no such model, or it can't be trained.
+
+    >>> build_language_model(ModelSettings(arguments={"vocab_size": 257}), seed=0, device="meta").num_parameters()
+    1115520
+    """
+    on_meta = torch.device(device).type == "meta"
+    if settings.kind == "native":
+        from diloco.model.transformer import build_model
+
+        return build_model(settings.decoder, seed=seed, device=device)
+    if settings.kind == "hf":
+        from diloco.model.huggingface import build_huggingface
+
+        with _drawing_from(seed):
+            model = build_huggingface(settings, on_meta=on_meta, definition=definition or None)
+        if settings.lora_rank:
+            from diloco.model.adapters import add_adapters
+
+            with _drawing_from(seed):  # reseeded, so that the number of draws during loading does not matter
+                add_adapters(model, settings)
+        return model.to(device)
+    with _drawing_from(seed):
+        if on_meta:
+            # Code that reads its own values can't run on meta; any other error is raised again below.
+            with suppress(ConfigurationError), torch.device("meta"):
+                return _build_foreign(settings)
+        return _build_foreign(settings).to(device)
+
+
+def _build_foreign(settings: ModelSettings) -> LanguageModel:
+    """Call the function that ``settings.source`` names, with those of these keyword arguments that it takes:
+
+    - ``vocab_size``: int, larger than every id: ``model.arguments.vocab_size``, or that of the tokeniser;
+    - ``max_sequence_length``: int, ``model.arguments.max_sequence_length``;
+    - everything else in ``model.arguments`` but ``z_loss``, which it must take.
+
+    It returns a `LanguageModel`, which is used directly, or another module, which is wrapped in a `ForeignModel`. The
+    attributes ``vocab_size`` and ``max_sequence_length`` of such a module take precedence over the arguments.
+    """
+    source, arguments = settings.source or "", dict(settings.arguments)
+    vocab_size, length = arguments.pop("vocab_size", None), arguments.pop("max_sequence_length", 1024)
+    z_loss = arguments.pop("z_loss", 0.0)
+    offered = {"vocab_size": vocab_size, "max_sequence_length": length}
+    model = call("model.source", source, kind=nn.Module, arguments=arguments, offered=offered)
+    if isinstance(model, LanguageModel):
+        return model
+    vocab_size = getattr(model, "vocab_size", vocab_size)
+    if not isinstance(vocab_size, int):
+        raise ConfigurationError(
+            f"The vocabulary size of the model that {source} returned is unknown. Give the model an attribute "
+            "vocab_size, or set model.arguments.vocab_size."
+        )
+    longest = int(getattr(model, "max_sequence_length", length))
+    return ForeignModel(model, vocab_size=vocab_size, max_sequence_length=longest, z_loss=z_loss)
+
+
+def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+    """Return a digest of the stored weights from which a model begins; "" if there are none.
+
+    Args:
+        definition: as for `build_language_model`.
+
+    Raises:
+        ConfigurationError, CheckpointError: the weights can't be read.
+    """
+    if settings.kind != "hf":
+        return ""
+    from diloco.model.huggingface import stored_digest
+
+    return stored_digest(settings, definition or None)
+
+
+def check_vocabulary(model: LanguageModel, tokens: int) -> None:
+    """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
+    if tokens > model.vocab_size:
+        raise ConfigurationError(
+            f"The tokeniser has {tokens} tokens, but the model has a vocabulary of {model.vocab_size}. Use a smaller "
+            f"tokeniser (--tokenizer), such as the model's own, or use --model.arguments.vocab-size "
+            f"{tokens}; a model of transformers then also needs --model.arguments.weights fresh."
+        )
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Seed the global CPU generators of Python, NumPy and torch inside the context, and restore them afterwards.
+
+    It is for code that draws from global generators, such as third-party models. CUDA generators are not touched:
+    models are built on the CPU, for the same bits on every device.
+    """
+    words = [int(word) for word in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+    python, numpy, generator = random.getstate(), np.random.get_state(legacy=False), torch.default_generator
+    state = generator.get_state()
+    try:
+        random.seed(words[0])
+        np.random.seed(words[1] % 2**32)
+        generator.manual_seed(words[2])
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        generator.set_state(state)

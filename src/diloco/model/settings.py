@@ -1,4 +1,11 @@
-"""The model settings, and the source of the model that they name. This module works without torch."""
+"""The model settings, the source of the model that they name, and the named models of the papers. Works without torch.
+
+OpenDiLoCo's models are Llama models (SwiGLU, untied embeddings), and their names are not parameter counts. For its
+models, Streaming DiLoCo gives the feed-forward width ("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The
+rest is inferred: a model width of a quarter of that, a two-matrix GELU feed-forward, and tied embeddings. This reading
+gives the counts in the table of its companion paper (2503.09799) to within 3 % (5 % for 4B, which is stated to one
+digit).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,28 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own, split
 
-__all__ = ["ModelSection", "ModelSettings", "Source", "native_keys", "parse_source"]
+__all__ = [
+    "DecoderSettings",
+    "HuggingFaceSettings",
+    "ModelSettings",
+    "Preset",
+    "Source",
+    "count_parameters",
+    "get_preset",
+    "parse_source",
+    "preset_names",
+    "with_vocabulary",
+]
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -61,84 +80,10 @@ def parse_source(text: str) -> Source:
     )
 
 
-LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_dtype", "quantization")
-"""The settings that only affect adapters, beginning with the rank."""
-
-NATIVE_ONLY = (
-    *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn"),
-    *("rope_theta", "norm_epsilon", "qk_norm", "tie_embeddings"),
-)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelSection:
-    """The section ``model`` of the settings of a run: which model to train, and how."""
+class DecoderSettings:
+    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
 
-    source: Annotated[str | None, arg(aliases=["--model"])] = None
-    """hf:PATH_OR_NAME for a causal model of transformers, or module:function. Default: the decoder of the preset."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """A table of what else describes the model. Native decoder: its sizes (layers, width, ffn_width, heads, kv_heads,
-    ffn, vocab_size, max_sequence_length, rope_theta, norm_epsilon, qk_norm, z_loss, tie_embeddings). module:function:
-    arguments of the function. hf: changes to the model's configuration, and weights (stored or fresh), z_loss,
-    lora_alpha (twice the rank), lora_dropout, lora_targets (all-linear), base_dtype of the frozen weights (float32)."""
-    lora_rank: Annotated[int, arg(aliases=["--lora-rank"])] = 0
-    """With an hf: model: train only adapters of this rank (LoRA) next to frozen weights. 0: all weights."""
-    quantization: Annotated[Literal["nf4", "int8"] | None, arg(aliases=["--quantization"])] = None
-    """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA)."""
-
-    @classmethod
-    def of(cls, settings: ModelSettings) -> Self:
-        """Return the section from which ``settings`` follow."""
-        named = [each for each in dataclasses.fields(settings) if each.name not in ("arguments", *_SECTION)]
-        changed = {each.name: getattr(settings, each.name) for each in named}
-        changed = {name: value for name, value in changed.items() if value != getattr(ModelSettings(), name)}
-        section = {name: getattr(settings, name) for name in _SECTION}
-        return cls(arguments={**settings.arguments, **changed}, **section)
-
-    @cached_property
-    def settings(self) -> ModelSettings:
-        """All settings of the model.
-
-        Raises:
-            ConfigurationError: an argument of the native decoder is unknown, or a value is invalid.
-        """
-        known = {each.name for each in dataclasses.fields(ModelSettings)} - {"arguments", *_SECTION}
-        kind = None if self.source is None else parse_source(self.source).kind
-        if kind is None:
-            for name in self.arguments:
-                if name not in known - {*_OF_TRANSFORMERS}:
-                    hint = nearest(name, known - {*_OF_TRANSFORMERS})
-                    raise ConfigurationError(f"model.arguments.{name} is not a setting of the native decoder; {hint}")
-        own = {None: known, "hf": {"z_loss", *_OF_TRANSFORMERS}, "module": {*_OF_MODULES}}[kind]
-        given = {name: tuple(value) if name == "lora_targets" else value for name, value in self.arguments.items()}
-        values: dict[str, Any] = {name: value for name, value in given.items() if name in own}
-        values |= {name: getattr(self, name) for name in _SECTION}
-        return ModelSettings(**values, arguments={name: value for name, value in given.items() if name not in own})
-
-    def __post_init__(self) -> None:
-        _ = self.settings  # checked here
-
-
-_SECTION = ("source", "lora_rank", "quantization")  # the keys of the section besides its table
-_OF_MODULES = ("z_loss", "vocab_size", "max_sequence_length")  # the last two are offered to the function
-_OF_TRANSFORMERS = ("weights", "lora_alpha", "lora_dropout", "lora_targets", "base_dtype")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """A pre-norm decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU), or a model from a
-    source.
-    """
-
-    source: str | None = None  # hf:PATH_OR_NAME or module:function; None: the native decoder
-    weights: Literal["auto", "stored", "fresh"] = "auto"  # hf: auto is stored if there are any, else fresh
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the source
-    lora_rank: int = 0  # 0: train all weights
-    lora_alpha: float | None = None  # None: twice the rank
-    lora_dropout: float = 0.0
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
-    quantization: Literal["nf4", "int8"] | None = None
     layers: int = 4
     width: int = 128
     ffn_width: int = 512
@@ -154,23 +99,15 @@ class ModelSettings:
     tie_embeddings: bool = False  # use the input embedding as the output projection
 
     def __post_init__(self) -> None:
-        targets: Any = self.lora_targets
-        if isinstance(targets, list):  # in the JSON of a checkpoint
-            object.__setattr__(self, "lora_targets", tuple(targets))
-        for name, annotation in _annotations().items():
-            if not _fits(value := getattr(self, name), annotation):
-                default = getattr(ModelSettings(), name)
-                raise ConfigurationError(f"model.arguments.{name} can't be {value!r:.100}. Its default is {default!r}.")
-        self._check_source()
+        if self.kv_heads == self.heads:
+            object.__setattr__(self, "kv_heads", None)  # so that equal decoders have equal settings
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(f"model.arguments.{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"model.arguments.{name} must be positive, got {getattr(self, name)}.")
-        self._check_lora()
-        if not self.z_loss >= 0:
-            raise ConfigurationError(f"model.arguments.z_loss must be at least 0, got {self.z_loss}.")
+        _check_z_loss(self.z_loss)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.arguments.width={self.width} with model.arguments.heads={self.heads} gives heads of width "
@@ -183,86 +120,307 @@ class ModelSettings:
                 f"{', '.join(divisors)}."
             )
 
-    def described(self) -> dict[str, Any]:
-        """Return the settings that identify the model, by name: all of them, or for a source those that apply to it.
+    def arguments(self) -> dict[str, Any]:
+        """Return the values that are not the default, as ``model.arguments`` has them."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(type(self), name)}
 
-        >>> ModelSettings(source="hf:gpt2").described()["weights"], len(ModelSettings(source="hf:gpt2").described())
-        ('auto', 5)
-        """
-        skipped = {*native_keys(self.source), *(() if self.lora_rank else LORA_ONLY)}
-        names = [entry.name for entry in dataclasses.fields(self) if entry.name not in skipped]
-        values = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def _check_lora(self) -> None:
-        if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceSettings:
+    """What ``model.arguments`` says about a model of ``transformers``, beside changes of its configuration."""
+
+    weights: Literal["auto", "stored", "fresh"] = "auto"  # auto is stored if there are any, else fresh
+    vocab_size: int | None = None  # of fresh weights; None: the configuration's
+    z_loss: float = 0.0
+    attn_implementation: str | dict[str, Any] | None = None  # None: the choice of the library
+    lora_alpha: float | None = None  # None: twice the rank
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the frozen weights
+
+    def __post_init__(self) -> None:
+        _check_z_loss(self.z_loss)
+        if not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
             raise ConfigurationError(
-                "model.lora_rank must be at least 0, model.arguments.lora_alpha positive, and "
-                "model.arguments.lora_dropout at least 0 and "
-                f"below 1, not {self.lora_rank}, {self.lora_alpha} and {self.lora_dropout}."
+                "model.arguments.lora_alpha must be positive, and model.arguments.lora_dropout at least 0 and below 1, "
+                f"got {self.lora_alpha} and {self.lora_dropout}."
             )
         if not self.lora_targets:
             raise ConfigurationError("model.arguments.lora_targets must name at least one module, or be all-linear.")
-        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
-        if not self.lora_rank:
-            for name in LORA_ONLY[1:]:
-                if getattr(self, name) != defaults[name]:
-                    raise ConfigurationError(
-                        f"model.arguments.{name}={getattr(self, name)!r} has an effect only with LoRA. Also set "
-                        "model.lora_rank (--lora-rank), such as 16."
-                    )
-        elif self.source is None or parse_source(self.source).kind != "hf":
+
+
+LORA_ONLY = ("lora_alpha", "lora_dropout", "lora_targets", "base_dtype")
+
+
+def _check_z_loss(value: float) -> None:
+    if not value >= 0:
+        raise ConfigurationError(f"model.arguments.z_loss must be at least 0, got {value}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The section ``model`` of the settings of a run: which model to train, and how."""
+
+    source: Annotated[str | None, arg(aliases=["--model"])] = None
+    """hf:PATH_OR_NAME for a causal model of transformers, or module:function. Default: the decoder of the preset."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """A table of what else describes the model. Native decoder: its sizes (layers, width, ffn_width, heads, kv_heads,
+    ffn, vocab_size, max_sequence_length, rope_theta, norm_epsilon, qk_norm, z_loss, tie_embeddings). module:function:
+    arguments of the function. hf: changes to the model's configuration, and weights (stored or fresh), z_loss,
+    attn_implementation (sdpa, flex_attention, ...), lora_alpha (twice the rank), lora_dropout, lora_targets
+    (all-linear), base_dtype of the frozen weights (float32)."""
+    lora_rank: Annotated[int, arg(aliases=["--lora-rank"])] = 0
+    """With an hf: model: train only adapters of this rank (LoRA) next to frozen weights. 0: all weights."""
+    quantization: Annotated[Literal["nf4", "int8"] | None, arg(aliases=["--quantization"])] = None
+    """With LoRA: quantise the frozen weights to four or eight bits with bitsandbytes (QLoRA)."""
+
+    @property
+    def kind(self) -> Literal["native", "hf", "module"]:
+        """What builds the model."""
+        return "native" if self.source is None else parse_source(self.source).kind
+
+    @cached_property
+    def decoder(self) -> DecoderSettings:
+        """The native decoder that ``arguments`` describe, if there is no source."""
+        return _converted(self.arguments, DecoderSettings)
+
+    @cached_property
+    def huggingface(self) -> HuggingFaceSettings:
+        """What ``arguments`` say about a model of ``transformers``."""
+        return _converted({name: self.arguments[name] for name in self._split()[0]}, HuggingFaceSettings)
+
+    @property
+    def config_changes(self) -> dict[str, Any]:
+        """The ``arguments`` that change the configuration of a model of ``transformers``."""
+        return {name: self.arguments[name] for name in self._split()[1]}
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The size of the vocabulary that ``arguments`` give; None: that of the tokeniser or of the source."""
+        size: int | None = self.arguments.get("vocab_size")
+        return size
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> ModelSettings:
+        """Return the settings that were `described`, perhaps by a file from elsewhere."""
+        return _converted(described, cls, "model")
+
+    def described(self) -> dict[str, Any]:
+        """Return the section as JSON, with all values of a native decoder, for a version with other defaults."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return values | {"arguments": dataclasses.asdict(self.decoder) if self.kind == "native" else self.arguments}
+
+    def _split(self) -> tuple[list[str], list[str]]:
+        own = {each.name for each in dataclasses.fields(HuggingFaceSettings)}
+        return [name for name in self.arguments if name in own], [name for name in self.arguments if name not in own]
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ConfigurationError(f"model.lora_rank must be at least 0, got {self.lora_rank}.")
+        if self.kind == "native":
+            _ = self.decoder
+        if self.lora_rank and self.kind != "hf":
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER."
             )
-        elif self.weights == "fresh":
+        if self.kind == "hf" and self.huggingface.weights == "fresh" and self.lora_rank:
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank} adapts stored weights, so it can't be combined with "
                 "model.arguments.weights='fresh'. Leave out one of them."
             )
-
-    def _check_source(self) -> None:
-        if self.source is None:
-            for name in ("weights", "arguments"):
-                if getattr(self, name) not in ("auto", {}):
-                    raise ConfigurationError(
-                        f"model.arguments.{name}={getattr(self, name)!r} needs a model.source: "
-                        "--model hf:PATH_OR_NAME or module:function."
-                    )
-            return
-        source = parse_source(self.source)
-        if source.kind == "module" and self.weights != "auto":
+        if not self.lora_rank and (names := [f"arguments.{name}" for name in LORA_ONLY if self._adapts(name)]):
             raise ConfigurationError(
-                f"model.arguments.weights={self.weights!r} can't be combined with model.source={source}, whose "
-                "function makes the weights. To begin from the weights of a file, use train.init_from."
+                f"model.{names[0]} has an effect only with LoRA. Also set model.lora_rank (--lora-rank), such as 16."
+            )
+        if self.quantization and not self.lora_rank:
+            raise ConfigurationError(
+                f"model.quantization={self.quantization!r} has an effect only with LoRA. Also set model.lora_rank "
+                "(--lora-rank), such as 16."
             )
 
-
-@cache
-def _annotations() -> dict[str, Any]:
-    return get_type_hints(ModelSettings)
+    def _adapts(self, name: str) -> bool:
+        return self.kind == "hf" and getattr(self.huggingface, name) != getattr(HuggingFaceSettings, name)
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Return whether the value of a setting, such as one in a checkpoint, is of its type."""
-    kind, parts = get_origin(annotation), get_args(annotation)
-    if kind is Literal:
-        return value in parts
-    if kind is tuple:
-        return isinstance(value, tuple) and all(_fits(each, parts[0]) for each in value)
-    if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if kind is not None:
-        return isinstance(value, kind)
-    return type(value) is annotation or (annotation is float and type(value) is int)
+def _converted(values: Mapping[str, Any], kind: type[Kind], table: str = "model.arguments") -> Kind:
+    """Return the dataclass with ``values``, which may come from a file, of a section or table."""
+    import msgspec
+
+    names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    for name in values:
+        if name not in names:
+            raise ConfigurationError(f"{table}.{name} is not a setting of this model; {nearest(name, names)}")
+    try:
+        return msgspec.convert(dict(values), kind)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        raise ConfigurationError(said if said.startswith("model.") else f"{table}: {said}.") from error
 
 
-def native_keys(source: str | None) -> tuple[str, ...]:
-    """Return the settings that have no effect on a model from ``source``; there are none for the native decoder.
+def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
+    """Return the settings with a vocabulary of ``tokens``, if neither they nor the source determine its size."""
+    if settings.vocab_size is not None or settings.kind == "hf":
+        return settings
+    arguments = settings.decoder.arguments() if settings.kind == "native" else settings.arguments
+    return dataclasses.replace(settings, arguments={**arguments, "vocab_size": tokens})
 
-    >>> "width" in native_keys("hf:gpt2"), native_keys(None)
-    (True, ())
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named model."""
+
+    name: str
+    model: DecoderSettings  # the sizes; ``vocab_size`` is None if the tokeniser decides it
+    sequence_length: int  # tokens per sequence in the source's training
+    vocab_size: int  # the vocabulary to which the counts refer
+    nominal: str  # the parameter count as the source states it
+    parameters: int = field(init=False)  # the exact count, with tied embeddings counted once
+    source: str
+    note: str = ""
+    alias: str | None = None  # another name of the same preset
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))
+
+
+def count_parameters(model: DecoderSettings, vocab_size: int | None = None) -> int:
+    """Return the parameter count of a model without building it; tied embeddings count once.
+
+    ``E V W + L (2 W^2 + 2 W K + F W G + 2 W + Q) + W``, with V tokens, width W, L layers, keys and values of K =
+    ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and Q = 2
+    * head width with QK-norm, else 0.
+
+    Args:
+        vocab_size: V, instead of that of ``model``.
+
+    Raises:
+        ConfigurationError: neither gives the vocabulary size.
+
+    >>> count_parameters(DecoderSettings(layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4), 32_000)
+    1100048384
     """
-    if source is None:
-        return ()
-    return (*NATIVE_ONLY, *(("max_sequence_length",) if parse_source(source).kind == "hf" else ()))
+    vocabulary = vocab_size if vocab_size is not None else model.vocab_size
+    if vocabulary is None:
+        raise ConfigurationError(
+            "vocab_size is required to count parameters: the vocabulary size of the tokeniser, 257 for bytes."
+        )
+    width, head_width = model.width, model.width // model.heads
+    kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
+    layer = 2 * width * width + 2 * width * kv_width
+    layer += (3 if model.ffn == "swiglu" else 2) * width * model.ffn_width
+    layer += 2 * width + (2 * head_width if model.qk_norm else 0)
+    return (1 if model.tie_embeddings else 2) * vocabulary * width + model.layers * layer + width
+
+
+def get_preset(name: str) -> Preset:
+    """Return the preset with this name or alias. "1b" is OpenDiLoCo's; Streaming DiLoCo's is "streaming-1b" only.
+
+    Raises:
+        ConfigurationError: the name is unknown; the message gives the nearest one.
+
+    >>> get_preset("opendiloco-150m").name, get_preset("35m").name
+    ('150m', 'streaming-35m')
+    """
+    listed = _ALIASES.get(name, name)
+    if listed not in _PRESETS:
+        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, (*_PRESETS, *_ALIASES))}")
+    return _PRESETS[listed]
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names without aliases, smallest model first within each family.
+
+    >>> preset_names()[:3]
+    ('tiny', 'tiny-muon', '2m')
+    """
+    return tuple(_PRESETS)
+
+
+def _open_diloco(
+    size: str,
+    *,
+    layers: int,
+    width: int,
+    ffn_width: int,
+    heads: int,
+    kv_heads: int | None = None,
+    vocab_size: int = 32_000,
+    note: str = "",
+) -> Preset:
+    model = DecoderSettings(
+        layers=layers,
+        width=width,
+        ffn_width=ffn_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab_size=vocab_size,
+        max_sequence_length=2048,
+    )
+    return Preset(
+        name=size,
+        alias=f"opendiloco-{size}",
+        model=model,
+        sequence_length=1024,
+        vocab_size=vocab_size,
+        nominal=size.upper(),
+        source=f"OpenDiLoCo (2407.07852), its configuration config_{size}.json",
+        note=note,
+    )
+
+
+def _streaming(size: str, *, nominal: str, layers: int, width: int, heads: int, alias: bool = True) -> Preset:
+    model = DecoderSettings(
+        layers=layers,
+        width=width,
+        ffn_width=4 * width,
+        heads=heads,
+        ffn="gelu",
+        vocab_size=32_000,
+        max_sequence_length=2048,
+        qk_norm=True,
+        z_loss=1e-4,
+        tie_embeddings=True,
+    )
+    return Preset(
+        name=f"streaming-{size}",
+        alias=size if alias else None,
+        model=model,
+        sequence_length=1024,
+        vocab_size=32_000,
+        nominal=nominal,
+        source="Streaming DiLoCo (2501.18512), table 2; nominal count: 2503.09799",
+        note="(inferred): model width, two-matrix GELU feed-forward, tied embeddings",
+    )
+
+
+def _tiny(name: str, source: str) -> Preset:
+    return Preset(
+        name=name,
+        model=DecoderSettings(ffn_width=352),
+        sequence_length=128,
+        vocab_size=257,  # bytes
+        nominal="0.9M",
+        source=source,
+        note="counted with the byte vocabulary; the tokeniser decides",
+    )
+
+
+_ALL = (
+    _tiny("tiny", "this project, for the quick start"),
+    _tiny("tiny-muon", "this project: the quick start with Muon inside"),
+    _open_diloco("2m", layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
+    _open_diloco("14m", layers=6, width=128, ffn_width=512, heads=4),
+    _open_diloco("60m", layers=3, width=1024, ffn_width=2688, heads=16),
+    _open_diloco("150m", layers=12, width=1024, ffn_width=2688, heads=16),
+    _open_diloco("1b", layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4, note="TinyLlama"),
+    _streaming("35m", nominal="35M", layers=6, width=512, heads=8),
+    _streaming("100m", nominal="90M", layers=9, width=768, heads=12),
+    _streaming("200m", nominal="180M", layers=12, width=1024, heads=16),
+    _streaming("300m", nominal="335M", layers=15, width=1280, heads=20),
+    _streaming("500m", nominal="550M", layers=18, width=1536, heads=24),
+    _streaming("1b", nominal="1.3B", layers=24, width=2048, heads=32, alias=False),
+    _streaming("4b", nominal="4B", layers=36, width=3072, heads=48),
+)
+_PRESETS = {preset.name: preset for preset in _ALL}
+_ALIASES = {preset.alias: preset.name for preset in _ALL if preset.alias}

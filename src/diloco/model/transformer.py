@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel
 from diloco.model.loss import product_dtype
-from diloco.model.settings import ModelSettings
+from diloco.model.settings import DecoderSettings
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -47,14 +47,15 @@ class Transformer(LanguageModel):
     Raises:
         ConfigurationError: ``settings.vocab_size`` is not set.
 
-    >>> model = Transformer(ModelSettings(vocab_size=257, layers=1, width=8, heads=2, ffn_width=16))
+    >>> model = Transformer(DecoderSettings(vocab_size=257, layers=1, width=8, heads=2, ffn_width=16))
     >>> tuple(model(torch.zeros(4, 10, dtype=torch.int64)).shape), model.num_parameters()
     ((4, 10, 257), 4776)
     """
 
     loss_calls_model = False
+    whole_graphs = True
 
-    def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
+    def __init__(self, settings: DecoderSettings, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         if settings.vocab_size is None:
             raise ConfigurationError("vocab_size is required: the tokeniser's vocabulary size, 257 for bytes.")
@@ -138,12 +139,12 @@ class Transformer(LanguageModel):
         return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
 
 
-def build_model(settings: ModelSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
+def build_model(settings: DecoderSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
     """Build a model whose initial weights depend only on ``settings`` and ``seed``, to the bit, on every device.
 
     On ``device="meta"`` it takes no memory and nothing is drawn.
 
-    >>> settings = ModelSettings(vocab_size=32_000, width=4096, heads=32)
+    >>> settings = DecoderSettings(vocab_size=32_000, width=4096, heads=32)
     >>> build_model(settings, seed=0, device="meta").num_parameters()
     555782144
     """
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
     rotary_cosine: Tensor
     rotary_sine: Tensor
 
-    def __init__(self, settings: ModelSettings, vocab_size: int) -> None:
+    def __init__(self, settings: DecoderSettings, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
         self.embed_tokens = _uninitialised(nn.Embedding, vocab_size, settings.width)
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """``x <- x + attention(norm(x))``, then ``x <- x + feed_forward(norm(x))``, on ``(batch, sequence, width)``."""
 
-    def __init__(self, settings: ModelSettings, index: int) -> None:
+    def __init__(self, settings: DecoderSettings, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(settings.width, settings.norm_epsilon)
         self.self_attn = Attention(settings, index)
@@ -223,7 +224,7 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; ``heads / kv_heads`` query heads share one head of keys and values."""
 
-    def __init__(self, settings: ModelSettings, index: int) -> None:
+    def __init__(self, settings: DecoderSettings, index: int) -> None:
         super().__init__()
         self.index = index
         self.head_width = settings.width // settings.heads
@@ -262,7 +263,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (SwiGLU; Shazeer, 2002.05202), or ``down(gelu(up(x)))`` (tanh approximation)."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         self.gate_proj = _linear(settings.width, settings.ffn_width) if settings.ffn == "swiglu" else None
         self.up_proj = _linear(settings.width, settings.ffn_width)
@@ -318,7 +319,7 @@ class KeyValueCache:
     allocated at the first use. Attribute ``length`` is the number of tokens seen.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: DecoderSettings) -> None:
         self.length = 0
         self.capacity = settings.max_sequence_length
         self._keys: list[Tensor] = []

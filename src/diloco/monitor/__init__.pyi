@@ -1,7 +1,6 @@
 from .console import LiveConsole as LiveConsole
 from .console import PlainConsole as PlainConsole
 from .console import VisibleConsole as VisibleConsole
-from .console import line as line
 from .metrics_file import MetricsFile as MetricsFile
 from .metrics_file import read_metrics as read_metrics
 from .progress import RunProgress as RunProgress

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderHook, RenderResult
@@ -16,8 +15,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from diloco import events
-from diloco.membership import names_of
-from diloco.monitor.progress import RunProgress
+from diloco.monitor.progress import RunProgress, counted
 from diloco.terminal import plain, show_visibly
 from diloco.units import (
     format_bytes,
@@ -28,8 +26,6 @@ from diloco.units import (
     perplexity,
     visible_lines,
 )
-
-__all__ = ["LiveConsole", "PlainConsole", "VisibleConsole", "line"]
 
 _HEADER_EVERY = 30
 _STYLES = {
@@ -59,11 +55,12 @@ class _Console:
     def _tell(self, event: events.Event) -> float:
         """Print what ``event`` is worth, and return the time."""
         now_s, progress = self._clock(), self._progress
-        news = progress.take(event, now_s)
+        line = progress.take(event, now_s)
         match event:
             case events.RunStarted():
                 self._print(_title(event), "bold")
-                self._print(_table(dict(event.facts) | (_details(event) if progress.verbose else {})))
+                details = {"resumed from": event.resumed_from or "", **event.details} if progress.verbose else {}
+                self._print(_table({**event.facts, **{name: words for name, words in details.items() if words}}))
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._print(f"\nsample{at}, prompt {event.prompt!r}", "bold")
@@ -73,10 +70,9 @@ class _Console:
                 done, total = progress.step, progress.total_steps
                 self._print("\nfinished" if done >= total else f"\nstopped after step {done} of {total}", "bold")
                 self._print(_table(_summary(event.summary)))
-            case _ if news:
+            case _ if line:
                 at = f"{_done(event.step, progress)}  "
-                text = line(event, progress).replace("\n", "\n" + " " * len(at))
-                self._print(at + text, _STYLES.get(type(event), ""))
+                self._print(at + line.replace("\n", "\n" + " " * len(at)), _STYLES.get(type(event), ""))
         return now_s
 
     def _shown(self, text: str) -> str:
@@ -257,93 +253,9 @@ def _table(rows: Mapping[str, str]) -> str:
 def _title(event: events.RunStarted) -> str:
     """Return the first line of a run's output."""
     tokens = "" if event.names else f" of {event.tokens_per_step:,} tokens"  # the replicas of a swarm come and go
-    replicas = "a swarm" if event.names else _counted(event.num_replicas)
-    text = f"{event.algorithm}, {replicas}, {format_count(event.parameters)} parameters"
-    text += f", {event.total_steps} steps{tokens}"
-    return f"{text}, resuming after step {event.step}" if event.step else text
-
-
-def _details(event: events.RunStarted) -> dict[str, str]:
-    return ({"resumed from": event.resumed_from} if event.resumed_from else {}) | dict(event.details)
-
-
-def line(event: events.Event, progress: RunProgress) -> str:
-    """Return the text for an event for which `RunProgress.take` returned True, with the names of replicas."""
-    return _named(_line(event, progress), progress.names)
-
-
-def _line(event: events.Event, progress: RunProgress) -> str:
-    match event:
-        case events.Evaluated():
-            text = (
-                f"held-out loss {event.heldout_loss:.4f}  perplexity {format_perplexity(event.perplexity)}  "
-                f"{event.bits_per_byte:.4f} bits per byte"
-            )
-            return f"{text}  (final)" if event.final else f"{text}{'  (best)' * (progress.best_step == event.step)}"
-        case events.CheckpointSaved():
-            return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
-        case events.RoundVoid():
-            name = f"fragment {event.fragment}, outer step {event.outer_step}"
-            return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
-        case events.RoundCommitted():
-            return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
-        case events.ViewChanged():
-            return f"{_change(event)}\n{event.reason}" if progress.verbose else _change(event)
-        case events.RoundSent():
-            return (
-                f"fragment {event.fragment}: values outside the codec's range were clamped (reported once per fragment)"
-            )
-        case events.StepFinished():
-            return f"the gradient scaler skipped the inner step of {_counted(event.skipped_replicas)}"
-        case events.Interrupted():
-            return f"{event.signal}: the state has been saved and the run stops"
-        case events.Note():
-            return event.text
-        case _:
-            return type(event).__name__
-
-
-def _change(event: events.ViewChanged) -> str:
-    """Say in one sentence who came and went."""
-    parts, left = [], tuple(each for each in event.left if each not in event.lost)
-    if event.lost:
-        parts.append(f"{names_of(event.lost)} {_be(event.lost, 'is', 'are')} gone ({_brief(event.reason)})")
-    if left:
-        parts.append(f"{names_of(left)} {_be(left, 'has', 'have')} left")
-    if event.joined:
-        parts.append(f"{names_of(event.joined)} joined")
-    if not parts:
-        parts.append(f"the replicas connect again ({_brief(event.reason)})")
-    rest = f" {_be(event.members, 'continues', 'continue')}" if event.left else ""
-    return f"{'; '.join(parts)}; {_counted(len(event.members))}{rest}"
-
-
-def _be(replicas: Sequence[int], one: str, several: str) -> str:
-    return one if len(replicas) == 1 else several
-
-
-def _brief(reason: str) -> str:
-    """Return the first clause of a reason, without what is in parentheses and without addresses."""
-    before = ""
-    while reason != before:  # parentheses in parentheses
-        before, reason = reason, re.sub(r" ?\([^()]*\)", "", reason)
-    clause = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
-    return re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", clause)
-
-
-def _named(text: str, names: Mapping[str, str]) -> str:
-    """Put the names of replicas in place of their numbers."""
-
-    def name(numbers: re.Match[str]) -> str:
-        if names.keys().isdisjoint(numbers[1].split(", ")):
-            return numbers[0]
-        return ", ".join(names.get(number, f"replica {number}") for number in numbers[1].split(", "))
-
-    return re.sub(r"\breplicas? (\d+(?:, \d+)*)", name, text)
-
-
-def _counted(replicas: int) -> str:
-    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+    replicas = "a swarm" if event.names else counted(event.num_replicas)
+    size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps{tokens}"
+    return f"{event.algorithm}, {replicas}, {size}" + (f", resuming after step {event.step}" if event.step else "")
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, str]:
@@ -352,37 +264,38 @@ def _summary(values: Mapping[str, Any]) -> dict[str, str]:
     The bytes that one replica sent are compared with ``data_parallel_bytes_per_replica``, which it would have sent in
     data-parallel training.
     """
-
-    def part(name: str, text: str, of: Callable[[Any], Any] = lambda value: value) -> str:
-        value = values.get(name)
-        return "" if value is None else text.format(of(value))
-
     sent, baseline = values.get("sent_bytes_per_replica"), values.get("data_parallel_bytes_per_replica") or 0
     start, steps = values.get("shared_start_steps", 0), values.get("steps", 0)
-    later = (sent or 0) - values.get("shared_start_sent_bytes_per_replica", 0)
-    rows = {
-        "held-out loss": [
-            part("heldout_loss", "{:.4f} nats per token"),
-            part("perplexity", "perplexity {}", format_perplexity),
-            part("bits_per_byte", "{:.4f} bits per byte"),
-        ],
-        "trained": [
-            part("steps", "{} steps"),
-            part("tokens", "{} tokens", format_count),
-            part("wall_s", "in {}", format_duration),
-            part("tokens_per_s", "{} tokens/s", format_count),
-            part("model_flops_utilization", "MFU {}", _percent),
-        ],
-        "sent": [] if sent is None else [_sent(sent, baseline)],
-        "after start": [_sent(later, baseline * (steps - start) / steps)] if 0 < start < steps else [],
-        "utilisation": [part("compute_utilization", "{} compute", _percent)],
-        "rounds": [part("rounds_committed", "{} committed"), part("rounds_void", "{} void")],
-        "digest": [part("global_params_digest", "{}")],
-        "run folder": [part("out", "{}")],
-        "curves": [part("out", "diloco watch {}", shlex.quote)],
-        "TensorBoard": [part("out", "--sinks tensorboard (pip install 'diloco[monitor]')")],
+    shown: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if sent is not None:
+        shown["sent"] = _sent(sent, baseline)
+    if 0 < start < steps:
+        later = (sent or 0) - values.get("shared_start_sent_bytes_per_replica", 0)
+        shown["after start"] = _sent(later, baseline * (steps - start) / steps)
+    forms: dict[str, dict[str, Callable[[Any], str]]] = {  # name of a row -> key -> its text
+        "held-out loss": {
+            "heldout_loss": "{:.4f} nats per token".format,
+            "perplexity": lambda value: f"perplexity {format_perplexity(value)}",
+            "bits_per_byte": "{:.4f} bits per byte".format,
+        },
+        "trained": {
+            "steps": "{} steps".format,
+            "tokens": lambda value: f"{format_count(value)} tokens",
+            "wall_s": lambda value: f"in {format_duration(value)}",
+            "tokens_per_s": lambda value: f"{format_count(value)} tokens/s",
+            "model_flops_utilization": lambda value: f"MFU {_percent(value)}",
+        },
+        "sent": {"sent": str},
+        "after start": {"after start": str},
+        "utilisation": {"compute_utilization": lambda value: f"{_percent(value)} compute"},
+        "rounds": {"rounds_committed": "{} committed".format, "rounds_void": "{} void".format},
+        "digest": {"global_params_digest": str},
+        "run folder": {"out": str},
+        "curves": {"out": lambda value: f"diloco watch {shlex.quote(value)}"},
+        "TensorBoard": {"out": lambda value: "--sinks tensorboard (pip install 'diloco[monitor]')"},
     }
-    return {name: ", ".join(filter(None, parts)) for name, parts in rows.items() if any(parts)}
+    rows = {row: [form(shown[key]) for key, form in keys.items() if key in shown] for row, keys in forms.items()}
+    return {row: ", ".join(parts) for row, parts in rows.items() if parts}
 
 
 def _sent(sent: float, baseline: float) -> str:

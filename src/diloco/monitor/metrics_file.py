@@ -24,8 +24,6 @@ from typing import Any
 from diloco import events
 from diloco.errors import DataError
 
-__all__ = ["MetricsFile", "read_metrics"]
-
 
 class MetricsFile:
     """Appends every event to ``path`` as one line of JSON, which reaches the operating system at once.

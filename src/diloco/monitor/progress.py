@@ -1,4 +1,4 @@
-"""The current state of a run, gathered from its events. Nothing here does I/O; times are arguments."""
+"""The current state of a run, gathered from its events, and the line that an event deserves. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from diloco import events
-
-__all__ = ["RunProgress"]
+from diloco.membership import names_of
+from diloco.units import format_bytes, format_duration, format_perplexity
 
 _DECAY = 0.95  # of the moving averages
 _WINDOW = 100  # steps over which the speed is measured
@@ -42,14 +42,12 @@ class RunProgress:
     def __init__(self, *, verbose: bool = False) -> None:
         self.verbose = verbose
         self.names: Mapping[str, str] = {}  # the names of replicas that have one, by number
-        self.step = 0  # inner steps finished
-        self.total_steps = 0  # inner steps to train
+        self.step = self.total_steps = 0  # inner steps finished, and to train
         self.last: events.StepFinished | None = None  # the last finished step
         # smoothed training loss in nats per token; non-finite if the last loss was, None before the first step
         self.loss: float | None = None
         self.heldout_loss: float | None = None  # the last held-out loss
         self.best_heldout_loss: float | None = None  # the lowest held-out loss of the run
-        self.best_step = 0  # the step of the lowest held-out loss
         self.peak_known = False  # whether the peak rate of the device is known
         # smoothed fraction of the device's peak that the model uses; None if the peak is unknown
         self.utilization: float | None = None
@@ -62,12 +60,22 @@ class RunProgress:
         self._saturated: set[int] = set()
         self._skipped = False
 
-    def take(self, event: events.Event, now_s: float) -> bool:
-        """Process ``event``, received at ``now_s``, and return whether it deserves a line of its own.
+    def take(self, event: events.Event, now_s: float) -> str:
+        """Process ``event``, received at ``now_s``, and return the line that it deserves, with names of replicas.
 
-        These do not: steps, which displays show in their own way; undisturbed rounds; a round that is void or omits a
-        replica for the same reason as the previous one; and further replicas that report the same outcome.
+        These deserve none: what displays show in their own way, such as steps; undisturbed rounds; a round that is void
+        or omits a replica for the same reason as the previous one; and further replicas that report the same outcome.
         """
+        line = self._take(event, now_s)
+
+        def names(numbers: re.Match[str]) -> str:
+            if self.names.keys().isdisjoint(numbers[1].split(", ")):
+                return numbers[0]
+            return ", ".join(self.names.get(number, f"replica {number}") for number in numbers[1].split(", "))
+
+        return re.sub(r"\breplicas? (\d+(?:, \d+)*)", names, line)
+
+    def _take(self, event: events.Event, now_s: float) -> str:
         self.step = max(self.step, event.step)
         match event:
             case events.RunStarted():
@@ -81,37 +89,45 @@ class RunProgress:
                 self._window.append((now_s, event))
                 if event.model_flops_utilization is not None:
                     self.utilization = self._utilization.update(event.model_flops_utilization)
-                news, self._skipped = event.skipped_replicas > 0 and not self._skipped, event.skipped_replicas > 0
-                return news
-            case events.RoundSent():
-                news = event.saturated and event.fragment not in self._saturated
-                self._saturated |= {event.fragment} if event.saturated else set()
-                return news
+                before, self._skipped = self._skipped, event.skipped_replicas > 0
+                if self._skipped and not before:
+                    return f"the gradient scaler skipped the inner step of {counted(event.skipped_replicas)}"
+            case events.RoundSent() if event.saturated and event.fragment not in self._saturated:
+                self._saturated.add(event.fragment)
+                what = "values outside the codec's range were clamped (reported once per fragment)"
+                return f"fragment {event.fragment}: {what}"
             case events.RoundCommitted():
                 self.committed += self._is_new(event)
-                news = bool(event.note) and event.note != self._round_note
-                self._round_note = event.note or self._round_note
-                return news
+                if event.note and event.note != self._round_note:
+                    self._round_note = event.note
+                    return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
             case events.RoundVoid():
-                reason = event.reason.replace(f"fragment {event.fragment}, outer step {event.outer_step}", "")
-                first = self._is_new(event)
-                self.void += first
+                name = f"fragment {event.fragment}, outer step {event.outer_step}"
+                reason, is_new = event.reason.replace(name, ""), self._is_new(event)
+                self.void += is_new
                 # a change of the members has a line of its own
                 told = not self.verbose and re.search(r"; [^;]* continues?\.?$", reason)
-                news = first and reason != self._void_reason and not told
-                self._void_reason = reason if news else self._void_reason
-                return news
+                if is_new and reason != self._void_reason and not told:
+                    self._void_reason = reason
+                    return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
             case events.ViewChanged():
                 self.names = event.names
-            case events.Note():
-                return self.verbose or not event.detail
-            case events.StateFetched():  # `diloco.waiting` reports this progress to the user
-                return False
+                return f"{_change(event)}\n{event.reason}" if self.verbose else _change(event)
+            case events.Note() if self.verbose or not event.detail:
+                return event.text
+            case events.CheckpointSaved():
+                return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
+            case events.Interrupted():
+                return f"{event.signal}: the state has been saved and the run stops"
             case events.Evaluated():
                 best, self.heldout_loss = self.best_heldout_loss, event.heldout_loss
-                if math.isfinite(event.heldout_loss) and (best is None or event.heldout_loss < best):
-                    self.best_heldout_loss, self.best_step = event.heldout_loss, event.step
-        return True
+                is_best = math.isfinite(event.heldout_loss) and (best is None or event.heldout_loss < best)
+                if is_best:
+                    self.best_heldout_loss = event.heldout_loss
+                figures = f"perplexity {format_perplexity(event.perplexity)}  {event.bits_per_byte:.4f} bits per byte"
+                mark = "  (final)" if event.final else "  (best)" if is_best else ""
+                return f"held-out loss {event.heldout_loss:.4f}  {figures}{mark}"
+        return ""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -125,8 +141,7 @@ class RunProgress:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds until the run ends at the pace of the last steps, pauses included; None before the second
-        step."""
+        """The seconds until the run ends at the pace of the last steps, pauses included; None before the second."""
         if len(self._window) < 2:
             return None
         (began_s, first), (now_s, last) = self._window[0], self._window[-1]
@@ -142,3 +157,27 @@ class RunProgress:
             return False
         self._reported[outcome] = (event.outer_step, {event.replica})
         return True
+
+
+def counted(replicas: int) -> str:
+    """Return a number of replicas with its noun."""
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
+
+
+def _change(event: events.ViewChanged) -> str:
+    """Say in one sentence who came and went."""
+    left = tuple(each for each in event.left if each not in event.lost)
+    # the first clause of the reason, without what is in parentheses, perhaps nested, and without addresses
+    reason = before = event.reason
+    while (reason := re.sub(r" ?\([^()]*\)", "", reason)) != before:
+        before = reason
+    reason = re.sub(r"^replicas? [\d, ]+ (is|are) lost: ", "", reason.partition("; ")[0])
+    reason = re.sub(r" (at|from|to) ((Qm|12D3)\w+|\S+:\d+)", "", reason)
+    changes = (
+        (event.lost, f"{'is' if len(event.lost) == 1 else 'are'} gone ({reason})"),
+        (left, "has left" if len(left) == 1 else "have left"),
+        (event.joined, "joined"),
+    )
+    parts = [f"{names_of(replicas)} {what}" for replicas, what in changes if replicas]
+    rest = (" continues" if len(event.members) == 1 else " continue") if event.left else ""
+    return "; ".join([*(parts or [f"the replicas connect again ({reason})"]), counted(len(event.members)) + rest])

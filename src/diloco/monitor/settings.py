@@ -9,8 +9,6 @@ from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["MonitorSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings:

@@ -16,8 +16,6 @@ from diloco.monitor.settings import MonitorSettings
 from diloco.monitor.trackers import TRACKERS
 from diloco.plugins import call, is_own, takes
 
-__all__ = ["Sinks", "make_sinks"]
-
 
 class Sinks:
     """Passes every event to every sink. A sink that raises is dropped with a message, and the others continue.

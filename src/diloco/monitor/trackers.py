@@ -12,8 +12,6 @@ from typing import Any
 from diloco import events
 from diloco.errors import ConfigurationError, from_extra
 
-__all__ = ["TRACKERS"]
-
 _MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 
 

@@ -46,7 +46,7 @@ def measure_step(settings: RunSettings) -> MeasuredStep:
     rows = train.batch_size // train.gradient_accumulation
     taken_s: list[float] = []
     try:
-        model = build_language_model(settings.model.settings, seed=0, device=device)
+        model = build_language_model(settings.model, seed=0, device=device)
         prepare_model(model, train)
         shape = rows, train.sequence_length + 1
         tokens = torch.randint(model.vocab_size, shape, dtype=torch.int64, device=device)

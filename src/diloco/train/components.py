@@ -197,7 +197,7 @@ def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     Args:
         vocab_size: the vocabulary size if neither the settings nor the model's source give one.
     """
-    model = with_vocabulary(settings.model.settings, vocab_size)
+    model = with_vocabulary(settings.model, vocab_size)
     return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
 
 

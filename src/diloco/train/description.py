@@ -88,10 +88,10 @@ def untrained_digest(settings: RunSettings, model: LanguageModel, definition: Ma
 
     They are the stored weights, or what the user's own model freezes.
     """
-    stored = base_digest(settings.model.settings, definition)
+    stored = base_digest(settings.model, definition)
     if stored or all(parameter.requires_grad for parameter in model.parameters()):
         return stored
-    frozen = frozen_digests(build_language_model(settings.model.settings, seed=settings.seed, definition=definition))
+    frozen = frozen_digests(build_language_model(settings.model, seed=settings.seed, definition=definition))
     return xxhash.xxh3_128_hexdigest(json.dumps(frozen).encode())
 
 
@@ -170,7 +170,8 @@ def bytes_per_frozen(settings: ModelSettings) -> float:
     """Return the bytes per frozen value; for quantised values, without the scales of their blocks."""
     if settings.quantization is not None:
         return {"nf4": 0.5, "int8": 1.0}[settings.quantization]
-    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[settings.base_dtype]
+    dtype = settings.huggingface.base_dtype if settings.kind == "hf" else "float32"
+    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[dtype]
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -179,9 +179,7 @@ class ReplicaMaker:
         settings, train, group = self.settings, self.settings.train, self.fleet.group
         strategy: Strategy = train.parallelism if group.size > 1 else "none"
         place = "cpu" if strategy == "fsdp" else self.device
-        model = build_language_model(
-            settings.model.settings, seed=settings.seed, device=place, definition=self.definition
-        )
+        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self.definition)
         if initial is not None:
             load_parameters(model, initial)
         prepare_model(model, train)

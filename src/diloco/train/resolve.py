@@ -242,9 +242,9 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
     Args:
         longest: the longest sequence of the model, or None if it is not known here.
     """
-    train, model, steps = settings.train, settings.model.settings, settings.train.steps
+    train, model, steps = settings.train, settings.model, settings.train.steps
     if longest is None and model.source is None:
-        longest = model.max_sequence_length
+        longest = model.decoder.max_sequence_length
     limit = (
         f"the {longest} tokens of {model.source}" if model.source else f"model.arguments.max_sequence_length={longest}"
     )

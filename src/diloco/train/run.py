@@ -30,7 +30,7 @@ from diloco.events import (
     SampleGenerated,
     Sink,
 )
-from diloco.model import ModelSection, check_vocabulary, with_vocabulary
+from diloco.model import check_vocabulary, with_vocabulary
 from diloco.private_files import make_private_folder
 from diloco.train.components import make_configured_codec, make_transport, outline, stored_definition
 from diloco.train.description import describe, describe_environment, identity, untrained_digest
@@ -81,14 +81,12 @@ def run_training(
     seed_process(settings.seed)
     device = use_device(settings.train.device)
     corpus = _read_corpus(settings)
-    model = with_vocabulary(settings.model.settings, corpus.tokenizer.vocab_size)
-    if model is not settings.model.settings:
-        settings = dataclasses.replace(settings, model=ModelSection.of(model))
+    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     if settings.algorithm in ("streaming", "diloco"):
         check_buffers(weightless, {})
-    initial = read_weights(settings.train.init_from, settings.model.settings) if settings.train.init_from else None
+    initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     definition = stored_definition(settings)
     base = untrained_digest(settings, weightless, definition) if meet else ""
     mine = identity(settings, weightless, corpus.fingerprint, base)

@@ -73,7 +73,7 @@ def about(session: Session) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,
-        "model": settings.model.settings.described(),
+        "model": settings.model.described(),
         "definition": model.definition(),
         "identity": dict(session.identity),
         "threads": torch.get_num_threads(),

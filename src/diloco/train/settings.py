@@ -14,7 +14,7 @@ from tyro.conf import arg
 from diloco.algorithm import SyncSettings
 from diloco.data import DataSettings
 from diloco.errors import ConfigurationError
-from diloco.model import ModelSection
+from diloco.model import ModelSettings
 from diloco.transport import EmulateSettings, NetworkSettings
 
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "OptimizerSettings", "RunSettings", "TrainSettings"]
@@ -150,7 +150,7 @@ class RunSettings:
     sync: SyncSettings = field(default_factory=SyncSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)
     emulate: EmulateSettings = field(default_factory=EmulateSettings)
-    model: ModelSection = field(default_factory=ModelSection)
+    model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -21,6 +21,7 @@ from diloco.data import ChatTokenizer, Tokenizer, has_template, load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model import (
+    DecoderSettings,
     LanguageModel,
     ModelSettings,
     Transformer,
@@ -160,8 +161,8 @@ def model_settings(checkpoint: Checkpoint, source: str | None) -> ModelSettings:
     if source is not None and not same_code(stored, source):
         raise _no_own_code(checkpoint.path, source)
     try:
-        return ModelSettings(**described | {"source": source or stored})
-    except (TypeError, ConfigurationError) as error:
+        return ModelSettings.of(described | {"source": source or stored})
+    except ConfigurationError as error:
         raise CheckpointError(f"{checkpoint.path} describes its model in a way that is not valid: {error}") from error
 
 
@@ -201,7 +202,11 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
 
 def _load_huggingface(folder: Path, device: torch.device) -> Trained:
     foreign = why_not_native(folder)
-    settings = ModelSettings(source=f"hf:{folder}", weights="stored") if foreign else native_settings(folder)
+    settings = (
+        ModelSettings(source=f"hf:{folder}", arguments={"weights": "stored"})
+        if foreign
+        else ModelSettings(arguments=native_settings(folder).arguments())
+    )
     model = build_language_model(settings, seed=0, device=device)
     if not foreign:
         load_parameters(model, native_weights(folder))
@@ -230,7 +235,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
             return dict(stored_tensors(path))
         there = native_settings(path)
         if model is not None:
-            _check_same(model, there, path)
+            _check_same(model.decoder, there, path)
         return native_weights(path)
     if path.suffix != ".safetensors":
         checkpoint = open_checkpoint(path)
@@ -242,11 +247,10 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         raise CheckpointError(f"{path} can't be read as safetensors: {error}.") from error
 
 
-def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
-    own = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
+def _check_same(model: DecoderSettings, there: DecoderSettings, path: Path) -> None:
     free = {"max_sequence_length", "z_loss"}  # they don't change what the weights mean
     names = [each.name for each in dataclasses.fields(model) if each.name not in free]
-    if odd := [name for name in names if getattr(own, name) != getattr(there, name)]:
+    if odd := [name for name in names if getattr(model, name) != getattr(there, name)]:
         given = ", ".join(f"model.arguments.{name}={getattr(model, name)!r}" for name in odd)
         held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(

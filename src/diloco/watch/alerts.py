@@ -12,9 +12,7 @@ from itertools import takewhile
 from typing import Literal
 
 from diloco.units import format_bytes, format_duration
-from diloco.watch.history import RunHistory, Watched
-
-__all__ = ["Alert", "find_alerts"]
+from diloco.watch.history import RunHistory
 
 SILENT_S = 60.0  # silence of a process that should be training; also at least ten of its steps
 MISSED_ROUNDS = 3  # consecutive rounds that were merged without a replica
@@ -39,9 +37,9 @@ class Alert:
     step: int | None = None  # the inner step concerned, if there is one
 
 
-def find_alerts(watched: Watched, now_s: float) -> list[Alert]:
+def find_alerts(run: RunHistory, now_s: float) -> list[Alert]:
     """Return the alerts at ``now_s``, in seconds since 1970 by the clock of the records; errors first."""
-    alerts = [alert for kind in _ALERTS for alert in kind(watched, now_s)]
+    alerts = [alert for kind in _ALERTS for alert in kind(run, now_s)]
     return sorted(alerts, key=lambda alert: alert.level != "error")
 
 
@@ -51,18 +49,17 @@ def _is_recent(run: RunHistory, step: int, time_s: float | None) -> bool:
     return run.step - step <= _RECENT_STEPS or bool(time_s and newest_s and newest_s - time_s <= _RECENT_S)
 
 
-def _training(watched: Watched) -> list[str]:
+def _training(run: RunHistory) -> list[str]:
     """Return the processes that should report: members that have not ended."""
-    run = watched.history
     members = {"", *(f"replica {replica}" for replica in run.expected)} if run.views else {*run.processes}
-    gone = {peer.process for peer in watched.seen if peer.state in _GONE}
+    gone = {peer.process for peer in run.seen if peer.state in _GONE}
     return [name for name, each in run.processes.items() if name in members - gone and not each.finished]
 
 
-def _silent(watched: Watched, now_s: float) -> Iterator[Alert]:
-    heard = {peer.process: peer.heard_s for peer in watched.seen}
-    for name in _training(watched):
-        process = watched.history.processes[name]
+def _silent(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    heard = {peer.process: peer.heard_s for peer in run.seen}
+    for name in _training(run):
+        process = run.processes[name]
         heard_s = heard.get(name, process.newest_s)
         if heard_s is not None and now_s - heard_s > max(SILENT_S, 10 * (process.step_s or 0.0)):
             who = name or "the run"
@@ -72,9 +69,8 @@ def _silent(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("error", "silent", who, words, process.step)
 
 
-def _lost(watched: Watched, now_s: float) -> Iterator[Alert]:
+def _lost(run: RunHistory, now_s: float) -> Iterator[Alert]:
     """Report lost replicas until they rejoin, others take their places, the run ends, or the loss is long ago."""
-    run = watched.history
     for view, time_s in run.views if not run.first.finished else ():
         gone = sorted({*view.lost} - {*run.expected})
         replaced = len(run.expected) >= len(view.members) - len(view.joined) + len(view.left)
@@ -84,10 +80,9 @@ def _lost(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("warning", "lost", who, words, view.step)
 
 
-def _digests(watched: Watched, now_s: float) -> Iterator[Alert]:
-    grid = watched.history.grid
-    for (fragment, outer_step), cell in sorted(grid.cells.items()):
-        for replica in cell.minority() if outer_step > grid.newest[fragment] - _RECENT_ROUNDS else ():
+def _digests(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    for (fragment, outer_step), cell in sorted(run.grid.cells.items()):
+        for replica in cell.minority() if outer_step > run.grid.newest[fragment] - _RECENT_ROUNDS else ():
             words = (
                 f"Replica {replica} had a different state of fragment {fragment} than the majority in outer step "
                 f"{outer_step}. Such a round is void, and the replica adopts the state of the majority."
@@ -95,16 +90,16 @@ def _digests(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("error", "digest", f"replica {replica}", words, cell.step)
 
 
-def _missed(watched: Watched, now_s: float) -> Iterator[Alert]:
-    _, missed = watched.history.grid.participation()
-    for replica in watched.history.expected:
+def _missed(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    _, missed = run.grid.participation()
+    for replica in run.expected:
         if missed[replica] >= MISSED_ROUNDS:
             words = f"The last {missed[replica]} rounds were merged without replica {replica}."
             yield Alert("warning", "missed", f"replica {replica}", words)
 
 
-def _void(watched: Watched, now_s: float) -> Iterator[Alert]:
-    grid = watched.history.grid
+def _void(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    grid = run.grid
     for fragment in sorted(grid.newest):
         void = [*takewhile(lambda cell: not cell.waits_s, grid.of_fragment(fragment))]
         times = sum(cell.times_void for cell in void)
@@ -114,13 +109,13 @@ def _void(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("error", "void", f"fragment {fragment}", words, last.step)
 
 
-def _numbers(watched: Watched, now_s: float) -> Iterator[Alert]:
-    run = watched.history
+def _numbers(run: RunHistory, now_s: float) -> Iterator[Alert]:
     for name, process in run.processes.items():
         who = name or "the run"
-        if process.diverged and _is_recent(run, process.diverged.event.step, process.diverged.time_s):
+        event, time_s = process.diverged or (None, None)
+        if event and _is_recent(run, event.step, time_s):
             words = f"The loss or the gradient norm of {who} was NaN or infinite."
-            yield Alert("error", "not finite", who, words, process.diverged.event.step)
+            yield Alert("error", "not finite", who, words, event.step)
         before, recent = [*process.norms][:-10], [*process.norms][-10:]
         if len(before) < 20:
             continue
@@ -130,9 +125,9 @@ def _numbers(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("warning", "gradient norm", who, words)
 
 
-def _slow(watched: Watched, now_s: float) -> Iterator[Alert]:
-    processes = watched.history.processes
-    times = {name: step_s for name in _training(watched) if (step_s := processes[name].step_s)}
+def _slow(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    processes = run.processes
+    times = {name: step_s for name in _training(run) if (step_s := processes[name].step_s)}
     for name, step_s in times.items():
         usual_s = statistics.median([each for other, each in times.items() if other != name] or [step_s])
         if step_s > SLOWER * usual_s:
@@ -140,9 +135,9 @@ def _slow(watched: Watched, now_s: float) -> Iterator[Alert]:
             yield Alert("warning", "slow", name, f"{_capital(name)} takes {took}")
 
 
-def _disk(watched: Watched, now_s: float) -> Iterator[Alert]:
-    for name in _training(watched):
-        saved = watched.history.processes[name].checkpoint
+def _disk(run: RunHistory, now_s: float) -> Iterator[Alert]:
+    for name in _training(run):
+        saved = run.processes[name].checkpoint
         free = saved.free_bytes if saved else None
         if saved and free is not None and free < FREE_CHECKPOINTS * saved.size_bytes:
             who = name or "the run"

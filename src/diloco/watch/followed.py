@@ -19,9 +19,7 @@ import msgspec
 from diloco.errors import ConfigurationError
 from diloco.events import SCHEMA_VERSION, Event
 from diloco.transport import PeerReport, absences
-from diloco.watch.history import Record, RunHistory, Seen, Watched
-
-__all__ = ["FollowedFolder", "FollowedSwarm", "parse"]
+from diloco.watch.history import Record, RunHistory, Seen
 
 _METRICS = "metrics.jsonl"
 _MAX_VALUE = 200  # characters of a setting
@@ -52,7 +50,7 @@ def parse(value: object) -> Record | None:
     """Return the record of a line of ``metrics.jsonl``, or of its JSON-ready values; None if it is not a valid one.
 
     >>> parse(b'{"schema": 1, "event": "RoundVoid", "step": 3}'), parse(b'{"schema": 1, "event": "New", "step": 3}')
-    (None, Record(event=Event(step=3), time_s=None))
+    (None, (Event(step=3), None))
     >>> parse(b'{"schema": 1, "event": "No') is None, parse({"schema": 1, "event": "Note", "step": -1}) is None
     (True, True)
     """
@@ -64,13 +62,11 @@ def parse(value: object) -> Record | None:
     except (ValueError, RecursionError):
         return None
     values: dict[str, Any] = vars(event)
-    is_valid = head.schema == SCHEMA_VERSION and all(
-        _is_bounded(*each) for each in [*values.items(), ("", head.time_s)]
-    )
-    if not is_valid or len(line) > _MAX_RECORD:
+    bounded = all(_is_bounded(*each) for each in [*values.items(), ("", head.time_s)])
+    if head.schema != SCHEMA_VERSION or not bounded or len(line) > _MAX_RECORD:
         return None
     cut: dict[str, Any] = {name: text[:_MAX_TEXT] for name, text in values.items() if isinstance(text, str)}
-    return Record(replace(event, **cut) if cut else event, head.time_s)
+    return replace(event, **cut) if cut else event, head.time_s
 
 
 def _is_bounded(name: str, value: Any) -> bool:
@@ -142,15 +138,17 @@ class FollowedFolder:
         if not any(os.path.exists(folder / name) for name in (_METRICS, "config.toml")):
             raise ConfigurationError(f"{folder} has neither {_METRICS} nor config.toml: it is not the folder of a run.")
         self._folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
         self._tails: dict[str, Tail] = {}
-        self.run = Watched(folder.resolve().name, str(folder))
+        self.run = RunHistory(self._folder.resolve().name, str(self._folder))
 
     def read(self) -> bool:
         """Read some of what was written since the last call, and return whether there is more to read.
 
         A fault that the records reveal in this program is a problem of this run alone.
         """
-        run = self.run
         try:
             self._find_replicas()
             for name, tail in self._tails.items():
@@ -159,18 +157,15 @@ class FollowedFolder:
                     self._forget()
                     return True
                 for record in records:
-                    run.history.take(name, record)
-            run.history.grid.prune()
+                    self.run.take(name, record)
+            self.run.grid.prune()
         except Exception as error:
-            run.problems = [f"{run.where} can't be read: {type(error).__name__}: {error}"]
+            self.run.problems = [f"{self.run.where} can't be read: {type(error).__name__}: {error}"]
             return False
-        run.problems = [problem for tail in self._tails.values() for problem in tail.problems]
-        run.settings = run.settings or dict(_settings(self._folder / "config.toml"))
-        run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
-        return run.behind_bytes > 0
-
-    def _forget(self) -> None:
-        self._tails, self.run.history, self.run.settings = {}, RunHistory(), {}
+        self.run.problems = [problem for tail in self._tails.values() for problem in tail.problems]
+        self.run.settings = self.run.settings or dict(_settings(self._folder / "config.toml"))
+        self.run.behind_bytes = sum(tail.behind_bytes for tail in self._tails.values())
+        return self.run.behind_bytes > 0
 
     def _find_replicas(self) -> None:
         others = sorted(
@@ -207,7 +202,7 @@ class FollowedSwarm:
     """
 
     def __init__(self, run: str, join: Sequence[str]) -> None:
-        self.run = Watched(run, f"swarm, via {', '.join(join)}", RunHistory(trusted=False))  # what the page shows
+        self.run = RunHistory(run, f"swarm, via {', '.join(join)}", trusted=False)  # what the page shows
         self._names: dict[str, str] = {}  # peer -> the name of its process
         self.since: dict[str, int] = {}  # peer -> number of the first event to ask for
         self._heard_s: dict[str, float] = {}  # peer -> time of its last answer
@@ -227,7 +222,7 @@ class FollowedSwarm:
                 self._take_events(name, report)
             state = absent or str(report.status.get("state", ""))
             seen.append(Seen(name, state, report, self._heard_s.get(report.peer_id)))
-        self.run.history.grid.prune(self.run.history.expected)
+        self.run.grid.prune(self.run.expected)
         self.run.seen = seen
         self.run.problems = [] if seen else ["No peer of this run has been seen within the last half hour."]
 
@@ -237,6 +232,6 @@ class FollowedSwarm:
         # a process that has been restarted counts from 0
         self.since[report.peer_id] = following if following >= asked_from else 0
         for record in filter(None, map(parse, records[-_MAX_EVENTS:] if following > asked_from else ())):
-            subject = getattr(record.event, "replica", None)  # a peer may report only about itself
+            subject = getattr(record[0], "replica", None)  # a peer may report only about itself
             if subject is None or (subject == report.number and name == f"replica {subject}"):
-                self.run.history.take(name, record)
+                self.run.take(name, record)

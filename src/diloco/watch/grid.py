@@ -9,11 +9,10 @@ from typing import Any
 
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 
-__all__ = ["MAX_FRAGMENTS", "Grid", "Round"]
-
 OUTER_STEPS = 64  # the number of newest outer steps that are kept per fragment
 MAX_FRAGMENTS = 256
 MAX_RECENT = 256  # rounds
+MAX_BYTES = 64 << 20  # of all rounds, if they are not trusted
 
 
 @dataclass(slots=True)
@@ -22,7 +21,7 @@ class Round:
 
     step: int = 0  # the step of its newest record
     expected: tuple[int, ...] = ()  # replicas that should take part in it
-    sent: dict[int, RoundSent] = field(default_factory=dict)  # replica -> its contribution
+    sent: dict[int, tuple[str, float]] = field(default_factory=dict)  # replica -> digest and weight of its contribution
     contributors: tuple[int, ...] = ()  # replicas whose contributions are in the mean
     clipped: tuple[int, ...] = ()  # those whose contributions were scaled down
     waits_s: dict[int, float] = field(default_factory=dict)  # replica that applied the mean -> how long it waited
@@ -42,9 +41,16 @@ class Round:
         """The expected replicas whose contributions are not in the mean."""
         return sorted({*self.expected} - {*self.contributors}) if self.waits_s else []
 
+    @property
+    def size_bytes(self) -> int:
+        """About the memory that it takes."""
+        numbers = len(self.contributors) + len(self.clipped) + 3 * len(self.late_s) + 3 * len(self.waits_s)
+        digests = sum(200 + 4 * len(digest) for digest, _ in self.sent.values())
+        return 500 + 4 * len(self.why) + 40 * numbers + digests
+
     def minority(self) -> list[int]:
         """Return the replicas whose digests differ from the most frequent one; on a tie, the lowest replica's wins."""
-        digests = {replica: report.digest for replica, report in sorted(self.sent.items()) if report.digest}
+        digests = {replica: digest for replica, (digest, _) in sorted(self.sent.items()) if digest}
         most = Counter(digests.values()).most_common(1)
         return [replica for replica, digest in digests.items() if digest != most[0][0]]
 
@@ -52,14 +58,9 @@ class Round:
         """Return the round for the page."""
         last = max(self.late_s, key=lambda replica: self.late_s[replica], default=None)
         return {
-            "state": self.state,
-            "step": self.step,
+            **{name: getattr(self, name) for name in ("state", "step", "contributors", "absent", "why", "clipped")},
             "sent": sorted(self.sent),
             "merged": sorted(self.waits_s),
-            "contributors": self.contributors,
-            "absent": self.absent,
-            "why": self.why,
-            "clipped": self.clipped,
             "wait_s": max(self.waits_s.values(), default=None),
             "last": last,
             "last_after_s": None if last is None else self.late_s[last],
@@ -83,9 +84,7 @@ class Grid:
 
     def of_fragment(self, fragment: int) -> list[Round]:
         """Return the rounds of a fragment that are kept, the newest first."""
-        newest = self.newest[fragment]
-        keys = [(fragment, newest - age) for age in range(1 - OUTER_STEPS, OUTER_STEPS)]
-        return [self.cells[key] for key in keys if key in self.cells]
+        return [self.cells[key] for key in sorted(self.cells, reverse=True) if key[0] == fragment]
 
     def participation(self) -> tuple[Counter[int], Counter[int]]:
         """Return replica -> in how many recent means it is, and how many it has missed since the last of them."""
@@ -109,7 +108,7 @@ class Grid:
             case RoundSent():
                 if event.replica in cell.sent and cell.void:  # it is repeated
                     cell.sent, cell.void = {}, False
-                cell.sent[event.replica] = event
+                cell.sent[event.replica] = event.digest, event.weight
             case RoundCommitted():
                 if not cell.waits_s:
                     self.merged += 1
@@ -130,8 +129,9 @@ class Grid:
         for key, cell in [*self.cells.items()]:
             if cell.step > step:
                 state = cell.state
-                cell.sent = {replica: report for replica, report in cell.sent.items() if replica not in replicas}
-                cell.waits_s = {replica: wait for replica, wait in cell.waits_s.items() if replica not in replicas}
+                for replica in replicas:
+                    cell.sent.pop(replica, None)
+                    cell.waits_s.pop(replica, None)
                 if not cell.sent and not cell.waits_s:
                     self.merged -= state == "merged"
                     self.void -= state == "void"
@@ -142,11 +142,21 @@ class Grid:
         self.newest = {}
 
     def prune(self, members: Collection[int] | None = None) -> None:
-        """Forget all but the newest rounds. If ``members`` are given, no single one can set the newest outer step."""
+        """Forget all but the newest rounds.
+
+        If ``members`` are given, no single one of them can set the newest outer step, nor fill the memory: if there is
+        too much, what the fewest have reported goes first, and then what is large.
+        """
         for fragment, reached in self._reached.items():
             known = sorted([reached[each] for each in members or () if each in reached] or reached.values())
             if known:
                 self.newest[fragment] = known[-1] if members is None else known[-2:][0]
-        self.cells = {
-            key: cell for key, cell in self.cells.items() if abs(key[1] - self.newest.get(key[0], 0)) < OUTER_STEPS
-        }
+        for key in [key for key in self.cells if abs(key[1] - self.newest.get(key[0], 0)) >= OUTER_STEPS]:
+            del self.cells[key]
+        reporters = {key: len(cell.sent.keys() | cell.waits_s.keys()) for key, cell in self.cells.items()}
+        sizes = {key: cell.size_bytes for key, cell in self.cells.items()} if members is not None else {}
+        room = MAX_BYTES
+        for key in sorted(sizes, key=lambda key: (-reporters[key], sizes[key])):
+            room -= sizes[key]
+            if room < 0:
+                del self.cells[key]

@@ -13,34 +13,24 @@ from diloco import events
 from diloco.transport import PeerReport
 from diloco.watch.grid import MAX_FRAGMENTS, Grid
 
-__all__ = ["ProcessHistory", "Record", "RunHistory", "Seen", "Series", "Watched", "replica_order"]
-
 _MAX_REPLICAS = 1_024
 _RECENT = 101  # steps
-_PLACES = ("step", "tokens", "time_s")
 _TELEMETRY = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 _BANDS = ("loss", "gradient_norm")
 _MEANS = ("learning_rate", "mfu", "compute", "sent_bytes", "tokens_per_s")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """An event, and when it was written in seconds since 1970 by the clock of its process; None if unknown."""
+Record = tuple[events.Event, float | None]
+"""An event, and when it was written in seconds since 1970 by the clock of its process; None if unknown."""
 
-    event: events.Event
-    time_s: float | None = None
+_Bucket = tuple[int, Sequence[float], list[tuple[float, int, float, float]]]
+"""The number of points, the place of the last one, and the sum, number, minimum and maximum of each finite value."""
 
 
-@dataclass(slots=True)
-class _Bucket:
-    points: int
-    place: Sequence[float]
-    values: list[tuple[float, int, float, float]]  # sum, number, minimum and maximum of the finite values
-
-    def merge(self, later: _Bucket) -> None:
-        self.points, self.place = self.points + later.points, later.place
-        pairs = zip(self.values, later.values, strict=True)
-        self.values = [(a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
+def _merged(first: _Bucket, second: _Bucket) -> _Bucket:
+    pairs = zip(first[2], second[2], strict=True)
+    values = [(a[0] + b[0], a[1] + b[1], min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
+    return first[0] + second[0], second[1], values
 
 
 class Series:
@@ -61,7 +51,8 @@ class Series:
     """
 
     def __init__(self, bands: Sequence[str] = (), means: Sequence[str] = (), max_buckets: int = 512) -> None:
-        self.columns = [*_PLACES, *(f"{name}{end}" for name in bands for end in ("", "_low", "_high")), *means]
+        banded = (f"{name}{end}" for name in bands for end in ("", "_low", "_high"))
+        self.columns = ["step", "tokens", "time_s", *banded, *means]
         self.stride = 1  # the number of points in a full bucket
         self._num_bands, self._max_buckets = len(bands), max_buckets
         self._buckets: list[_Bucket] = []
@@ -69,27 +60,25 @@ class Series:
     def add(self, place: Sequence[float], values: Sequence[float | None]) -> None:
         """Add a point at (step, tokens, time) with the values of ``bands`` and ``means``, None where unknown."""
         known = [value if value is not None and math.isfinite(value) else None for value in values]
-        point = _Bucket(1, place, [(0.0, 0, math.inf, -math.inf) if v is None else (v, 1, v, v) for v in known])
-        if self._buckets and self._buckets[-1].points < self.stride:
-            self._buckets[-1].merge(point)
+        point = 1, place, [(0.0, 0, math.inf, -math.inf) if v is None else (v, 1, v, v) for v in known]
+        if self._buckets and self._buckets[-1][0] < self.stride:
+            self._buckets[-1] = _merged(self._buckets[-1], point)
             return
         if len(self._buckets) == self._max_buckets:
-            for first, second in zip(self._buckets[::2], self._buckets[1::2], strict=True):
-                first.merge(second)
-            del self._buckets[1::2]
+            self._buckets = [*map(_merged, self._buckets[::2], self._buckets[1::2])]
             self.stride *= 2
         self._buckets.append(point)
 
     def cut(self, step: int) -> None:
         """Remove the buckets that have a point after ``step``."""
-        self._buckets = [bucket for bucket in self._buckets if bucket.place[0] <= step]
+        self._buckets = [bucket for bucket in self._buckets if bucket[1][0] <= step]
 
     def rows(self) -> list[list[float | None]]:
         """Return one list per bucket, in the order of `columns`; None stands for a bucket without finite values."""
         rows: list[list[float | None]] = []
-        for bucket in self._buckets:
-            row: list[float | None] = [round(each, 3) for each in bucket.place]
-            for index, (total, number, low, high) in enumerate(bucket.values):
+        for _, place, values in self._buckets:
+            row: list[float | None] = [round(each, 3) for each in place]
+            for index, (total, number, low, high) in enumerate(values):
                 parts = [float(f"{part:.6g}") for part in (total / number, low, high)] if number else [None] * 3
                 row += parts[: 3 if index < self._num_bands else 1]
             rows.append(row)
@@ -122,8 +111,9 @@ class ProcessHistory:
     diverged: Record | None = None  # the last step with a non-finite loss or gradient norm
     newest_s: float | None = None  # the time of its newest record, by its own clock
     _began_s: float | None = None
-    # fragment -> its round of the current outer step, as reported by the first replica that reported one
-    _rounds: dict[int, events.RoundCommitted] = field(default_factory=dict)
+    # fragment -> telemetry of its round of the current outer step, from the first replica that reported one, at a step
+    _rounds: dict[int, list[float | None]] = field(default_factory=dict)
+    _rounds_of: tuple[int, int] = (0, 0)  # that replica and step
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     @property
@@ -138,34 +128,28 @@ class ProcessHistory:
 
     def take(self, record: Record) -> None:
         """Process a record."""
-        event, time_s, before = record.event, record.time_s, self.step
+        (event, time_s), before = record, self.step
         is_start = isinstance(event, events.RunStarted)
         self.step, self.reported = event.step if is_start else max(event.step, self.step), True
         if time_s is not None:
             if is_start or self._began_s is None:  # the pause before a start is not time of the run
                 self._began_s, self.newest_s = time_s - self.elapsed_s, time_s
             self.newest_s = max(time_s, self.newest_s or time_s)
+        place = event.step, (self.last.tokens or 0) if self.last else 0, self.elapsed_s
         match event:
             case events.RunStarted():
                 self.started, self.fetched, self.finished, self.interrupted = event, None, None, ""
                 if event.step < before:  # this run has superseded what followed that step
-                    for series in (self.steps, self.evaluations, self.outer):
-                        series.cut(event.step)
-                    for told in (self.samples, self.notes):
-                        while told and told[-1].step > event.step:
-                            told.pop()
-                    self.diverged, self.evaluated_at = None, min(self.evaluated_at, event.step)
-                    self.norms.clear()
-                    self._rounds.clear()
+                    self._cut(event.step)
             case events.StepFinished():
-                self._stepped(event, record)
+                self._stepped(event, time_s)
             case events.StateFetched():
                 self.fetched = event
             case events.Evaluated():
                 self.evaluated_at = event.step
-                self.evaluations.add(self._place(event.step), [event.heldout_loss])
+                self.evaluations.add(place, [event.heldout_loss])
             case events.RoundCommitted():
-                self._committed(event)
+                self._committed(event, place)
             case events.SampleGenerated():
                 self.evaluated_at = event.step
                 self.samples.append(event)
@@ -178,52 +162,69 @@ class ProcessHistory:
             case events.RunFinished():
                 self.finished = event
 
-    def _place(self, step: int) -> tuple[float, float, float]:
-        return step, (self.last.tokens or 0) if self.last else 0, self.elapsed_s
+    def _cut(self, step: int) -> None:
+        for series in (self.steps, self.evaluations, self.outer):
+            series.cut(step)
+        for told in (self.samples, self.notes):
+            while told and told[-1].step > step:
+                told.pop()
+        self.diverged, self.evaluated_at = None, min(self.evaluated_at, step)
+        self.norms.clear()
+        self._rounds.clear()
 
-    def _committed(self, event: events.RoundCommitted) -> None:
-        first = next(iter(self._rounds.values()), event)
-        if event.replica != first.replica:
+    def _committed(self, event: events.RoundCommitted, place: Sequence[float]) -> None:
+        if self._rounds and event.replica != self._rounds_of[0]:
             return
         if event.fragment in self._rounds:  # this is its next outer step, so the current one is complete
-            values = [[getattr(each, name) for each in self._rounds.values()] for name in _TELEMETRY]
-            known = [[each for each in of_name if each is not None and math.isfinite(each)] for of_name in values]
+            by_name = zip(*self._rounds.values(), strict=True)
+            known = [[each for each in values if each is not None and math.isfinite(each)] for values in by_name]
             if any(known):
-                self.outer.add(self._place(first.step), [sum(each) / len(each) if each else None for each in known])
+                means = [sum(each) / len(each) if each else None for each in known]
+                self.outer.add((self._rounds_of[1], *place[1:]), means)
             self._rounds = {}
+        if not self._rounds:
+            self._rounds_of = event.replica, event.step
         if len(self._rounds) < MAX_FRAGMENTS:
-            self._rounds[event.fragment] = event
+            self._rounds[event.fragment] = [getattr(event, name) for name in _TELEMETRY]
 
-    def _stepped(self, event: events.StepFinished, record: Record) -> None:
+    def _stepped(self, event: events.StepFinished, time_s: float | None) -> None:
         before, norm = self.last, event.gradient_norm
         tokens = event.tokens - before.tokens if before and event.tokens and before.tokens else 0
         seconds = (event.step - before.step) * event.step_s if before else 0.0
         tokens_per_s = tokens / seconds if tokens > 0 and seconds > 0 else None
         self.last, self.fetched = event, None
         if not math.isfinite(event.loss) or not (norm is None or math.isfinite(norm)):
-            self.diverged = record
+            self.diverged = event, time_s
         if norm is not None and math.isfinite(norm):
             self.norms.append(norm)
         if event.step_s > 0:
             self._step_times.append(event.step_s)
         means = (event.learning_rate, event.model_flops_utilization, event.compute_utilization, event.sent_bytes)
-        self.steps.add(self._place(event.step), (event.loss, norm, *means, tokens_per_s))
+        self.steps.add((event.step, event.tokens or 0, self.elapsed_s), (event.loss, norm, *means, tokens_per_s))
 
 
-def replica_order(name: str) -> tuple[int, str]:
-    """Sort the names of processes by their numbers."""
-    return len(name), name
+@dataclass(frozen=True)
+class Seen:
+    """A peer of a swarm, as last seen."""
+
+    process: str  # its name in `RunHistory.processes`
+    state: str  # the state that it reports, or "no answer", "gone" or "finished"
+    report: PeerReport  # its last report, whose status is untrusted
+    heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
 
 
 @dataclass
 class RunHistory:
-    """The history of a run.
+    """The history of one run on the page."""
 
-    Args:
-        trusted: whether the processes are our own. If not, a single one can't set the members or the step of the run.
-    """
-
+    name: str  # the name of the run
+    where: str  # its folder, or how its swarm is reached
+    # whether the processes are our own. If not, a single one can't set the members or the step of the run
     trusted: bool = True
+    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value as text
+    seen: Sequence[Seen] = ()  # the peers of a swarm; empty for a folder
+    problems: Sequence[str] = ()  # messages about data that could not be read
+    behind_bytes: int = 0  # bytes of records that are still to be read
     processes: dict[str, ProcessHistory] = field(default_factory=dict)  # "replica 3", or "" if it is the whole run
     grid: Grid = field(default_factory=Grid)
     # the newest views, and when they were reported
@@ -257,7 +258,7 @@ class RunHistory:
         process = self.processes.setdefault(name, ProcessHistory())
         before = process.step
         process.take(record)
-        match record.event:
+        match record[0]:
             case events.RoundSent() | events.RoundCommitted() | events.RoundVoid() as event:
                 if event.replica not in self._reporters and len(self._reporters) < _MAX_REPLICAS:
                     self._reporters[event.replica] = name
@@ -269,7 +270,7 @@ class RunHistory:
                 newest = max(reported, key=lambda each: (reported[each], each[0]))
                 if newest == view != self._newest_view and (not self.trusted or view[0] > self._newest_view[0]):
                     self._newest_view, self.expected = view, event.members
-                    self.views.append((event, record.time_s))
+                    self.views.append((event, record[1]))
             case events.RunStarted() as event:
                 if event.step < before:
                     self.grid.forget({each for each, of in self._reporters.items() if of == name}, event.step)
@@ -284,24 +285,6 @@ class RunHistory:
             self.expected = numbered if {*self._reporters} <= {*numbered} else tuple(sorted(self._reporters))
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A peer of a swarm, as last seen."""
-
-    process: str  # its name in `RunHistory.processes`
-    state: str  # the state that it reports, or "no answer", "gone" or "finished"
-    report: PeerReport  # its last report, whose status is untrusted
-    heard_s: float | None = None  # when it last answered, by the clock of this machine; None if it never did
-
-
-@dataclass
-class Watched:
-    """One run on the page."""
-
-    name: str  # the name of the run
-    where: str  # its folder, or how its swarm is reached
-    history: RunHistory = field(default_factory=RunHistory)
-    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value as text
-    seen: Sequence[Seen] = ()  # the peers of a swarm; empty for a folder
-    problems: Sequence[str] = ()  # messages about data that could not be read
-    behind_bytes: int = 0  # bytes of records that are still to be read
+def replica_order(name: str) -> tuple[int, str]:
+    """Sort the names of processes by their numbers."""
+    return len(name), name

@@ -23,8 +23,6 @@ from urllib.parse import parse_qs
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["LOOPBACK", "PageServer", "export_page", "plotly_script"]
-
 MAX_CONNECTIONS = 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # names of the loopback interface
 

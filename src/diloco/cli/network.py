@@ -1,9 +1,11 @@
-"""``diloco doctor``: check the connection to each peer and measure its latency and bandwidth."""
+"""``diloco doctor``, ``diloco relay`` and ``diloco secret``: what a run needs of the network, without training."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,21 +19,20 @@ from diloco.cli.tables import columns
 from diloco.config import command_text, parse_options
 from diloco.errors import ConfigurationError
 from diloco.train import StopRequest
-from diloco.transport import parse_address, read_secret
+from diloco.transport import multiaddress, parse_address, read_secret
 from diloco.units import BYTES, Duration, format_rate, parse
 
 _POLL_S = 0.2
 
-DESCRIPTION = """Check the connection to other replicas: name resolution, ports, latency and bandwidth.
-
-Examples:
-  diloco doctor 10.0.0.1:29400 10.0.0.2:29400
-  diloco doctor --listen 10.0.0.1:29400"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The options of `diloco doctor`."""
+    """Check the connection to other replicas: name resolution, ports, latency and bandwidth.
+
+    Examples:
+      diloco doctor 10.0.0.1:29400 10.0.0.2:29400
+      diloco doctor --listen 10.0.0.1:29400
+    """
 
     peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
     """Control addresses of replicas (each prints its own when it starts) or of machines that run `doctor --listen`."""
@@ -47,9 +48,9 @@ class DoctorOptions:
     """Print the findings as JSON."""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_doctor(arguments: Sequence[str]) -> int:
     """Check the peers, or listen; return 0 if every connection works, otherwise 1."""
-    options = parse_options(DoctorOptions, "doctor", DESCRIPTION, arguments)
+    options = parse_options(DoctorOptions, "doctor", arguments)
     if bool(options.peers) == bool(options.listen):
         raise ConfigurationError(
             "give either the HOST:PORT of each peer to check, such as `diloco doctor 10.0.0.1:29400`, or --listen "
@@ -105,4 +106,78 @@ def _listen(text: str, secret: str) -> int:
                 time.sleep(_POLL_S)
     finally:
         connections.close()
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayOptions:
+    """Run a bootstrap node, through which the peers of any run find each other. It trains nothing.
+
+    Examples:
+      diloco relay --listen 0.0.0.0:31330
+      diloco relay --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
+    """
+
+    listen: Annotated[str, arg(metavar="HOST:PORT")] = "0.0.0.0:0"
+    """Address to listen at; port 0 is any free one."""
+    announce: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
+    """Addresses to announce to other peers instead of --listen."""
+    join: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
+    """Addresses of peers that are already running, if there are any."""
+    identity: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Private key file, created if missing; it fixes the node's identity. Default: dht.key in your data folder."""
+
+
+def run_relay(arguments: Sequence[str]) -> int:
+    """Run the node until it is interrupted; return 0."""
+    asyncio.run(_serve(parse_options(RelayOptions, "relay", arguments)))
+    return 0
+
+
+async def _serve(options: RelayOptions) -> None:
+    from diloco.transport import NodePlace, run_peer
+
+    def ready(addresses: tuple[str, ...]) -> None:
+        print("diloco: peers of any run can find each other through this node with")
+        for address in addresses:
+            print(f"  --join {address}", flush=True)
+
+    announced = tuple(multiaddress(address, "--announce") for address in options.announce)
+    place = NodePlace(join=options.join, listen=(multiaddress(options.listen, "--listen"),), announce=announced)
+    home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    serving = asyncio.ensure_future(run_peer(options.identity or home / "diloco" / "dht.key", place, ready))
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(ending, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        print("diloco: stopped.", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecretOptions:
+    """Write a new random secret into a file that only you can read. Every machine of a run needs a copy.
+
+    Examples:
+      diloco secret run.secret
+    """
+
+    file: Annotated[Positional[Path], arg(metavar="FILE", help_behavior_hint="")]
+    """The file to create. An existing one is left as it is."""
+
+
+def run_secret(arguments: Sequence[str]) -> int:
+    """Create the file; return 0."""
+    from diloco.private_files import create_private
+    from diloco.transport import new_secret
+
+    path = parse_options(SecretOptions, "secret", arguments).file
+    try:
+        create_private(path, f"{new_secret()}\n".encode())
+    except FileExistsError as error:
+        raise ConfigurationError(f"{path} exists. Choose another name, or remove it first.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be written: {error}.") from error
+    print(f"diloco: wrote a new secret to {path}. Copy it to every machine of the run with its mode kept (scp -p), and")
+    print("pass it as --secret-file.")
     return 0

@@ -1,0 +1,322 @@
+"""``diloco evaluate``, ``diloco generate`` and ``diloco export``: what can be done with a trained model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from diloco.cli.tables import facts_table
+from diloco.config import CONFIG_FILE, Configuration, parse_options, read_record
+from diloco.devices import check_device
+from diloco.errors import ConfigurationError
+from diloco.terminal import as_typed, plain
+from diloco.units import format_bytes, format_count
+from diloco.waiting import waiting_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from diloco.data import ChatTokenizer, Tokenizer
+    from diloco.trained import Evaluation, Trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedOptions:
+    """Which trained model to load."""
+
+    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    """Run folder (its latest checkpoint), checkpoint, or transformers folder (Llama, Qwen3, Arcee, Apertus)."""
+    model: Annotated[str | None, arg(metavar="MODULE:FUNCTION", help_behavior_hint="")] = None
+    """For a run with a model of your own: the function that builds it, as in training."""
+    checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
+    """Inner step of the checkpoint to load. Default: the latest."""
+    replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Use the local parameters of this replica. Default: the global parameters."""
+
+    def load(self, device: str = "cpu", *, dequantize: bool = False) -> Trained:
+        """Load it, as `diloco.trained.load_trained` does."""
+        from diloco.trained import load_trained
+
+        return load_trained(
+            self.path, device, step=self.checkpoint, replica=self.replica, source=self.model, dequantize=dequantize
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedOptions(TrainedOptions):
+    """Which trained model to load, and how to apply it to text."""
+
+    context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Maximum context of the model in tokens. Default: as in training."""
+    device: Annotated[str, arg(metavar="TEXT")] = "auto"
+    """cpu, cuda, cuda:N, mps, or auto."""
+    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Print one JSON object at the end."""
+
+    def __post_init__(self) -> None:
+        check_device("--device", self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(AppliedOptions):
+    """Measure the loss, perplexity and bits per byte of a trained model.
+
+    Without --data, the text is what the run held out, and the figures are those that
+    the run reported at its end. The text is packed and cut into sequences, and a token
+    is predicted from the earlier tokens of its own sequence. For a run on conversations
+    (diloco finetune) only the answers count.
+
+    Examples:
+      diloco evaluate runs/streaming-tiny
+      diloco evaluate runs/streaming-tiny/checkpoints/step-00000300 --json
+      diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
+    """
+
+    data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
+    """Files or folders whose whole text is evaluated. Default: the text that the run held out."""
+    text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """Field of records that holds the text. Default: as in the run."""
+    sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Number of sequences to evaluate, spread evenly over the text; 0: all. Default: as in the run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequences is not None and self.sequences < 0:
+            raise ConfigurationError(f"--sequences must be at least 0, got {self.sequences}.")
+        if self.text_field is not None and not self.data:
+            raise ConfigurationError(
+                f"--text-field {self.text_field!r} needs --data PATH: held-out text is always read as in the run."
+            )
+
+
+def run_evaluate(arguments: Sequence[str]) -> int:
+    """Evaluate and print."""
+    options = parse_options(EvaluateOptions, "evaluate", arguments)
+    trained = options.load(options.device)
+    result = _evaluate(trained, options, trained.length(options.context, "--context"))
+    if options.json:
+        figures = {name: getattr(result, name) for name in ("perplexity", "bits_per_token", "bits_per_byte", "tokens")}
+        about = {"step": trained.step, "weights": trained.weights, "checkpoint": str(trained.path)}
+        print(json.dumps({"heldout_loss": result.loss, **figures, "bytes": result.num_bytes, **about}, indent=2))
+        return 0
+    print(trained.path if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}")
+    facts = {
+        "held-out loss": f"{result.loss:.4f} nats per token",
+        "perplexity": f"{result.perplexity:.4g}",
+        "bits per token": f"{result.bits_per_token:.4f}",
+        "bits per byte": f"{result.bits_per_byte:.4f}",
+        "tokens": f"{result.tokens:,}",
+        "bytes": f"{result.num_bytes:,}",
+    }
+    print(facts_table(facts, indent=""))
+    return 0
+
+
+def _evaluate(trained: Trained, options: EvaluateOptions, length: int) -> Evaluation:
+    """Evaluate on the text of --data or of the run. The batches are those of training, for results of equal bits."""
+    from diloco.data import heldout_rows, heldout_tokens, read_texts
+    from diloco.trained import evaluate
+
+    if trained.step is None and not options.data:
+        raise ConfigurationError(f"{options.path} is not a run, so it has no held-out text: give --data PATH.")
+    settings = Configuration() if trained.step is None else read_record(trained.run / CONFIG_FILE)
+    data, tokenizer = settings.data, trained.tokenizer
+    tokens: Any
+    if data.chat:
+        tokenizer = trained.chat_tokenizer()
+        tokens = heldout_rows(data, tokenizer, length, options.data)
+    elif options.data:
+        source = replace(data, text_field=options.text_field or data.text_field)
+        tokens = tokenizer.encode_documents(list(read_texts(source, options.data)))
+    else:
+        tokens = heldout_tokens(data, tokenizer)
+    done = [0]
+    with waiting_for(lambda: f"the evaluation, with {done[-1]:,} tokens predicted,"):
+        return evaluate(
+            trained.model,
+            tokenizer,
+            tokens,
+            sequence_length=length,
+            batch_size=settings.train.batch_size * 8,
+            sequences=settings.evaluation.sequences if options.sequences is None else options.sequences,
+            document_masks=data.document_masks,
+            progress=done.append,
+        )
+
+
+_LARGEST_SEED = 2**63 - 1  # the largest seed that a torch generator accepts
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AppliedOptions):
+    """Continue a text with a trained model, or chat with it (--chat).
+
+    Examples:
+      diloco generate runs/streaming-tiny --prompt "import "
+      diloco generate runs/streaming-tiny --prompt "def " --temperature 0
+      diloco generate runs/streaming-llama --chat
+      diloco generate runs/streaming-tiny --prompt "$(cat beginning.txt)" --json
+    """
+
+    prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    """Text to continue. Default: none, so that the text is a new document."""
+    chat: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Apply the chat template and print the answer. Without a prompt, chat: each line of input is a question."""
+    system: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    """--chat: system message at the beginning of the conversation."""
+    tokens: int = 200
+    """Maximum number of tokens; an end-of-document token ends the text early."""
+    temperature: float = 0.8
+    """Divides the logits: below 1 favours likely tokens, above 1 makes the text more random, 0 takes the likeliest."""
+    top_k: Annotated[int | None, arg(metavar="INT")] = 50
+    """Draw only from this many likeliest tokens. None: from all."""
+    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """After --top-k: draw only from the fewest likeliest tokens with this total probability. Default: from all."""
+    seed: int = 0
+    """Random seed; the same seed gives the same text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens < 0:
+            raise ConfigurationError(f"--tokens must be at least 0, got {self.tokens}.")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise ConfigurationError(f"--seed must be from 0 to {_LARGEST_SEED}, got {self.seed}.")
+        if self.chat and self.json:
+            raise ConfigurationError("--chat can't be combined with --json. Leave one of them out.")
+        if self.system and not self.chat:
+            raise ConfigurationError("--system needs --chat.")
+
+
+def run_generate(arguments: Sequence[str]) -> int:
+    """Generate text and print it as it is generated."""
+    options = parse_options(GenerateOptions, "generate", arguments)
+    options = replace(options, prompt=as_typed(options.prompt), system=as_typed(options.system))
+
+    import torch
+
+    from diloco.trained import Sampling, TextStream, generate
+
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    trained = options.load(options.device)
+    device, window = next(trained.model.parameters()).device, trained.length(options.context, "--context")
+
+    def pieces(tokenizer: Tokenizer, prompt: Sequence[int], *ends: int) -> Iterator[str]:
+        """Yield the text of each token up to one of the tokens ``ends``, and then what is left of an incomplete one."""
+        stream, generator = TextStream(tokenizer), torch.Generator(device).manual_seed(options.seed)
+        how = {"max_new_tokens": options.tokens, "sampling": sampling, "stop_tokens": ends, "window": window}
+        yield from map(stream.feed, generate(trained.model, prompt, generator, **how))
+        yield stream.finish()
+
+    if options.chat:
+        return _chat(options, trained.chat_tokenizer(), pieces)
+    tokenizer, prompt = trained.tokenizer, options.prompt
+    text = pieces(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id], tokenizer.eos_id)
+    if options.json:
+        *parts, rest = text
+        ended_by = "length" if len(parts) == options.tokens else "end of document"
+        about = {"prompt": prompt, "text": "".join([*parts, rest]), "tokens": len(parts), "ended_by": ended_by}
+        print(json.dumps(about, indent=2))
+    else:
+        _show(itertools.chain([prompt], text))
+    return 0
+
+
+def _chat(options: GenerateOptions, tokenizer: ChatTokenizer, pieces: Callable[..., Iterator[str]]) -> int:
+    """Answer the prompt, or every line of standard input."""
+    prompt = options.prompt
+    messages: list[dict[str, str]] = [{"role": "system", "content": options.system}] if options.system else []
+    asks = not prompt and sys.stdin.isatty()
+    questions = iter([prompt] if prompt else sys.stdin)
+    while True:
+        if asks:
+            print("> ", end="", flush=True)
+        if (question := next(questions, None)) is None:
+            return 0
+        messages.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
+        answer = _show(pieces(tokenizer, tokenizer.prompt(messages), tokenizer.answer_end, tokenizer.eos_id))
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _show(pieces: Iterable[str]) -> str:
+    """Print a text piece by piece as it comes, and return it. A file gets the exact text."""
+    stream, text = sys.stdout if sys.stdout.isatty() else plain(sys.stdout), ""
+    for piece in pieces:
+        text += piece
+        stream.write(piece)
+        stream.flush()
+    print(flush=True)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(TrainedOptions):
+    """Write a trained model for other programs.
+
+    A folder for transformers' from_pretrained (--to hf), one file of parameters for --init-from
+    (--to safetensors), or the adapter that a fine-tuning run has trained, for peft (--to adapter),
+    which --merge merges into the weights of the base model instead.
+
+    Examples:
+      diloco export runs/streaming-tiny --out exported
+      diloco export runs/streaming-tiny --out exported --dtype bfloat16 --overwrite
+      diloco export runs/streaming-tiny --out replica-1 --replica 1 --checkpoint 300
+      diloco export runs/streaming-tiny --out weights.safetensors --to safetensors
+      diloco export runs/streaming-llama --out merged --merge
+    """
+
+    out: Annotated[Path, arg(metavar="PATH", help_behavior_hint="")]
+    """Folder (hf, adapter) or file (safetensors) to write."""
+    to: Literal["hf", "safetensors", "adapter"] = "hf"
+    """hf: a transformers folder; safetensors: parameters by their names in diloco; adapter: an adapter for peft."""
+    merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """hf: merge the adapters of the run into the base model and write a whole model."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the weights."""
+    overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Replace an earlier export."""
+
+
+def run_export(arguments: Sequence[str]) -> int:
+    """Load the model, write it, and print what was written."""
+    options = parse_options(ExportOptions, "export", arguments)
+    with waiting_for(lambda: f"{options.path} to be loaded and written to {options.out}"):
+        _export(options)
+    return 0
+
+
+def _export(options: ExportOptions) -> None:
+    from diloco.trained import export_adapter, export_huggingface, export_safetensors
+
+    trained = options.load(dequantize=options.merge)
+    adapts = bool(trained.model.source_has)
+    if adapts and options.to == "hf" and not options.merge:
+        raise ConfigurationError(
+            f"{options.path} has adapters on top of a base model. Use --merge for a whole model, or --to adapter."
+        )
+    if not adapts and (options.merge or options.to == "adapter"):
+        asked = "--merge" if options.merge else "--to adapter"
+        raise ConfigurationError(f"{options.path} has no adapters, so {asked} has no effect. Leave it out.")
+    if options.merge and options.to != "hf":
+        raise ConfigurationError(f"--merge needs --to hf, not --to {options.to}.")
+    if options.to == "adapter":
+        export_adapter(trained, options.out, overwrite=options.overwrite)
+        print(f"{options.out}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
+        return
+    model: nn.Module = trained.model
+    if options.to == "hf":
+        model = export_huggingface(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    else:
+        export_safetensors(trained, options.out, dtype=options.dtype, overwrite=options.overwrite)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    files = options.out.iterdir() if options.out.is_dir() else [options.out]
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    print(f"{options.out}: {type(model).__name__}, {format_count(parameters)} parameters, {options.dtype}, {size}")
+    step = "" if trained.step is None else f", step {trained.step}"
+    print(f"from {trained.path}{step}, {trained.weights}")
